@@ -4,7 +4,7 @@ from importlib import import_module
 
 from gspmd import host
 
-TYPE_CHECKING = False  # as that of typing, which takes longer to import than all of this
+TYPE_CHECKING = False  # Type checkers take it for typing.TYPE_CHECKING; importing typing takes longer than this file.
 if TYPE_CHECKING:
     from typing import Any
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
-# Everything is imported when it is first used, so that `import gspmd` takes no time: a command begins with it, and can
-# be interrupted in one line only from then on.
+# Everything is imported when it is first used, so that `import gspmd` takes no time. Every command begins with this
+# import, and an interrupt during it ends in a traceback instead of one line.
 _HOMES = {
     "Layout": "gspmd.layouts",
     "LayoutError": "gspmd.annotate",
@@ -47,7 +47,7 @@ _HOMES = {
 _ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "search", "training")
 
 host.quiet_libtpu()  # before JAX loads it in search of a TPU
-host.skip_check_of_cuda()  # likewise
+host.skip_check_of_cuda()  # before JAX loads its plugin for CUDA
 
 __all__ = [
     "Layout",
@@ -71,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    # The packages annotate and search can be called as their functions.
+    # The packages annotate and search are callable: each stands for the function of the same name.
     if name in _ROOMS or name == "annotate":
         return import_module(f"gspmd.{name}")
     if name in _HOMES:

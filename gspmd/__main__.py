@@ -1,8 +1,8 @@
 """The process of a command: `python -m gspmd`, `gspmd`, and the files in scripts/ begin here.
 
-An interrupt that comes while libraries are imported would end in a traceback, or be taken for a module that is not
-there, and SIGTERM would end the process without a word. So the first thing is to let them end it in one line. Nothing
-else imports this file: a program that uses gspmd as a library keeps its own handlers.
+An interrupt while libraries are imported would end in a traceback, or be taken for a missing module, and SIGTERM would
+end the process without a word. So the first thing this file does is to install handlers that end the process with one
+line. Nothing else imports this file: a program that uses gspmd as a library keeps its own handlers.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Names of a package that are imported when they are asked for, so that importing the package takes no time.
 
-Settings are in packages with much that needs JAX, and a command reads its flags before JAX starts.
+A command reads its flags before JAX starts, but the classes of its settings are in packages whose other modules need
+JAX.
 """
 
 import sys
@@ -16,7 +17,7 @@ def deferred(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], An
 
     Args:
         package: its `__name__`.
-        homes: modules, relative to the package, and the names that each has, with spaces between them.
+        homes: for each module, relative to the package, the names in it, separated by spaces.
     """
     module_of = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -24,7 +25,7 @@ def deferred(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], An
         this = sys.modules[package]
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=this)
-        # As `from module import name` does, so that a name may be a module too.
+        # `fromlist` makes this `from module import name`, which also finds a submodule of that name.
         value = getattr(__import__(resolve_name(module_of[name], package), fromlist=[name]), name)
         setattr(this, name, value)
         return value

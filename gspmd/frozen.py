@@ -1,10 +1,10 @@
-"""An immutable mapping: plans are cached, and every caller gets the same object."""
+"""An immutable mapping, for figures of plans: plans are cached, so all callers share one object."""
 
 from typing import Any, NoReturn
 
 
 class FrozenDict(dict):
-    """An immutable, hashable dict. It pickles and is written as JSON like any other; `copy()` is a plain dict.
+    """An immutable, hashable dict. It can be pickled and written as JSON like any dict; `copy()` returns a plain dict.
 
     Example:
         >>> sizes = FrozenDict(B=8, E=16)
@@ -23,7 +23,7 @@ class FrozenDict(dict):
         return frozen
 
     def __init__(self, *_: Any, **__: Any):
-        """Do nothing: `__new__` has filled it, and a second call must not change it."""
+        """Do nothing: `__new__` has filled the dict, and a second call of `__init__` must not change it."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

@@ -1,8 +1,8 @@
 """Devices: fake ones on this host's cores, or what an accelerator offers.
 
 Everything that must happen before JAX starts a backend, or before JAX is imported, happens here and nowhere else.
-`import gspmd` imports this module, and only afterwards can a command end in one line. So libraries that take a
-millisecond to import are imported in the functions that need them.
+`import gspmd` imports this module, and until it is imported an interrupt of a command ends in a traceback. So even
+libraries that take only a millisecond to import are imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-TYPE_CHECKING = False  # As in typing, which takes as long to import as all of this.
+TYPE_CHECKING = False  # Type checkers take it for typing.TYPE_CHECKING; importing typing takes as long as this module.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 # the size of that pool; it is read when the backend starts.
 _THREADS = 32
 
-# The variables that libtpu reads while it is loaded, by JAX in search of a TPU (0.1 s, unless JAX_PLATFORMS says
-# otherwise) or to compile for one. Without a TPU it would ask a metadata server that does not exist, complain about
-# every missing answer, keep logs in /tmp, and refuse to be loaded by two processes at once, though there is no chip to
-# guard. Programs do not depend on these variables, the type of accelerator included: it is not the topology.
+# Environment variables that libtpu reads when it is loaded. JAX loads it to look for a TPU (0.1 s, unless JAX_PLATFORMS
+# excludes TPUs), and gspmd.audit to compile for one. Without these variables, on a machine that has no TPU, libtpu asks
+# a metadata server that does not exist, complains about every missing answer, keeps logs in /tmp, and refuses to be
+# loaded by two processes at the same time, although there is no chip to guard. Compiled programs do not depend on the
+# variables, not even on the accelerator type, since the topology is given separately.
 WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -34,12 +35,13 @@ WITHOUT_TPU = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The schedule of every kernel tells gspmd.audit its time: HLO has no estimate for a Pallas kernel.
-# Each process has its own folder: a child inherits the environment, and containers may share folders and numbers.
+# libtpu writes the schedule of every kernel here, from which gspmd.audit reads the time of Pallas kernels: HLO has no
+# estimate for them. Each process has its own folder, with a random name: a child process inherits the environment, and
+# containers may share the temporary folder and have equal process ids.
 _TEMPORARY = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
 _SCHEDULES = f"--xla_jf_dump_to={_TEMPORARY}/gspmd-schedules-"
 _OWN = os.urandom(8).hex()
-# The host's memory that a container's processes may use, in bytes, or "max".
+# This file has the bytes of host memory that a container's processes may use, or "max".
 _LIMIT = "/sys/fs/cgroup/memory.max"
 _DUMPED = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final_bundles"
 
@@ -55,7 +57,7 @@ class HostError(RuntimeError):
 def use_host_devices(count: int) -> None:
     """Make the CPU backend, once it starts, offer `count` devices that share this host's cores.
 
-    Does not choose the platform: where an accelerator is found, JAX still prefers it.
+    This does not choose the platform: JAX still prefers an accelerator if it finds one.
 
     Args:
         count: number of devices, at least 1.
@@ -83,10 +85,10 @@ def use_host_devices(count: int) -> None:
 
 
 def share_devices(processes: int) -> None:
-    """Make `start` count the devices of several processes, each with as many, once JAX knows of them.
+    """Tell `start` that the run's devices are divided evenly among several processes, once JAX knows of them.
 
     Args:
-        processes: the number of processes.
+        processes: the number of processes in the run.
     """
     global _processes
     _processes = processes
@@ -116,7 +118,8 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
             raise HostError(f"cannot divide {count} devices evenly among {_processes} processes.")
         count //= _processes
     use_host_devices(count)
-    # "gpu" is CUDA or ROCm. JAX starts every platform that it is given or fails, so it has to find this one itself.
+    # "gpu" is CUDA or ROCm. JAX fails if it cannot start a platform that it is given by name, and we do not know which
+    # of the two is there, so JAX has to find it.
     if platform not in (None, "gpu"):
         jax.config.update("jax_platforms", platform)
     try:
@@ -136,7 +139,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of files kept between runs, in $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    """Return the folder `name` of the cache, which is $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
     from pathlib import Path
 
     base = os.environ.get("GSPMD_CACHE")
@@ -147,7 +150,7 @@ def keep_compiled(wanted: bool = True) -> str:
     """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next start reads them.
 
     A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are in
-    `compiled/` of the cache folder, in one folder for each kind of CPU, whose machine code others cannot run.
+    `compiled/` of the cache folder, in a folder for each kind of CPU, since one kind cannot run another's machine code.
 
     Args:
         wanted: False to compile everything anew and keep nothing.
@@ -161,7 +164,7 @@ def keep_compiled(wanted: bool = True) -> str:
 
     import jax
 
-    # Op names and source lines, which the ledger and profiles read, belong to a program as much as its instructions.
+    # By default JAX reuses a program compiled from other source lines; the ledger and profiles would then show those.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if not wanted:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -176,7 +179,7 @@ def keep_compiled(wanted: bool = True) -> str:
     except OSError as error:
         jax.config.update("jax_enable_compilation_cache", False)
         return f"not kept: cannot write to {str(folder)!r}: {error.strerror}"
-    # If the disk is full later, JAX compiles anew and goes on, with a warning for each program.
+    # If the disk becomes full later, JAX goes on without the cache; its warning for every single program is hidden.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return f"kept in {folder}"
@@ -197,12 +200,12 @@ def _cpu() -> str:
 
 
 def is_fake(devices: Sequence[jax.Device]) -> bool:
-    """Return whether the devices are fake ones that share this host's cores, so that times say nothing about speed."""
+    """Return whether the devices are fake ones on this host's cores, whose times say nothing about real devices."""
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
 def describe(devices: Sequence[jax.Device]) -> str:
-    """Describe the devices in one line; fake ones are called so: "8 fake host devices sharing 2 cores"."""
+    """Describe the devices in one line; fake ones as "8 fake host devices sharing 2 cores"."""
     if is_fake(devices):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
@@ -211,7 +214,7 @@ def describe(devices: Sequence[jax.Device]) -> str:
 
 
 def memory(devices: Sequence[jax.Device]) -> int | None:
-    """Return the bytes that programs may use on each of these devices, or None if they do not say.
+    """Return the bytes that programs may use on each of these devices, or None if the devices do not report them.
 
     Devices of a CPU share the memory of their host, or the part that its container may use.
     """
@@ -230,27 +233,28 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def quiet_libtpu() -> None:
-    """Tell libtpu, if there is no TPU, that there is none and it only compiles; keep the variables that the user has
-    set."""
+    """Tell libtpu that it only compiles, if this machine has no TPU; variables that the user has set stay."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
-    # A machine with TPUs has one of these files per chip, and libtpu knows its own answers there.
+    # A machine with TPUs has one of these files per chip; there, libtpu needs no help.
     if not (_numbered("/dev/accel") or _numbered("/dev/vfio/")):
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
         if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # The user's own dump.
-            # For libtpu, not for Python: JAX's keys of kept programs include os.environ, also for CPUs and GPUs.
+            # os.putenv, since only libtpu needs it: os.environ is part of the keys of JAX's compilation cache, even for
+            # CPUs and GPUs, and the folder's name differs in each process.
             os.putenv("LIBTPU_INIT_ARGS", " ".join((*flags, _SCHEDULES + _OWN, *_DUMPED)))
             atexit.unregister(_forget_schedules)
             atexit.register(_forget_schedules)
 
 
 def skip_check_of_cuda() -> None:
-    """Tell JAX's plugin for CUDA, if it is installed and there is no NVIDIA GPU, that it only compiles.
+    """Tell JAX's plugin for CUDA that it only compiles, if it is installed and this machine has no NVIDIA GPU.
 
-    Otherwise it demands all libraries of CUDA, prints a traceback whenever a backend starts, and is given up.
+    Otherwise the plugin demands all libraries of CUDA, fails with a traceback whenever a backend starts, and is
+    unusable.
     """
     import sys
 
@@ -272,7 +276,7 @@ def schedules_folder() -> Path:
 
 
 def _numbered(prefix: str) -> bool:
-    """Return whether there is a file whose path is a prefix and then a digit."""
+    """Return whether a file exists whose path is the prefix followed by a digit."""
     folder, _, name = prefix.rpartition("/")
     try:
         return any(found[len(name) : len(name) + 1].isdigit() for found in os.listdir(folder) if found.startswith(name))
@@ -288,7 +292,7 @@ def _forget_schedules() -> None:
 
 
 def _option(name: str) -> Any:
-    """Return an option of JAX, which the types of JAX 0.10 leave out of `jax.config`."""
+    """Return an option of `jax.config`, whose type hints in JAX 0.10 leave out the options."""
     import jax
 
     return getattr(jax.config, name)

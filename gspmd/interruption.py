@@ -1,14 +1,14 @@
 """Interrupts: the exception of each signal, and how one ends a command in one line while its libraries are imported.
 
-This module imports nothing slow. The first file of a command imports it before everything else, so that an interrupt
-is handled from the first moment on.
+This module imports nothing slow. The first file of a command imports it before everything else, so that interrupts are
+handled from the start.
 """
 
 import os
 import signal
 
-# The default handlers of the signals. An ignored signal, such as SIGINT for a background job of a script or SIGHUP
-# under nohup, stays ignored.
+# The default handler of each signal: `end_at_once` replaces these handlers only. A signal that the caller ignores (as
+# SIGINT for a background job of a script, or SIGHUP under nohup) stays ignored.
 _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,

@@ -1,19 +1,18 @@
 """Uses of JAX outside its public interface, for the supported releases: 0.10.2 and 0.12.
 
-All other modules use public names of JAX. Everything that is not public is in this file, so that a new release is
-adapted in one place:
+All other modules use only public names of JAX, so that changes of a new release are handled in this file:
 
 - rules of dead code elimination (`jax.interpreters.partial_eval.dce_rules`), whose signature has changed;
 - rules of partial evaluation, by which a loop's invariants are hoisted;
-- the parameters of the equations in a jaxpr (`PARAMETERS`), of which `scan`'s have changed, and the name of a call;
-- a frame of JAX for which the stack is searched;
+- the parameters of the equations in a jaxpr (`PARAMETERS`), where those of `scan` have changed, and the name of a call;
+- a function of JAX that is looked for on the stack (`is_hoisted_from_checkpoint`);
 - the class of errors about shardings under Explicit axes;
-- the mesh of `jax.set_mesh` with its devices, which a function under `jax.jit` cannot ask for;
+- the mesh of `jax.set_mesh` with its devices, which public functions do not return under `jax.jit`;
 - the client of a run of several processes, whose key-value store has no public name, and the cluster that JAX detects;
-- the treatment of optimization barriers by XLA's compiler for host devices;
-- the question for the version of cuDNN, which JAX asks the library while it traces.
+- what XLA's compiler for host devices does with optimization barriers;
+- the version of cuDNN, for which JAX asks the library while it traces.
 
-tests/test_jax_internals.py checks each of them against the installed JAX, and so names the changes of a new release.
+tests/test_jax_internals.py checks each of them against the installed JAX, so it shows what a new release has changed.
 """
 
 import os
@@ -75,15 +74,15 @@ def scan_operands(equation: Any) -> tuple[int, int]:
 # -- dead code ---------------------------------------------------------------------------------------------------------
 
 DceRule = Callable[[list[bool], Any], tuple[list[bool], Any]]
-"""A function from (which results are used, equation) to (which operands are, the equation that is left, or None)."""
+"""(which results are used, equation) -> (which operands are used, the reduced equation, or None if nothing is left)."""
 
 _dce_rules = cast(dict[Primitive, Callable], partial_eval.dce_rules)  # JAX types it otherwise in each release
 _RULES_ASK_LIVE_INPUTS = jax.__version_info__ >= (0, 12)
 
 
 def set_dce_rule(primitive: Primitive, rule: DceRule) -> None:
-    """Register the rule by which a primitive's equation is reduced if only some of its results are used."""
-    # JAX also passes the references that are read later: none of our primitives takes a reference.
+    """Register the rule that reduces an equation of this primitive when only some of its results are used."""
+    # JAX also says which mutable references are read later; none of our primitives takes one.
     asked: Callable = (lambda used, live, equation: rule(used, equation)) if _RULES_ASK_LIVE_INPUTS else rule
     _dce_rules[primitive] = asked
 
@@ -92,7 +91,7 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
     """Reduce an equation to the part that computes the used results.
 
     Returns:
-        The reduced equation; the same one if JAX has no rule for its primitive, and None if nothing is left.
+        The reduced equation; the given equation if JAX has no rule for its primitive; None if nothing is left.
     """
     rule = _dce_rules.get(equation.primitive)
     if rule is None:
@@ -102,7 +101,7 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that none of its results needs, with all of its arguments."""
+    """Return the program without the operations that no result needs; all its arguments stay."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -110,14 +109,14 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_in_checkpoint: Callable) -> None:
-    """Register the rules by which a primitive is evaluated if only some of its operands are known yet.
+    """Register the rules by which a primitive is evaluated when only some of its operands are known.
 
     Args:
         primitive: a primitive with several results.
         evaluated: (trace, *tracers, **parameters) -> tracers; the trace and its tracers are JAX's.
-        evaluated_in_checkpoint: the rule inside the jaxprs of a `jax.checkpoint`, or of a loop: (what may be saved,
-            which operands are unknown, which are there, equation) -> (the known equation, the staged one, which results
-            are unknown, which are there, what is kept).
+        evaluated_in_checkpoint: the rule inside the jaxpr of a `jax.checkpoint` or of a loop: (policy of what may be
+            saved, operands unknown, operands instantiated, equation) -> (equation of the known part, equation of the
+            unknown part, results unknown, results instantiated, residuals).
     """
     rules, rules_in_checkpoint = partial_eval.custom_partial_eval_rules, partial_eval.partial_eval_jaxpr_custom_rules
     cast(dict[Primitive, Callable], rules)[primitive] = evaluated
@@ -125,10 +124,10 @@ def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_
 
 
 def is_hoisted_from_checkpoint() -> bool:
-    """Return whether JAX is evaluating a `jax.checkpoint` none of whose operands is unknown.
+    """Return whether JAX is evaluating a `jax.checkpoint` whose operands are all known.
 
-    JAX then moves the whole checkpoint out of the loop around it. Only a function of JAX further up the stack knows
-    this.
+    JAX then moves the whole checkpoint out of the loop around it. Nothing that a rule receives says so, hence the
+    search of the stack for JAX's own function.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -144,16 +143,16 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether XLA's partitioner gets shardings by the names of mesh axes, and aborts if it must split an axis unevenly."""
+"""Whether shardings reach XLA's partitioner as names of mesh axes; it then aborts where it must split one unevenly."""
 
 
 def assume_cudnn(version: int) -> None:
     """Let JAX trace cuDNN's attention without the library, to compile for GPUs that are not attached.
 
-    JAX asks the library for its version; where there is none, the answer is this one from now on.
+    JAX asks the library for its version; where there is no library, `version` is the answer from now on.
 
     Args:
-        version: as cuDNN numbers itself: 90800 is 9.8.0.
+        version: a version as cuDNN numbers them: 90800 is 9.8.0.
     """
     ask = fused_attention_stablehlo.check_cudnn_version
 

@@ -1,9 +1,9 @@
 """Read JSON, TOML and text from untrusted files: with bounds on size and depth, and with one error for any fault.
 
-Files come from strangers (public checkpoints), from other versions, and from disks that failed. Python's own readers
-raise unexpected errors for some of them (RecursionError for deep nesting, a plain ValueError for a number of 5,000
-digits), block for ever on a FIFO that nobody writes to, or fill the memory. Callers of this module have to handle
-only one error, `ReadError`.
+Files come from strangers (public checkpoints), from other versions, and from failing disks. For some of them Python's
+own readers raise unexpected errors (RecursionError for deep nesting, a plain ValueError for a number of 5,000 digits),
+block for ever (on a FIFO that nobody writes to), or fill the memory. Callers of this module have to handle only one
+error, `ReadError`.
 """
 
 import json
@@ -21,13 +21,13 @@ from typing import Any, BinaryIO
 LARGEST = 2**26
 #: The largest TOML file that is read, in bytes: settings and layouts are written by hand, and have a few kB.
 LARGEST_TOML = 2**22
-#: The deepest nesting of objects, lists and tables. The files read here have less than ten levels, and later code that
-#: walks through them may be recursive.
+#: The deepest nesting of objects, lists and tables that is accepted. Genuine files have fewer than ten levels. The
+#: limit protects callers that walk through the values recursively.
 DEEPEST = 64
 
-# A dotted key of more parts than the deepest nesting. The parser copies the key at each of its dots, so 50,000 of them
-# would take it seconds. A key begins a line, a header or an entry of a table. Quantifiers are possessive, so that the
-# search is linear too.
+# Matches a dotted key with more parts than the deepest nesting. Python's parser copies the key at each dot, so a key
+# with 50,000 dots would take seconds. A key stands at the start of a line, of a header or of an entry of a table.
+# Possessive quantifiers make this search linear.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 _DEEP_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+{_PART}(?:\.[ \t]*+{_PART}){{{DEEPEST}}}", re.MULTILINE)
 
@@ -38,7 +38,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# The file that a shell makes for the output of a command, as in `--config <(command)`: a pipe that is open already.
+# Where a shell puts the output of a command, as in `--config <(command)`: a pipe that is open already, so it cannot
+# block like a FIFO of an unknown file.
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
@@ -92,8 +93,7 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
 
 
 def _chunks(file: BinaryIO, most: int) -> Iterable[bytes]:
-    """Yield the first bytes of a file in pieces: a pipe has no size, and reading `most` at once would allocate as
-    much."""
+    """Yield a file in pieces, up to about `most` bytes: a single `read(most)` would allocate all of them."""
     while most and (chunk := file.read(min(most, 2**20))):
         most -= len(chunk)
         yield chunk
@@ -141,9 +141,9 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise ReadError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
-    except ValueError:  # From a number; the message is about Python's settings.
+    except ValueError:  # From a number with too many digits; Python's message would propose one of its own settings.
         raise _too_long() from None
-    # Nesting is at most the number of opening brackets, and few files have so many.
+    # Nesting is at most the number of opening brackets, so most files need no walk.
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
     if "\\u" in text and not _is_unicode(value):
@@ -177,7 +177,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
-    """Return why there is no folder at a path; None if there is one.
+    """Return why a path is not a folder; None if it is one.
 
     Example:
         >>> folder_fault("/"), folder_fault("/nowhere"), folder_fault("/" + 5000 * "a")
@@ -194,8 +194,8 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
 
-    `int` alone accepts digits of other scripts and underscores, and raises another error for 5,000 digits;
-    `str.isdigit` is true for `²`, which `int` does not accept.
+    `int` by itself also accepts underscores and digits of other scripts, and raises an error about Python's settings
+    for 5,000 digits; `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:
         >>> [whole_number(text) for text in ("8", " 8 ", "-8", "²", "٣", "1_000", "9" * 5000)]
@@ -206,9 +206,10 @@ def whole_number(text: str) -> int | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name that a file gives for another one stays in its folder: not absolute, and not up by `..`.
+    """Return whether a file name stays inside its folder: it is not absolute and does not go up by `..`.
 
-    Symbolic links are not followed: a download cache keeps a model's files as links to elsewhere.
+    Checkpoints name their other files, and such a name must not lead elsewhere. Symbolic links are not followed, since
+    a download cache keeps a model's files as links to another folder.
 
     Example:
         >>> [is_inside(name) for name in ("a.bin", "parts/a.bin", "../a.bin", "/etc/a.bin", "")]
@@ -228,7 +229,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether all text can be encoded: JSON, and so Python's text, may have half of a surrogate pair."""
+    """Return whether all text can be encoded: JSON allows half of a surrogate pair, which then stays in the text."""
     try:
         return bool(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -236,7 +237,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse nesting deeper than `DEEPEST`, level by level and so without recursion."""
+    """Refuse nesting deeper than `DEEPEST`; goes level by level, without recursion."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _inner(each)]
@@ -251,7 +252,7 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def _check_numbers(value: Any) -> None:
-    """Refuse whole numbers beyond 64 bits, as TOML itself does; Python's parser takes any, and cannot print some."""
+    """Refuse whole numbers beyond 64 bits, as the TOML standard does; Python's parser accepts them."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)
@@ -268,7 +269,7 @@ def _too_long() -> ReadError:
 
 
 def similar_file(path: str) -> str:
-    """Return a suggestion of the file with the most similar name in the folder of a missing one; empty if none is."""
+    """Return "Did you mean ...? " with the most similar name in a missing file's folder; empty if none is similar."""
     folder, name = os.path.split(path)
     try:
         there = [each.name for each in os.scandir(folder or ".") if each.is_file()]

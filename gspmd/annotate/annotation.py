@@ -17,15 +17,15 @@ from gspmd.annotate.spec import Spec
 def annotate(x: Any, spec: str | Spec) -> Any:
     """Place an array on the mesh of `jax.set_mesh` as its spec says.
 
-    A concrete array is placed, or moved if it has another placement. Under `jit` and Auto axes the spec is a
-    constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the type of a traced
-    array has its placement: an array that no mesh axis shards, such as a new one, is placed, and any other is checked
-    against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
+    A concrete array is placed, or moved if it has another placement. A traced array under Auto axes gets the spec as a
+    constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the placement of a
+    traced array is part of its type: an array that no mesh axis shards, such as a new one, is placed, and any other
+    array is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
 
     Args:
       x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.
-      spec: such as `"B_xLE_yz"`. `E_?` is allowed under Auto axes only. A partial sum is only checked, for an array
-          whose type has it, under Explicit axes; to make one, write an equation.
+      spec: such as `"B_xLE_yz"`. `E_?` is allowed under Auto axes only. A partial sum is allowed under Explicit axes
+          only, for an array that is already this partial sum; to make one, write an equation.
 
     Returns:
       The array with that placement.
@@ -41,14 +41,14 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
     Source: Xu et al. 2021, GSPMD (arXiv 2105.04663), section 3.1; Lepikhin et al. 2020, GShard (arXiv 2006.16668),
       section 3.2.
-    Differs: the mesh has named axes, and a traced array that mesh axes shard already is checked rather than moved.
+    Differs: the mesh has named axes, and under Explicit axes a traced array that is sharded already is never moved.
     """
     spec = Spec.parse(spec)
     shape = shape_of(x, "annotate", f" with '{spec}'")
     doing = f"cannot annotate an array of shape {shape} with '{spec}'"
     mesh, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
     explicit, auto = mesh.are_all_axes_explicit, mesh.are_all_axes_auto
-    # A partial sum is part of a type, which Auto axes do not have; an open dimension cannot be part of one.
+    # Only the types of Explicit axes can say that an array is a partial sum, and they cannot leave a dimension open.
     typed = spec.partial or spec.reduced
     if mesh.empty or not ((auto and not typed) or (explicit and not spec.is_open)) or spec.faults(shape, mesh):
         from gspmd.annotate.diagnosis.placement import unfit_array  # imported here, since most arrays fit

@@ -15,7 +15,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
     Mesh axes of size 1 are part of a type but shard nothing: if only they differ, the array gets the spec's type.
 
     Raises:
-      SpecError: the type is not that of the spec, or the array is on other devices; the message begins with `doing`.
+      SpecError: the type differs from the spec, or the array is on other devices; the message begins with `doing`.
     """
     refuse_elsewhere(x, spec, doing)
     actual, mesh = placed_spec(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
@@ -29,7 +29,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
 
 
 def is_unplaced(x: Any) -> bool:
-    """Return whether no mesh axis shards a traced array, nor is a part of its sum on any: each device has it whole."""
+    """Return whether each device has the whole of a traced array: it is neither sharded nor a partial sum."""
     spec = jax.typeof(x).sharding.spec
     return not any(spec) and not spec.unreduced and not spec.reduced
 
@@ -91,7 +91,7 @@ def _partition_spec_of(x: Any) -> Any:
     """The `jax.P` of an array; None while the compiler has not chosen it."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
-        if sharding.mesh.empty:  # made outside of any mesh, so sharded over no axis of this one
+        if sharding.mesh.empty:  # made outside of any mesh, so not sharded
             return None if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types else jax.P()
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return None

@@ -15,7 +15,7 @@ Specs = Spec | Sequence[Spec]
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: a spec, or a group of several that are each multiplied by the same other operand."""
+    """One operand: a spec, or a group of specs, each of which is multiplied by the same other operand."""
 
     specs: tuple[Spec, ...]
     group: bool = False
@@ -42,7 +42,7 @@ class Equation:
     """One equation of a program: the products `terms` are added up, and the results are placed as `outputs`.
 
     Attributes:
-      terms: the products that are added; one, unless the equation is a sum.
+      terms: the products that are added; only one unless the equation is a sum.
       outputs: the spec of the result, or of each result if an operand is a group.
       group: whether the result is a tuple.
       text: the notation from which it was read; not part of equality.
@@ -114,7 +114,7 @@ class Equation:
             raise unfit_sizes(self, sizes, faults)
 
     def sizes(self, shapes: Sequence[tuple[int, ...] | Sequence[tuple[int, ...]]]) -> dict[str, int]:
-        """Return the size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
+        """Return the size of every dimension, from a shape for each operand (for a group, a tuple of shapes).
 
         Raises:
           SpecError: there is not one shape for each operand, a rank differs, or a dimension has two sizes.
@@ -256,7 +256,7 @@ def _check_form(what: str, text: str, terms: Sequence[Term], result: Operand | N
     """Raise SpecError unless the operands, and the result of an equation, fit together."""
     operands = [operand for term in terms for operand in term.operands]
     groups = [operand for operand in operands if operand.group]
-    # Two operands at most in a product; one group at most, and none in a sum; "()" has no spec.
+    # A product has at most two operands; an equation has at most one group, and a sum has none; "()" has no spec.
     fine = terms and all(1 <= len(term.operands) <= 2 for term in terms) and len(groups) <= (len(terms) == 1)
     fine = fine and not any(str(operand) == "()" for operand in (*groups, result))
     if fine and result is not None:

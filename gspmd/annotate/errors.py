@@ -8,7 +8,7 @@ Code that finds a fault writes a `Fault`; the public function that was called co
       dimension B has size 6, which mesh axis x (size 4) does not divide.
       Use a size that is a multiple of 4 (4 or 8), or leave B unsharded: 'BLE'.
 
-`diagnosis/message.py` draws messages, and is imported when there is one to draw.
+`diagnosis/message.py` draws the messages; it is imported only when there is a message to draw.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class NotationError(ValueError):
         self.faults = tuple(faults)
 
     def __str__(self) -> str:
-        from gspmd.display.plain import printable  # reading what has no fault imports no display
+        from gspmd.display.plain import printable  # imported only when there is an error
 
         return printable(super().__str__())
 
@@ -62,7 +62,7 @@ _Error = TypeVar("_Error", bound=NotationError)
 class Fault:
     """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
 
-    Faults of many tensors may have one cause: those with the same nonempty `cause` may be reported together.
+    Faults of several tensors may have one cause: a caller may report faults with the same nonempty `cause` together.
     """
 
     text: str
@@ -121,6 +121,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:
-    """The words as an enumeration: 'x', 'x and y', 'x, y and z'."""
+    """The words as a list in a sentence: 'x', 'x and y', 'x, y and z'."""
     words = list(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if words else "none"

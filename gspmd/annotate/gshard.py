@@ -1,7 +1,7 @@
-"""The annotation calls of GShard and of GSPMD, written on `annotate`. Dimensions are lettered A, B, C, … in messages.
+"""The annotation calls of GShard and of GSPMD, written on `annotate`. Messages call the dimensions A, B, C, ….
 
 GShard numbers the devices, and GSPMD arranges their numbers as a mesh. Here the mesh of `jax.set_mesh` has named axes,
-and device number i is the i-th of it, last axis fastest.
+and device number i is the i-th device of this mesh, with the last axis fastest.
 """
 
 import itertools
@@ -38,8 +38,8 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     """Split one dimension into `num_partitions` parts.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
-    Differs: the parts go to the one choice of mesh axes whose sizes multiply to `num_partitions` (all axes, for as many
-        parts as devices). If there are fewer parts than devices, the others hold copies instead of being idle.
+    Differs: the dimension is split over the mesh axes whose sizes multiply to `num_partitions`; an error asks for
+        `annotate` if several choices do. With fewer parts than devices, the other devices hold copies and are not idle.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -55,11 +55,11 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
 
     Args:
       tensor: the array.
-      device_assignment: device numbers, in an array of as many dimensions as the tensor; its shape is the number of
-        parts along each. It has every device of the mesh once.
+      device_assignment: device numbers, in an array with as many dimensions as the tensor; its shape is the number of
+        parts along each dimension. It contains every device of the mesh once.
 
     Raises:
-      SpecError: the arguments do not fit the tensor, or no assignment of mesh axes to dimensions places the parts so.
+      SpecError: the arguments do not fit the tensor, or no choice of mesh axes gives each part to its device.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
     """
@@ -84,8 +84,8 @@ def mesh_split(
 
     Args:
       tensor: the array.
-      device_mesh: the current mesh, or device numbers in an array whose dimensions are mesh axes, or runs of them, in
-        any order.
+      device_mesh: the current mesh, or device numbers in an array, each of whose dimensions is one mesh axis or several
+        merged; the dimensions may be in any order.
       tensor_split_dims_mapping: for each dimension of the tensor, the dimension of `device_mesh` that splits it; -1 for
         none.
       unspecified_dims: dimensions of the tensor that are left to the compiler (Auto axes only).
@@ -115,7 +115,7 @@ def mesh_split(
         at = _dimension(tensor, dim, "mesh_split")
         if placed.get(at):
             raise SpecError(
-                f"mesh_split: dimension {dim} is split by the mapping, and unspecified as well.\n"
+                f"mesh_split: the mapping splits dimension {dim}, and unspecified_dims leaves it to the compiler.\n"
                 "  Write -1 for it in tensor_split_dims_mapping."
             )
         placed[at] = (OPEN,)
@@ -154,7 +154,7 @@ def _shape(tensor: Any, call: str) -> tuple[int, ...]:
 
 
 def _numbers(given: Any, what: str) -> np.ndarray:
-    """Device numbers, however they are nested."""
+    """Read device numbers, from an array or from nested sequences."""
     with suppress(TypeError, ValueError):  # of numpy, for rows of different lengths or a PRNG key
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":
@@ -177,12 +177,11 @@ def _axes_of_size(parts: int) -> tuple[str, ...]:
     if not found:
         raise SpecError(
             f"split: no mesh axes make {parts} parts; the mesh has {sizes}.\n"
-            "  Split into as many parts as some of its axes multiply to."
+            "  Split into a number of parts that is the product of some of its axes' sizes."
         )
     choices = listed([f"'A_{axes_suffix(axes)}'" for axes in found], "or")
     raise SpecError(
-        f"split: several mesh axes make {parts} parts; the mesh has {sizes}.\n"
-        f"  Say which by annotate(), here {choices}."
+        f"split: several mesh axes make {parts} parts; the mesh has {sizes}.\n  Choose with annotate(), here {choices}."
     )
 
 
@@ -199,7 +198,7 @@ def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
 
 
 def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
-    """Return, for each dimension of an array of device numbers, the mesh axes over which the devices run along it."""
+    """Return, for each dimension of an array of device numbers, the mesh axes along which its device numbers run."""
     mesh = {axis: size for axis, size in _mesh(what.split(":")[0]).items() if size > 1}
     order = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     for axes in _runs(numbers.shape, mesh):

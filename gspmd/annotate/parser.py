@@ -10,15 +10,15 @@
     word     = "partialsum-" | "reduced-"
     axes     = letter { letter } | "{" name { "," name } "}"
 
-It raises ValueError at the first fault, without an explanation. As in CPython, a second parser, in
-`annotate/diagnosis`, then reads the text again and finds every fault and its remedy.
+The parser raises ValueError at the first fault, without an explanation. As in CPython, a second parser (in
+`annotate/diagnosis`) then reads the text again and finds every fault and its remedy.
 """
 
 import re
 from collections.abc import Sequence
 
 OPEN = "?"
-"""In place of mesh axes: the compiler places this dimension."""
+"""Stands in place of mesh axes for a dimension that the compiler places."""
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 # The letters of axes end where "partialsum-" begins: "E_xpartialsum-y" is E_x with a partial sum over y.
@@ -71,7 +71,7 @@ class Parser:
         return tuple(operands)
 
     def operand(self) -> OperandNode:
-        # A partial sum in parentheses, and nothing else in them, is a scalar; any other parenthesis opens a group.
+        # Parentheses that hold nothing but a partial sum are a scalar; all others are a group.
         if _SUM.match(self.text, self.at) or not self.take("("):
             return (self.spec(),), False
         specs = [self.spec()]

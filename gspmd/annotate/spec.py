@@ -24,7 +24,7 @@ class Spec:
 
     Attributes:
       dims: one capital letter for each dimension, `("B", "L", "E")`.
-      axes: parallel to `dims`, the mesh axes that shard each, major first; `()` unsharded, `("?",)` left open.
+      axes: for each of `dims`, the mesh axes that shard it, major first; `()` if unsharded, `("?",)` if left open.
       partial: the mesh axes over which the devices hold partial sums, sorted.
       reduced: the mesh axes over which the gradient is a partial sum, sorted; the tensor itself is replicated over
           them.
@@ -99,7 +99,7 @@ class Spec:
         """Whether some dimension is left to the compiler."""
         return (OPEN,) in self.axes
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and error messages ask for the same text repeatedly
+    @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and are printed again and again
     def __str__(self) -> str:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
         suffixes = (("partialsum", self.partial), ("reduced", self.reduced))
@@ -134,7 +134,7 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
-        """Return this spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`; drop `reduced`."""
+        """Return this spec with `dim` sharded over `axes`, major first, and no `reduced`: `B_xLE` to `B_xLE_yz`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
@@ -180,7 +180,7 @@ class Spec:
 
     def _index(self, dim: str) -> int:
         if not isinstance(dim, str) or dim not in self.dims:
-            known = f"It has {listed(self.dims)}." if self.dims else "It is that of a scalar."
+            known = f"It has {listed(self.dims)}." if self.dims else "It is the spec of a scalar."
             name = dim if isinstance(dim, str) and len(dim) == 1 else shown(dim)
             raise SpecError(f"dimension {name} does not appear in '{self}'.\n  {known}")
         return self.dims.index(dim)

@@ -1,4 +1,4 @@
-"""Read the sizes that a caller gives, of dimensions and of mesh axes."""
+"""Read sizes of dimensions and of mesh axes, as callers give them."""
 
 import math
 import operator
@@ -8,7 +8,7 @@ from typing import Any, overload
 from gspmd.annotate.errors import SpecError, shown
 
 LARGEST = 2**40
-"""No dimension is as long as this, so that what is computed from sizes stays within 64 bits."""
+"""Every dimension is smaller than this, so that bytes and FLOPs fit into 64 bits."""
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -41,7 +41,7 @@ def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
 @overload
 def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
-    """Return sizes by dimension, or a shape, as Python integers: numpy's overflow when bytes are counted.
+    """Return sizes by dimension, or a shape, as Python integers: numpy's integers overflow when bytes are counted.
 
     A value that is not a whole number is left as it is; it does not fit any spec.
 
@@ -59,7 +59,7 @@ def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tu
 
 
 def whole(size: Any) -> int | None:
-    """A whole number, of any library, as a Python integer; None for anything else, True and False included."""
+    """Return a whole number of any library as a Python integer; None for anything else, including True and False."""
     if type(size).__name__ in ("bool", "bool_"):  # numpy's too, without importing it
         return None
     try:

@@ -1,8 +1,8 @@
 """Print tables and figures: as wide as the terminal, in characters that its encoding has.
 
-Everything that is printed passes through here: `console` prints a program's messages, `text` shows objects for `print`
-(`gspmd.display.printed`), `printable` (`gspmd.display.plain`) converts one line. Tables are made in `tables`, and for
-notebooks in `html`.
+`console` prints the messages of a command. `text` makes the text that `print` shows for an object
+(`gspmd.display.printed`). `printable` of `gspmd.display.plain` converts one line. Tables are made in `tables`, and
+those of notebooks in `html`.
 """
 
 import errno
@@ -40,16 +40,16 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise the error of `print`, so that the command ends as it should; rich would end the process at once.
+        """Raise BrokenPipeError as `print` does, so that the command ends in its own way; rich would end the process.
 
-        A thread that reports progress leaves the error to the next one that prints.
+        In a thread that reports progress nothing is raised: the next print of the main thread raises the error.
         """
         del self._buffer[:]
         if current_thread() is main_thread():
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def _check_buffer(self) -> None:
-        # A closed terminal fails with another error than a pipe, and rich only knows that of a pipe.
+        # Writing to a closed terminal raises an OSError, and rich handles only the BrokenPipeError of a pipe.
         try:
             super()._check_buffer()
         except OSError as error:
@@ -66,8 +66,7 @@ def never_fail(stream: Any) -> None:
 
 
 def columns(console: Console) -> int | None:
-    """Return the columns of a terminal, or `COLUMNS` if it is set; None for a file or a pipe, where any length is
-    fine."""
+    """Return a terminal's columns, or `COLUMNS` if it is set; None for files and pipes, where lines have no limit."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
@@ -79,7 +78,7 @@ def text(renderable: Any, width: int | None = None) -> str:
         width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
-    # Not the real stream: for one without Unicode rich would draw other borders than `printable` does.
+    # Rendered in memory: for a stream without Unicode rich would draw other borders than `printable` does.
     recorder = Console(file=StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
     with recorder.capture() as captured:
         recorder.print(renderable)

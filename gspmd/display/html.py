@@ -9,7 +9,7 @@ from gspmd.display.theme import FONT, TERMINAL, themed
 
 _ROOT = ".gspmd-printed"
 
-# What each class takes from the theme; the names of colors are those that tables on terminals use.
+# (CSS class, property, color of the theme). The classes of colors are the color names that tables on terminals use.
 _COLORED: tuple[tuple[str, str, str], ...] = (
     ("", "color", "ink"),
     ("caption", "color", "ink"),
@@ -42,7 +42,7 @@ _SHAPES = """\
 
 
 def page(parts: Iterable[str]) -> str:
-    """Return parts of HTML with their style, as an object's `_repr_html_`."""
+    """Return parts of HTML together with their style sheet, for an object's `_repr_html_`."""
     style = _SHAPES.format(root=_ROOT, font=FONT) + themed(_ROOT, _COLORED)
     return f'<div class="{_ROOT[1:]}"><style>\n{style}</style>\n' + "\n".join(parts) + "\n</div>"
 
@@ -61,7 +61,7 @@ def table(
         title: its title, as text.
         heads: the headings of its columns, as text.
         rows: cells, as HTML.
-        right: the columns of figures, whose cells stand to the right.
+        right: numbers of the columns that are aligned to the right.
         totals: rows below a line.
 
     >>> print(table("sizes", ("dim", "size"), [("B", "8")], right=[1]))
@@ -83,7 +83,7 @@ def table(
 
 
 def rendered(renderable: Any) -> list[str]:
-    """Return what an object's `__rich__` gives, as parts of HTML: tables as tables, texts as paragraphs."""
+    """Convert the result of an object's `__rich__` to parts of HTML: tables to tables, texts to paragraphs."""
     from rich.console import Group
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Pictures that say how they were made: a PNG carries version, title, figures, and the command that drew it."""
+"""Pictures that say how they were made: a PNG contains the version, title, figures, and the command that drew it."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -8,10 +8,10 @@ from gspmd.display.saving import saving
 
 
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
-    """Write a matplotlib figure to a file, in the format of its suffix; a PNG also carries the texts given.
+    """Write a matplotlib figure to a file, in the format of its suffix; a PNG also contains the given texts.
 
-    They are text chunks of the PNG with the keywords of its standard, section 11.3.3: Software, which is this version,
-    Title, Description and Source.
+    The texts are PNG text chunks with the keywords of the standard (section 11.3.3): Title for `title`, Description for
+    `figures`, Source for `command`, and Software for this version of gspmd.
 
     Args:
         figure: the picture, a `matplotlib.figure.Figure`.

@@ -1,4 +1,4 @@
-"""The documentation, for messages: installed packages have no docs/."""
+"""Addresses of the documentation, for messages: an installed package has no docs/ to point to."""
 
 DOCS = "https://github.com/gspmd/gspmd/tree/main/docs"
 

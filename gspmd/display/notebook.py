@@ -1,4 +1,4 @@
-"""A line of progress in a notebook, which is replaced in place: lines below one another would fill the cell."""
+"""A line of progress in a notebook, which each new text replaces: a line for each text would fill the cell."""
 
 from html import escape
 from threading import Lock
@@ -8,7 +8,7 @@ from typing import Any
 class Cell:
     """A place in the output of a notebook's cell.
 
-    `show` may be called from any thread: the place keeps its id, and the kernel finds the cell by it.
+    `show` may be called from any thread: the kernel finds the cell by the id of this place.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Cell:
         self._lock = Lock()  # Two threads that found no place would each make one.
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Show a text, and a bar that is filled by a share from 0 to 1, if there is one."""
+        """Show a text and, if `share` (from 0 to 1) is given, a bar that is filled to this share."""
         from IPython.display import display
 
         bar = "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:14em"></progress> '

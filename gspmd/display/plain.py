@@ -11,7 +11,7 @@ _PLAIN = {"─": "-", "━": "-", "═": "-", "│": "|", "┃": "|", "║": "|"
 _CORNERS = range(0x250C, 0x2574)
 
 HANDLER = "gspmd.plain"
-"""The name of an error handler for Python's codecs: it replaces what an encoding lacks by a similar plain character."""
+"""The name of an error handler for Python's codecs, which replaces a missing character by a similar plain one."""
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

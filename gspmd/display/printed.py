@@ -3,7 +3,7 @@ printed."""
 
 
 class Printed:
-    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line.
+    """Base of objects that `print` and notebooks show in full, from their `__rich__`; their `repr` is one line.
 
     A notebook shows the tables, and below them the picture if the class has a method `figure`.
     """

@@ -1,4 +1,4 @@
-"""Progress of long tasks, so that no command is silent for more than three seconds, or a hundredth of its time."""
+"""Progress of long tasks. No command is silent for more than three seconds or 1% of its run so far, if that is more."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from gspmd.display.notebook import Cell
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
-"""Seconds without a terminal: between two lines, before the first line, and between two checks of the time."""
+"""Seconds between two lines, before the first line, and between checks of the clock, if there is no terminal."""
 _IN_PLACE = 1.0
 """Seconds in a notebook between two changes of its line."""
 _SHARE, _SELDOM = 1 / 150, 60.0
@@ -24,14 +24,13 @@ What = str | Callable[[], str]
 
 
 class Progress:
-    """Report the current task and its time: on a terminal and in a notebook in a line that changes, elsewhere in a
-    line every few seconds.
+    """Report the current task and how long it has taken.
 
-    Without a terminal, a task that takes less than those seconds is not reported. While one task is inside another,
-    only the inner one reports.
+    On a terminal and in a notebook this is one line that changes; elsewhere, a line every few seconds, and none for a
+    task that takes less. While one `Progress` is inside another, only the inner one reports.
 
     Args:
-        console: the console to print to; None for none.
+        console: the console to print to; None to print nothing.
         doing: the first task: a text, or a function that returns it whenever it is shown.
     """
 
@@ -55,7 +54,7 @@ class Progress:
             self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def report(self, sentence: str, share: float) -> None:
-        """Print a line that stays; in a notebook, replace the last such line by it, beside a bar.
+        """Print a line that stays; in a notebook, replace the last line that `report` printed, and show a bar.
 
         Args:
             sentence: the line.
@@ -68,25 +67,25 @@ class Progress:
         self._cell.show(*self._last)
 
     def say(self, doing: What) -> None:
-        """Change the task, and report it if it is time; a function is called only then."""
+        """Change the task, and report it if it is time; if `doing` is a function, it is called only then."""
         self._what = doing
         if not self._live and self.due:
             self._line()
 
     def begin(self, doing: What) -> None:
-        """Begin another task, whose time counts from now."""
+        """Begin another task; its time counts from now."""
         self._what, self._began = doing, time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether nothing has been reported for so long that it is time for a line."""
+        """Whether the last report is so long ago that it is time for another line."""
         now = time.monotonic()
         if self._cell is not None:
             return now - Progress._said >= _IN_PLACE
         return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
-        """Return a function to be called with the number of further bytes of the whole that are done."""
+        """Return a function that reports progress: it takes the number of bytes that are done since its last call."""
         done, began = 0, time.monotonic()
 
         def read(count: int) -> None:
@@ -103,7 +102,8 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._since = self._began = time.monotonic()
-        # Not two seconds from now: the code before may have been as silent. Tables do not pass through here.
+        # The first line comes soon: the code before may have been silent too, since tables are not printed through
+        # here.
         Progress._said = max(Progress._said, self._began - max(0.0, _EVERY - _SOON))
         Progress._open.append(self)
         self._status.__enter__()
@@ -115,7 +115,7 @@ class Progress:
     def __exit__(self, *error: Any) -> None:
         self._over.set()
         if self._watcher is not None:
-            self._watcher.join()  # It may be writing a line, which must not come after what follows.
+            self._watcher.join()  # It may be writing a line, which must come before anything that is printed next.
         Progress._open.remove(self)
         self._status.__exit__(*error)
         if self._cell is not None and self._last is not None:

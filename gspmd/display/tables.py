@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _FOLDED = 24
-"""Width of a column whose text may continue on the next line."""
+"""Width of a column with `folds`, whose text may continue on the next line."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Column:
     Attributes:
         name: its heading.
         justify: `"left"` or `"right"`.
-        goes: 0 if it is never left out; among the others, the largest is left out first.
+        goes: 0 if the column is never left out of a narrow table; of the others, the largest is left out first.
         folds: whether a long text may continue on the next line.
     """
 
@@ -36,7 +36,7 @@ class Sheet:
 
     Attributes:
         title: the title above it.
-        columns: all of them, in order.
+        columns: all columns, in order.
         rows: cells in rich's markup, and whether a row is a total below a line.
     """
 
@@ -69,7 +69,7 @@ class Sheet:
         return table
 
     def _width(self, kept: Sequence[int]) -> int:
-        """Return the width that these columns need, their borders included."""
+        """Return the width that these columns need, including their borders."""
         return 1 + sum(3 + self._needs(at) for at in kept)
 
     def _needs(self, at: int) -> int:

@@ -1,4 +1,4 @@
-"""A terminal that is closed under a program: from then on each write to it is an error, EIO."""
+"""A terminal that is closed while a program runs: every later write to it fails with EIO."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ def hung_up(descriptor: int) -> bool:
 
 
 def leave() -> None:
-    """Redirect standard output and error to nowhere if they were a terminal that is closed."""
+    """Redirect standard output and error to nowhere if they are a closed terminal."""
     for descriptor in (OUT, ERR):
         if hung_up(descriptor):
             nothing = os.open(os.devnull, os.O_WRONLY)

@@ -1,10 +1,11 @@
-"""Colors and style of figures and tables: a light and a dark theme, told apart by the color-blind.
+"""Colors and style of figures and tables: a light and a dark theme whose colors the color-blind can tell apart.
 
-Colors are written out in every rule, without variables, which programs that put figures into papers do not read.
+Colors are written out in every rule instead of CSS variables, which programs for papers do not understand.
 
-Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color), moved as little as possible until a text
-in them has a contrast of 4.5 on its ground, and protanopes and deuteranopes see two of them at least 20 apart in
-CIE L*a*b*.
+Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
+    possible
+so that a text in each has a contrast of 4.5 with its ground, and that any two are at least 20 apart in CIE L*a*b* for
+protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 TEXT = 12
 """Font size of texts, in CSS pixels."""
 SIZES = {"title": 13.5, "small": 10.5, "tiny": 8.5}
-"""Font sizes of texts in other classes."""
+"""Font sizes of texts, by CSS class, where they differ from `TEXT`."""
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 TERMINAL = {
@@ -33,16 +34,16 @@ TERMINAL = {
 }  # fmt: skip
 """The color of each kind of step on a terminal."""
 WORK = {"other": "rule", "copy": "slice"}
-"""Other work of a device, and the color of a theme that it takes."""
+"""The color of the theme for each other kind of work of a device."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#229c6f", "#41b7ee", "#cd79a9", "#f2b154", "#5a1547")
-"""Fills of up to eight blocks; for more see `fill`. They serve both themes, since every block has an outline."""
+"""Fills of up to eight blocks; for more, see `fill`. Every block has an outline, so both themes use these colors."""
 _SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
 
 def fill(block: int, count: int) -> str:
-    """Return the color of a block among `count`: its own among few, a place on a scale from blue to orange among many.
+    """Return the color of one of `count` blocks: one of `BLOCKS` for few, a scale from blue to orange for many.
 
     >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
     ('#0072b2', '#f0e442', '#0072b2', '#b34700')
@@ -55,7 +56,7 @@ def fill(block: int, count: int) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in zip(*ends))
 
 
-# What each class of an element takes from the theme: (selector, property, color).
+# The colors of CSS classes: (selector, property, name of the theme's color).
 _COLORED: tuple[tuple[str, str, str], ...] = (
     (".ground", "fill", "ground"),
     (".panel", "fill", "panel"),
@@ -91,7 +92,7 @@ _SHAPES = """\
 """
 
 
-# The marks of a theme that a reader chose, on the page around a picture: JupyterLab, VS Code, Colab, MkDocs, our own.
+# Selectors for the theme that a reader chose on the page around a picture: JupyterLab, VS Code, Colab, MkDocs, our own.
 _MARKS = {
     "light": (
         '[data-jp-theme-light="true"]', '[data-vscode-theme-kind="vscode-light"]', 'html[theme="light"]',
@@ -113,12 +114,12 @@ def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str
 
 
 def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") -> str:
-    """Return CSS rules that color elements below `root`, in one theme, or as the reader, JupyterLab or a page prefers.
+    """Return CSS rules that color elements inside `root`, in one theme, or in the theme that the reader prefers.
 
     Args:
-        root: the selector of the element around them.
+        root: the selector of the element around the colored elements.
         colored: (selector, property, name of a color of the theme).
-        theme: `"light"`, `"dark"`, or empty: light, and dark where the reader prefers it.
+        theme: `"light"`, `"dark"`, or empty to follow the choice of the reader or of the surrounding page.
     """
     if theme:
         return _rules(root, THEMES[theme], colored)
@@ -132,7 +133,7 @@ def style(theme: str = "", *, standalone: bool = True) -> str:
 
     Args:
         theme: as for `themed`.
-        standalone: whether the figure is a document of its own, which no page's theme surrounds.
+        standalone: whether the figure is a document of its own, with no page around it whose theme it could follow.
     """
     root = ".gspmd-figure"
     sizes = "".join(f"{root} .{name}{{font-size:{size}px}}\n" for name, size in SIZES.items())

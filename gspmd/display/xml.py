@@ -4,7 +4,7 @@ from html import escape
 from re import compile as pattern
 
 _FORBIDDEN = pattern("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no XML document has, not even as references: XML 1.0, production 2."""
+"""Characters that XML 1.0 forbids, even as references (production 2)."""
 
 
 def escaped(text: str) -> str:

@@ -15,11 +15,11 @@ from gspmd.frozen import FrozenDict
 
 @dataclass(frozen=True, repr=False)
 class Chip(Printed):
-    """Figures of one device in bytes, seconds and FLOPs. A device is a chip, or half of one if JAX shows a chip as two
-    devices.
+    """Figures of one device in bytes, seconds and FLOPs.
 
-    A node is the set of devices that these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest
-    slice of a TPU. Devices fill nodes in the order of the mesh. Without `node_devices` all devices are one node.
+    A device is a chip, or half a chip where JAX shows a chip as two devices. A node is the set of devices that the
+    links connect: 8 GPUs behind an NVLink switch, 72 GPUs in a rack, the largest slice of a TPU. Devices fill nodes in
+    the order of the mesh. Without `node_devices` all devices are one node.
 
     Raises:
         PlanError: `node_devices` is given without `network_bandwidth`.
@@ -31,7 +31,7 @@ class Chip(Printed):
     bf16_flops: float  #: dense bfloat16 matrix products, FLOP/s
     float32_flops: float  #: float32 matrix products at full precision, FLOP/s
     hbm_bytes: int  #: capacity of the high-bandwidth memory, bytes
-    hbm_bandwidth: float  #: bandwidth of that memory, bytes/s
+    hbm_bandwidth: float  #: bandwidth of the high-bandwidth memory, bytes/s
     link_bandwidth: float  #: bandwidth of one link in one direction, bytes/s
     links: int  #: links of one chip: two per torus dimension, all links into the switch, or one per peer of a full mesh
     torus: int  #: dimensions of the torus, 0 for a switch or a full mesh
@@ -40,34 +40,34 @@ class Chip(Printed):
     clock: float  #: cycles/s of the matrix unit
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
-    gathers_on_one_ring: bool = False  #: whether the compiler's gathers over several torus axes use the links of one
-    keeps_whole_slices: bool = False  #: whether the compiler keeps many gathers and scatters over a whole slice as one
+    gathers_on_one_ring: bool = False  #: whether compiled gathers over several torus axes use one axis's links
+    keeps_whole_slices: bool = False  #: whether many compiled gathers and scatters over a whole slice stay single
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
     start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
-    node_devices: int = 0  #: devices of one node; 0 for any number
+    node_devices: int = 0  #: devices of one node; 0 if all devices are one node
     network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, in one direction, bytes/s
-    network_seconds: float = 0.0  #: latency of one step over that network, seconds
+    network_seconds: float = 0.0  #: latency of one step over the network between nodes, seconds
     tf32_flops: float = 0.0  #: float32 matrix products in TF32, FLOP/s; 0 without TF32
-    stream_efficiency: float = 1.0  #: share of `hbm_bandwidth`, in a kernel that computes little
-    attention_efficiency: float = 1.0  #: share of `bf16_flops`, in fused attention
+    stream_efficiency: float = 1.0  #: share of `hbm_bandwidth` that a kernel with little computation reaches
+    attention_efficiency: float = 1.0  #: share of `bf16_flops` that fused attention reaches
     kernel_seconds: float = 0.0  #: seconds between the end of one kernel and the start of the next
     launch_seconds: float = 0.0  #: seconds that the host needs to launch a kernel
-    link_efficiency: float = 1.0  #: share of `link_bandwidth`, in a collective
-    network_efficiency: float = 1.0  #: share of `network_bandwidth`, in a collective
-    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that the switch of a node adds up, bytes/s; or 0
-    slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of its slice, without axes of one; or empty
+    link_efficiency: float = 1.0  #: share of `link_bandwidth` that a collective reaches
+    network_efficiency: float = 1.0  #: share of `network_bandwidth` that a collective reaches
+    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that a node's switch adds up, bytes/s; or 0
+    slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of the slice, without axes of 1; empty if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", FrozenDict(self.source))
         if self.node_devices and self.network_bandwidth <= 0:
             raise PlanError(
-                f"chip {self.name!r} comes in nodes of {self.node_devices}, and nothing connects them.\n"
+                f"chip {self.name!r} has nodes of {self.node_devices} devices, and no network between them.\n"
                 "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
             )
 
     @property
     def is_switch(self) -> bool:
-        """Whether all peers of a node are one hop away: through a switch, or in a full mesh."""
+        """Whether all devices of a node are one hop apart: through a switch, or in a full mesh."""
         return self.torus == 0
 
     @property
@@ -89,7 +89,7 @@ class Chip(Printed):
         return -(-prod(mesh.values()) // self.node_devices) if self.node_devices else 1
 
     def describe(self, mesh: Mapping[str, int]) -> str:
-        """Return the chip's name, with the number of nodes if a mesh spans more than one.
+        """Return the chip's name, with the number of nodes if the mesh spans several nodes.
 
         >>> CHIPS["h100"].describe({"data": 32, "model": 8}), CHIPS["h100"].describe({"model": 8})
         ('h100 · 32 nodes of 8', 'h100')
@@ -100,7 +100,7 @@ class Chip(Printed):
         return f"{self.name} · {nodes} {'nodes' if self.is_switch else 'slices'} of {full}{self.node_devices}"
 
     def wraps(self, size: int) -> bool:
-        """Return whether a mesh axis of `size` chips along one torus axis is a ring (has wrap-around links)."""
+        """Return whether a mesh axis of `size` chips along one torus axis is a ring, with wrap-around links."""
         return size % self.wrap_multiple == 0
 
     def flops(self, dtype: str) -> float:
@@ -159,7 +159,7 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return the names of chips that `asked` may misspell; none if it is the name of another chip, such as V100.
+    """Return the names in `known` that `asked` may misspell; none if it names a chip that is not known, such as V100.
 
     >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
     ([], ['h100'], ['h100'])

@@ -11,8 +11,7 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the canonical name of a dtype given as a name, a numpy dtype or a scalar type, including those of
-    ml_dtypes.
+    """Return the canonical name of a dtype, given as a name, a numpy dtype or a scalar type (also of ml_dtypes).
 
     Raises:
         PlanError: no dtype has this name.
@@ -21,7 +20,7 @@ def dtype_name(dtype: Any) -> str:
         >>> dtype_name("bfloat16"), dtype_name(np.float32)
         ('bfloat16', 'float32')
     """
-    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # numpy would take its dtype
+    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # numpy would accept an array for its dtype
     try:
         found = None if is_array else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "2i," as struct dtypes
@@ -33,7 +32,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element.
+    """Return the bytes per element.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)
@@ -42,7 +41,7 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_of(dtype: str, *, summed: bool) -> str:
-    """The dtype on the wire: collectives send whole bytes, and sum booleans as int32.
+    """Return the dtype on the wire: collectives send whole bytes, and sum booleans as int32.
 
     >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
     ('bfloat16', 'int8', 'int32')
@@ -56,14 +55,14 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """The dtype of a product by JAX's rules of promotion; 64-bit dtypes stay, whatever jax_enable_x64 says.
+    """Return the dtype of a product by JAX's rules of promotion; 64-bit dtypes stay, even without jax_enable_x64.
 
     Raises:
-        PlanError: JAX's rules of promotion have no joint dtype for these.
+        PlanError: JAX's rules of promotion have no joint dtype for these dtypes.
     """
     if len({*dtypes}) == 1:
         return dtype_name(dtypes[0])
-    import jax.numpy as jnp  # only here does planning need JAX
+    import jax.numpy as jnp  # imported here: planning needs JAX for nothing else
 
     try:
         return reduce(jnp.promote_types, map(jnp.dtype, dtypes)).name

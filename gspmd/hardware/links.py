@@ -1,9 +1,9 @@
-"""Bytes that one device sends in a collective, and the seconds it takes on the links of a chip.
+"""The bytes that one device sends in a collective, and the seconds that the collective takes on a chip's links.
 
-Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
-GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop. Between
-nodes, bytes go over the network: for GPUs at the same time as within nodes, for TPU slices afterwards. On GPUs
-bandwidth and latency are those of NCCL.
+Bytes are counted for ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12
+for GPUs): bytes over the bandwidth of all rings that are used together, plus the latency of a start and of each hop.
+Between nodes, bytes go over the network: on GPUs at the same time as within nodes, on TPU slices afterwards. Bandwidth
+and latency of GPUs are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Return the bytes that a device sends in a collective: buffer (K-1)/K in a group of K, twice that to all-reduce.
+    """Return the bytes that a device sends in a collective of K devices: buffer (K-1)/K, and twice that to all-reduce.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
@@ -44,12 +44,12 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
 
 
 class Occupancy(NamedTuple):
-    """Seconds for which a collective keeps links and network busy, when nothing else uses them.
+    """Seconds for which a collective keeps links and network busy if nothing else uses them.
 
     Attributes:
         links: seconds for which the links of a node are busy.
         network: seconds for which the network between nodes is busy, at the same time.
-        latency: seconds in addition, whatever the bytes.
+        latency: additional seconds, which do not depend on the bytes.
     """
 
     links: float
@@ -67,22 +67,23 @@ LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-s
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
-    """Return whether `blocking` makes one collective of a gather or reduce-scatter over all devices of a TPU slice.
+    """Return whether `blocking` emits a gather or reduce-scatter over all devices of a TPU slice as one collective.
 
-    The compiler replaces many of them by an all-reduce with twice the bytes. `blocking` makes two collectives of each
-    of those. On the 2D torus of v5e and v6e a single collective is up to twice as fast as two, since it goes round a
-    ring through all devices, with links of both axes. For few bytes two are faster, over fewer hops. As libtpu 0.0.42
-    and 0.0.50 compile slices from 2x2 to 16x16, these stay single:
+    The compiler replaces many such collectives by an all-reduce with twice the bytes, and `blocking` emits these as two
+    collectives instead. Where the compiler keeps a single collective on the 2D torus of v5e and v6e, it is up to twice
+    as fast as two, since it goes round a ring through all devices, with links of both axes. For few bytes two
+    collectives are faster, since they take fewer hops. As libtpu 0.0.42 and 0.0.50 compile slices from 2x2 to 16x16,
+    these stay single:
 
-    - a gather over 32 devices or fewer, or of more than 16 MiB. Where both axes have wrap-around links, as in 16x16,
-      two collectives are as fast;
+    - a gather over 32 devices or fewer, or of more than 16 MiB, except where both axes have wrap-around links, as in
+      16x16: there two collectives are as fast;
     - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
         kind: `"all-gather"` or `"reduce-scatter"`.
         group: number of devices of the slice.
         buffer: bytes per device of the larger of input and output.
-        chip: the hardware; a slice whose shape it does not know is taken for a square, or for two of them.
+        chip: the hardware; if it does not know the shape of its slice, a square or two squares are assumed.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -92,8 +93,9 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     if group <= LARGEST_WHOLE[kind] or not chip.keeps_whole_slices:
         return group <= LARGEST_WHOLE[kind]
     sides = _sides(group, chip)
-    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two, each over one axis
-    # One ring has two links, where one axis without wrap-around links has one: it saves half of the bytes' seconds.
+    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two collectives, each over one axis
+    # A ring sends over two links, an axis without wrap-around links over one. So the ring saves half of the seconds of
+    # the bytes, and for few bytes that is less than its additional hops take.
     if buffer < 2 * (group // 2 - hops) * chip.hop_seconds * chip.link_bandwidth:
         return False
     if kind == "reduce-scatter":
@@ -102,7 +104,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the torus axes of a slice of so many devices; for an unknown one, two that are as equal as possible."""
+    """Return the torus axes of a slice of `group` devices; if unknown, two axes that are as equal as possible."""
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
@@ -112,12 +114,12 @@ def _sides(group: int, chip: Chip) -> tuple[int, ...]:
 ROUND_EACH_AXIS = 2**26
 """The smallest number of gathered bytes for which `gathers_round_each_axis` returns True.
 
-Compiled programs are faster from 4 MB (v4) or 32 MB (v5p) on, but their seconds do not include starting some fifty
-instructions instead of one.
+By the compiler's estimates such gathers are faster from 4 MB (v4) or 32 MB (v5p) on, but the estimates do not include
+the start of some fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
-"""Number of times that a gather round each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
+"""How often a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
 
 
 def gathers_round_each_axis(
@@ -125,17 +127,18 @@ def gathers_round_each_axis(
 ) -> bool:
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
-    It does so where the compiler's own gather uses the links of one axis only, and all axes have wrap-around links. A
-    mesh with as many axes as the torus is taken to have the same axes, unless the shape of the slice says otherwise.
-    With fewer or more axes, a ring along one of them does not join only neighbours.
+    `blocking` does so where the compiler's own gather uses the links of only one axis, and all axes have wrap-around
+    links. If the mesh has as many axes as the torus, they are taken to be the same axes, unless the shape of the slice
+    says otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in the
+    torus.
 
-    Beside what it gathers, such a gather holds blocks that have arrived, of about the same size. A tensor that takes
-    more than an eighth of a device's memory when it is whole, such as the table of PaLM 540B, is therefore left to the
-    compiler, even if only a part of it is gathered: further gathers may follow.
+    Besides its result, such a gather holds the blocks that have arrived, which have about the same size. So tensors
+    that take more than an eighth of a device's memory when they are whole, such as the table of PaLM 540B, are left to
+    the compiler, even if only a part is gathered, since further gathers may follow.
 
     Args:
         axes, mesh, buffer, chip: as for `collective_seconds`.
-        whole: bytes of the whole tensor; `buffer` if not given.
+        whole: bytes of the whole tensor; by default `buffer`.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -158,19 +161,19 @@ def gathers_round_each_axis(
 def collective_seconds(
     kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
 ) -> float:
-    """Seconds of one collective; a mesh axis is one torus axis, or part of a switch.
+    """Return the seconds of one collective.
 
-    If the chip knows the shape of its slice, a mesh axis over several torus axes has the links of all of them.
-
-    Devices are numbered in row-major order of the mesh (last axis fastest), and fill nodes in that order.
+    A mesh axis is taken to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
+    axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
+    axis fastest), and fill nodes in this order.
 
     Args:
         kind: as for `wire_bytes`.
-        axes: mesh axes over which it runs.
+        axes: mesh axes over which the collective runs.
         mesh: sizes of all mesh axes, in their order.
         buffer: bytes per device of the larger of input and output.
         chip: the hardware.
-        whole: bytes of the whole tensor, of which a gather may make a part (`gathers_round_each_axis`).
+        whole: bytes of the whole tensor, if only a part of it is gathered (see `gathers_round_each_axis`).
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -189,7 +192,7 @@ def collective_seconds(
 
 
 def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of a collective that the compiler implements, within a slice or over nodes of GPUs."""
+    """Return the seconds of a collective that the compiler implements, within a slice or over nodes of GPUs."""
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if not axes:
         return 0.0
@@ -203,26 +206,28 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         takes = _together(kind, axes, mesh, buffer, chip)
         whole_slice = chip.keeps_whole_slices and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]
         if chip.gathers_on_one_ring or whole_slice:
-            # The latency is counted as for rings along each axis, in which the lowering sends few bytes. Many bytes
-            # take a hop for every second device. If a plan counted these hops, it would cut every such gather in two,
-            # and reorder the pieces.
+            # Only the bytes are counted for one ring, whose latency would be a hop for every second device. The latency
+            # is counted for rings along each axis, as the lowering sends few bytes. With all hops of the one ring,
+            # plans would cut every such gather in two, and reorder the parts.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         if whole_slice:  # `stays_whole` has weighed the hops.
             takes = takes._replace(latency=chip.start_seconds + group // 2 * chip.hop_seconds)
         seconds = takes.seconds
     if kind == "reduce-scatter" and not chip.is_switch:
-        # An all-reduce uses the links of all axes. Over three of them it is faster than a reduce-scatter, with twice as
-        # many bytes. At the same price a plan takes the reduce-scatter, which is what papers and layouts ask for.
+        # An all-reduce uses the links of all axes. Over three axes it is faster than a reduce-scatter, even though it
+        # sends twice as many bytes. A reduce-scatter is counted as no slower than an all-reduce, so that plans still
+        # choose it, as papers and layouts do.
         seconds = min(seconds, _together("all-reduce", axes, mesh, buffer, chip).seconds)
     return seconds
 
 
 def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of a collective of several TPU slices: of its part within a slice, and of its part over the network.
+    """Return the seconds of a collective over several TPU slices: those within a slice and those over the network.
 
-    libtpu gathers over the network first and then within the slices, and scatters the other way round, so that the
+    libtpu gathers over the network first and then within the slices, and scatters in the opposite order, so that the
     network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
-    and a gather. An all-to-all goes over the network as a whole, and so do the parts of a permute that leave a slice.
+    and a gather within a slice. An all-to-all goes over the network as a whole, as do all parts of a permute that leave
+    a slice.
     """
     sizes, node = tuple(mesh.items()), chip.node_devices
     group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
@@ -241,9 +246,10 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
-    """Return the axes of a collective within a slice that it runs over at once, major first.
+    """Return the runs of axes over each of which a single collective within a slice goes, major first.
 
-    JAX can name a part of a mesh axis only by itself, so an axis that lies over slices and within them runs separately.
+    JAX cannot name part of a mesh axis together with other axes, so an axis that is partly over slices and partly
+    within them is a run of its own.
     """
     mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
     if mixed is None:
@@ -252,9 +258,9 @@ def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """Return the part of each mesh axis that lies over several slices, which fill the mesh one after the other.
+    """Return the part of each mesh axis that is over several slices, which fill the mesh one after the other.
 
-    None if the first axes do not divide the slices.
+    None if the slices do not divide evenly over the first axes.
 
     Example:
         >>> over_slices((4, 8, 8), 4), over_slices((8, 8), 4), over_slices((2, 4, 8), 4), over_slices((3, 4), 4)
@@ -271,7 +277,7 @@ def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
 
 
 def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
-    """Seconds of a collective in which devices of several TPU slices exchange bytes over the data-centre network.
+    """Return the seconds of a collective between TPU slices over the data-centre network.
 
     Args:
         kind: as for `wire_bytes`.
@@ -291,7 +297,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
     Args:
         kind: as for `wire_bytes`.
         group: number of devices that communicate with each other.
-        near: the smallest number of them on a node; `group` if the group lies on one node.
+        near: the smallest number of these devices on any node; `group` if all are on one node.
         sent: bytes that one device sends, `wire_bytes`.
         chip: the hardware.
 
@@ -318,7 +324,7 @@ def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: f
 
 
 def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
-    """Return the sizes of the rings that a collective over mesh axes of more than one device may use at once.
+    """Return the sizes of the rings that a collective over mesh axes of more than one device may use together.
 
     Each mesh axis is one ring. If the chip knows the shape of its slice, a mesh axis over several torus axes has a ring
     along each of them, as in `gspmd.audit.Topology.rings`.
@@ -330,7 +336,7 @@ def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]
         ([4, 16], [4, 4, 4])
     """
     wide = [axis for axis in axes if mesh[axis] > 1]
-    if prod(chip.slice_shape) != prod(mesh.values()):  # Not known, or a stage of a pipeline, which has a part of it.
+    if prod(chip.slice_shape) != prod(mesh.values()):  # Unknown, or a pipeline's stage on part of a slice.
         return [mesh[axis] for axis in wide]
     laid = _laid(tuple(mesh.items()), chip.slice_shape)
     return [size for axis in wide for size in laid[axis]]
@@ -338,16 +344,16 @@ def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]
 
 @lru_cache(maxsize=4096)
 def _laid(mesh: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Return the sizes of the torus axes that each mesh axis spans, or of the parts of them that it spans."""
+    """Return, for each mesh axis, the sizes of the torus axes, or parts of torus axes, that it spans."""
     rows = lay(shape, tuple(size for _, size in mesh))
     return {axis: tuple(row[n] for row in rows if row[n] > 1) for n, (axis, _) in enumerate(mesh)}
 
 
 def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of links for a gather or a reduce-scatter that goes round one ring through all devices.
+    """Return the seconds on links of a gather or a reduce-scatter that goes round one ring through all devices.
 
-    The ring joins only neighbours, and closes, if any side of the grid is even or has wrap-around links. Then it goes
-    both ways.
+    If any side of the grid is even or has wrap-around links, there is a closed ring of neighbours, and both directions
+    are used.
     """
     sizes = rings(axes, mesh, chip)
     if len(sizes) < 2:
@@ -357,11 +363,11 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
-    """Seconds of a gather by rings along each axis: its links, then the copies that bring blocks to their places.
+    """Return the seconds of a gather by rings along each axis, including the copies that bring blocks to their places.
 
-    Copies are counted in full, since the compiler puts most of them behind the last permute. Over three axes it takes
-    no less than over two. Otherwise a plan would slice a tensor along an axis over which it is replicated, to gather it
-    over that axis too. Such shards are seldom whole tiles, and the gain is small.
+    Copies are counted in full, since the compiler puts most of them after the last permute. A gather over three axes is
+    counted as no faster than one over two. Otherwise a plan would slice a tensor over an axis along which it is
+    replicated, to gather it over this axis too; the gain is small, and such shards are seldom whole tiles.
     """
     links = 2 * len(sizes) * chip.link_bandwidth
     hops = sum(size - 1 for size in sizes) * (chip.start_seconds + chip.hop_seconds)
@@ -373,7 +379,7 @@ def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
 def _in_parts(
     kind: str, first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip
 ) -> float:
-    """Return the seconds of a gather or a reduce-scatter over the axes `first` and a second one over the other axes."""
+    """Return the seconds of two gathers or reduce-scatters: one over the axes `first`, and one over the other axes."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
     return _by_the_compiler(kind, first, mesh, small, chip) + _by_the_compiler(kind, rest, mesh, buffer, chip)
@@ -390,15 +396,15 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         permute:                     S / W_network
 
     In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
-    among themselves, and all use the network at once. On GPUs the bandwidths are those that NCCL reaches, and its
-    fastest way (`gspmd.hardware.nccl`) is taken. A torus is one node here: slices and the network between them are used
-    in turn (`collective_seconds`).
+    among themselves, and all use the network at the same time. On GPUs the bandwidths are those that NCCL reaches with
+    its fastest algorithm (`gspmd.hardware.nccl`). A torus is one node here; for several slices, links and network are
+    used one after the other (`collective_seconds`).
 
     Args:
         kind: as for `wire_bytes`, but neither slice nor einsum.
-        sizes: sizes of the rings of a torus; without effect on a switch.
+        sizes: sizes of the rings of a torus; ignored for a switch.
         group: K, more than 1.
-        near: m, the fewest on any node; K if the group lies on one node, as on a torus.
+        near: m, the smallest number on any node; K if the group is on one node, as on a torus.
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
@@ -421,26 +427,26 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
 
 def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
-    """Return bytes/s of one device: all links with a switch, only links to devices of the group in a full mesh."""
+    """Return a device's bytes/s: over all links to a switch or, in a full mesh, over the links within the group."""
     peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return used * chip.link_bandwidth * chip.link_efficiency
 
 
 def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: Chip) -> tuple[float, float]:
-    """Seconds and latency on rings used at the same time, each in both directions if it has wrap-around links."""
+    """Return seconds and latency on rings that are used together, in both directions if they have wrap-around links."""
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop
         return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds
-    # To the farthest device: half of a ring, the whole of a line.
+    # The farthest device is half a ring away, or a whole line.
     latency = chip.hop_seconds * sum([size // 2 if chip.wraps(size) else size - 1 for size in sizes])
     if kind in ("all-to-all", "collective-permute"):
         load = [size / 8 if chip.wraps(size) else size / 4 for size in sizes]  # buffers that cross the busiest link
-        if kind == "collective-permute":  # one path per shard, and on a long ring as many as in an all-to-all
+        if kind == "collective-permute":  # one path per shard, but on a long ring a link is as busy as in an all-to-all
             load += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
         return buffer * max(load) / chip.link_bandwidth, latency
     closed = min(len([size for size in sizes if chip.wraps(size)]), chip.torus)
-    links = closed + min(len(sizes), chip.torus)  # two of each ring with wrap-around links, one of each other
+    links = closed + min(len(sizes), chip.torus)  # two links of a ring with wrap-around links, one of any other
     return wire_bytes(kind, group, buffer) / (links * chip.link_bandwidth), latency
 
 
@@ -454,9 +460,9 @@ def _network_share(kind: str, group: int, near: int) -> float:
 
 @lru_cache(maxsize=4096)
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
-    """The fewest devices of any group over `axes` that share a node of `node` devices.
+    """Return the smallest number of devices that a group over `axes` has on one of its nodes of `node` devices.
 
-    If axes and nodes do not nest, the devices are counted; if the mesh then has over 2^20 devices, the result is 1, the
+    If axes and nodes do not nest, devices are counted one by one; for more than 2^20 devices, the result is then 1, the
     slowest case.
 
     Example:
@@ -466,7 +472,7 @@ def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node:
     """
     inside, stride = 1, 1
     for axis, size in reversed(mesh):
-        room = max(1, node // stride)  # neighbours along this axis that lie on one node
+        room = max(1, node // stride)  # the number of neighbours along this axis on one node
         nests = node % stride == 0 or stride % node == 0
         if not nests or (size % room and room % size):
             return _fewest(axes, mesh, node)
@@ -485,28 +491,29 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
 
 
 def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> int:
-    """The fewest devices of any group that share a node of `node` devices; `groups` hold device numbers.
+    """Return the smallest number of devices that a group has on one of its nodes; `groups` contain device numbers.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
     (3, 1)
     """
     where = np.sort(np.asarray(groups) // node, axis=1)
-    starts = np.flatnonzero(np.diff(where, axis=1, prepend=-1).reshape(-1))  # where another node begins in a row
+    starts = np.flatnonzero(np.diff(where, axis=1, prepend=-1).reshape(-1))  # where another node begins
     return int(np.diff(starts, append=where.size).min())
 
 
 def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) -> float:
-    """Seconds of a local einsum by the roofline: max(flops / peak, bytes / memory bandwidth).
+    """Return the seconds of a local einsum by the roofline: max(flops / peak, bytes / memory bandwidth).
 
-    Plans take it for einsums that sum nothing, and `gspmd.hardware.matmul` for products on chips without a row there.
+    Plans use this for einsums that sum nothing, and `gspmd.hardware.matmul` for products on chips without fitted
+    figures.
     """
     return max(flops / chip.flops(dtype), memory_bytes / chip.hbm_bandwidth)
 
 
 def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
-    """Bandwidth (bytes/s) and latency (seconds) of one step of a ring over a mesh axis.
+    """Return bandwidth (bytes/s) and latency (seconds) of one step of a ring over a mesh axis.
 
-    All devices step together, so the network sets the pace if any two neighbours lie on different nodes.
+    All devices take a step together, so the network sets the pace if any two neighbours are on different nodes.
 
     Example:
         >>> from gspmd.hardware.chips import chip

@@ -1,9 +1,9 @@
 """Seconds of a local matrix product, including the lower efficiency of thin products.
 
-Only large products come near a chip's peak. A product cut into chunks pays a start for each chunk, reads its other
-operand once per chunk, and, if the contracted dimension is cut, reads and writes the accumulator once per chunk. The
-constants are fitted for TPUs to the cycles that their compiler estimates (benchmarks/thin.py), and for GPUs to products
-by cuBLAS that were timed on a card (benchmarks/gpu.py).
+Only large products come near a chip's peak. If a product is cut into chunks, it pays a start for each chunk, reads the
+other operand once per chunk and, if the contracted dimension is cut, reads and writes the accumulator once per chunk.
+The constants are fitted: for TPUs to the cycles that their compiler estimates (benchmarks/thin.py), and for GPUs to
+products of cuBLAS that were timed on a card (benchmarks/gpu.py).
 """
 
 import tomllib
@@ -24,7 +24,7 @@ FALLBACK_OVERHEAD = 2e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a product moves through main memory: operands, result, and accumulator (in and out)."""
+    """The bytes that a product moves through main memory: operands, result, and accumulator (in and out)."""
 
     read: float
     written: float
@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fitted constants of one chip, which matmul.toml explains."""
+    """The fitted constants of one chip; matmul.toml explains them."""
 
     overhead_seconds: float
     latency_seconds: float
@@ -56,7 +56,10 @@ class Efficiency:
     def seconds(
         self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool
     ) -> float:
-        """Seconds of one product [batch, left, contracted] x [batch, contracted, right]; see `product_seconds`."""
+        """Return the seconds of one product [batch, left, contracted] x [batch, contracted, right].
+
+        See `product_seconds`.
+        """
         batch, left, contracted, right = sizes
         flops = 2 * batch * self._padded(left, right) * _round_up(contracted, self.depth)
         matrix = flops / (chip.flops(dtype) * self.matrix_efficiency)
@@ -65,13 +68,14 @@ class Efficiency:
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
         together = hypot(matrix, load, drain, memory)
-        # The compiler pipelines a product over n windows. The first read and the last write, together / n, overlap with
-        # nothing, and each window costs its start: together / n + n * start, which is 2 sqrt(together * start) at best.
+        # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing and
+        # take together / n, and each window has a start. The best n makes together / n + n * start = 2 sqrt(together *
+        # start).
         alone = self.overhead_seconds + (self.latency_seconds if moved.read else 0)
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
-        """Elements of the result padded to whole tiles; the compiler chooses which dimension lies along the lanes."""
+        """Return the elements of the result padded to whole tiles, in the better of the two orientations."""
         rows, lanes = self.rows, self.lanes
         return min(_round_up(left, rows) * _round_up(right, lanes), _round_up(left, lanes) * _round_up(right, rows))
 
@@ -83,7 +87,7 @@ def _round_up(size: int, tile: int) -> int:
 def _load() -> dict[str, Efficiency]:
     table = tomllib.loads(files(__package__).joinpath("matmul.toml").read_text())
     for row in table.values():
-        row.pop("fit")  # what it was fitted to and how well it fits, for readers of the table
+        row.pop("fit")  # for readers of the table: the data of the fit, and its errors
     return {name: Efficiency(**row) for name, row in table.items()}
 
 
@@ -103,14 +107,16 @@ def product_seconds(
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
 ) -> float:
-    """Seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
+    """Return the seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
+
+    On a chip in matmul.toml:
 
         overhead + t + 2 sqrt(t * window),  t = sqrt(matrix^2 + load^2 + drain^2 + memory^2)
 
-    on a chip in matmul.toml, each at its fitted rate: `matrix` multiplies, every dimension padded to whole tiles;
-    `load` feeds both operands to the matrix unit; `drain` takes the result out; `memory` is main memory. They overlap
-    in part, so `t` lies between the longest and the sum. The rest is the start, and filling and draining the pipeline.
-    Symmetric in left and right.
+    The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
+    to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
+    They overlap in part, so t is between the longest and the sum. The other terms are the start, and filling and
+    draining the pipeline. The formula is symmetric in left and right.
 
     On any other chip: the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 
@@ -120,10 +126,10 @@ def product_seconds(
         dtype: the dtype of operands and result.
         chip: the hardware.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], read and written.
-        read_bytes: operand bytes read from main memory; by default both operands once. Fewer if one stays on the chip,
-            as small weights may in a loop.
-        accumulator_bytes: accumulator bytes to and from main memory; by default once in and once out. 0 if it stays on
-            the chip, as a loop's carry does while it fits.
+        read_bytes: bytes of operands that are read from main memory; by default each operand once. Less if an operand
+            stays on the chip, as small weights may in a loop.
+        accumulator_bytes: bytes of the accumulator to and from main memory; by default it is read and written once. 0
+            if it stays on the chip, as a loop's carry does if it fits.
 
     Raises:
         PlanError: `dtype` is unknown.
@@ -136,13 +142,13 @@ def product_seconds(
         >>> chunks > 2 * whole
         True
 
-    Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
-    Over some 280 products per chip the error is 5 to 7% in the median, and 15 to 25% at the 90th percentile. For GPUs,
-    51 products timed on an H200; benchmarks/gpu.py fits them, with an error of 5% in the median, and 12% at the 90th
-    percentile. matmul.toml states the assumptions for other GPUs.
+    Source: for TPUs, cycles that the compiler estimates for products compiled offline (benchmarks/thin.py computes them
+    anew). For some 280 products per chip the median error is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51
+    products timed on an H200 (benchmarks/gpu.py fits them), with a median error of 5% and a 90th percentile of 12%;
+    matmul.toml states the assumptions for other GPUs.
 
-    Leaves out: overlap with what runs before and after; the compiler's choice of windows, which changes the seconds of
-    some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.
+    Leaves out: overlap with instructions before and after; the compiler's choice of windows, which changes the seconds
+    of some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.
     """
     sizes = (batch, left, contracted, right)
     moved = traffic(sizes, dtype, accumulate, read_bytes, accumulator_bytes)
@@ -152,18 +158,21 @@ def product_seconds(
 def seconds_with_traffic(
     sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool = False
 ) -> float:
-    """Seconds of a product of sizes batch, left, contracted and right that moves these bytes; see `product_seconds`."""
+    """Return the seconds of a product of sizes (batch, left, contracted, right), given the bytes that it moves.
+
+    See `product_seconds`.
+    """
     if row := EFFICIENCIES.get(chip.name):
         return row.seconds(sizes, moved, dtype, chip, accumulate)
     return einsum_seconds(2 * prod(sizes), moved.bytes, dtype, chip) + FALLBACK_OVERHEAD
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
-    """Seconds of a GPU's kernel that computes little: its bytes at the bandwidth that kernels reach, and its start.
+    """Return the seconds of a GPU kernel with little computation: its bytes at the usual bandwidth, and its start.
 
     Args:
-        flops: operations that it does nevertheless, at the peak.
-        moved: bytes that it reads from and writes to main memory.
+        flops: the operations of the kernel, which count at the chip's peak.
+        moved: bytes that the kernel reads from and writes to main memory.
         chip: the GPU.
 
     Example:
@@ -177,12 +186,12 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Seconds of the local einsum of a step: of its product as measured, or of another kernel by its bytes.
+    """Return the seconds of a step's local einsum: of a product by its fitted time, of another kernel by its bytes.
 
     Args:
-        sizes: dimension -> its size on one device.
+        sizes: the size of each dimension on one device.
         operands: the dimensions and the bytes per element of one or two operands, and last of the result.
-        dtype: decides the speed of the product.
+        dtype: the dtype that decides the speed of the product.
         chip: the hardware. Without a row in matmul.toml, products take the roofline and `FALLBACK_OVERHEAD`.
 
     Example:
@@ -215,7 +224,7 @@ def traffic(
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
 ) -> Traffic:
-    """Bytes that a product moves; by default operands, and result or float32 accumulator, lie in main memory."""
+    """Return the bytes that a product moves; by default operands and result (or accumulator) are in main memory."""
     batch, left, contracted, right = sizes
     result = batch * left * right
     read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes

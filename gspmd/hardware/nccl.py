@@ -1,8 +1,8 @@
-"""Ways in which NCCL, the library of collectives on GPUs, can run one: latency, and share of the bandwidth.
+"""The ways in which NCCL, the library of collectives on GPUs, can run a collective: latency and share of bandwidth.
 
-NCCL has three protocols. The protocol for small messages has the least latency, and wastes bandwidth on flags; for each
-collective the fastest protocol is chosen, as NCCL does by the same table. RCCL of AMD, which derives from it, is
-assumed to do the same.
+NCCL has three protocols. The protocol for small messages has the least latency, but spends bandwidth on flags. As in
+NCCL, whose table of figures is used, the fastest protocol is chosen for each collective. AMD's RCCL is derived from
+NCCL, and is assumed to do the same.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from gspmd.hardware.chips import Chip
 
 
 class Protocol(NamedTuple):
-    """One protocol: its seconds in addition to those of LL, which chips.toml has, and its bandwidth.
+    """One protocol: its latency compared with protocol LL, whose latency chips.toml has, and its bandwidth.
 
     Attributes:
-        start: seconds more to start.
-        hop: seconds more for a step in a node.
-        network: seconds more for a step of a ring between nodes.
-        tree: seconds more for a step of a tree between nodes.
-        share: the share of the bandwidth.
+        start: additional seconds to start.
+        hop: additional seconds for a step in a node.
+        network: additional seconds for a step of a ring between nodes.
+        tree: additional seconds for a step of a tree between nodes.
+        share: the share of the bandwidth that the protocol reaches.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
     which is 0.37 to 0.39 from Ampere to Blackwell.
@@ -38,19 +38,19 @@ LL128 = Protocol(7.4e-6, 1.3e-6, 1.3e-6, 5.8e-6, 0.92)
 SIMPLE = Protocol(1.8e-6, 2.8e-6, 11.3e-6, 11.3e-6, 1.0)
 
 TREE_SHARE = 0.92
-"""The share of a ring's bandwidth that a tree has (tuning.cc)."""
+"""The bandwidth of a tree as a share of a ring's bandwidth (tuning.cc)."""
 
 SWITCH_SECONDS = 25e-6
-"""Latency of an all-reduce that the switch adds up, NVLink SHARP (tuning.cc, `hwLatencies` of NVLS)."""
+"""Latency of an all-reduce that the switch adds up by NVLink SHARP (tuning.cc, `hwLatencies` of NVLS)."""
 
 
 class Way(NamedTuple):
     """One way to run a collective.
 
     Attributes:
-        latency: seconds, whatever the bytes.
-        share: the share of the bandwidth of links and network that it uses.
-        bandwidth: bus bandwidth in the node instead of that of the links, bytes/s; or 0.
+        latency: seconds that do not depend on the bytes.
+        share: the share of the bandwidth of links and network that is used.
+        bandwidth: bus bandwidth in the node, bytes/s, if it is not that of the links; else 0.
     """
 
     latency: float
@@ -61,14 +61,14 @@ class Way(NamedTuple):
 def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
-    A ring takes a step for each device except one, and twice as many in an all-reduce. An all-reduce between nodes can
-    also go up and down a tree. The switch can add up an all-reduce within one or two nodes, if it has more than two
-    devices there. In an all-to-all, and in a permute, all devices send at once.
+    A ring of K devices takes K - 1 steps, and twice as many for an all-reduce. An all-reduce between nodes can also go
+    up and down a tree. The switch can add up an all-reduce within one or two nodes if more than two devices of a node
+    take part. In an all-to-all and in a permute, all devices send at the same time.
 
     Args:
         kind: as for `gspmd.hardware.links.wire_bytes`, but neither slice nor einsum.
         group: number of devices.
-        near: the fewest of them on any node.
+        near: the smallest number of them on any node.
         chip: the hardware.
 
     Example:

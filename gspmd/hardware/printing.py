@@ -11,7 +11,7 @@ from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seco
 
 
 def table(name: str, figures: Mapping[str, Any], source: Mapping[str, str]) -> Sheet:
-    """A chip's figures in readable units, each with its source; zeros without a source are left out."""
+    """Return a chip's figures in readable units, each with its source; zeros without a source are left out."""
     sheet = Sheet(name, (Column("figure"), Column("", "right"), Column("source", folds=True)))
     for figure, value in figures.items():
         if value or figure in source:
@@ -20,7 +20,7 @@ def table(name: str, figures: Mapping[str, Any], source: Mapping[str, str]) -> S
 
 
 def line(name: str, figures: Mapping[str, Any]) -> str:
-    """A chip's main figures on one line: its `repr`."""
+    """Return a chip's main figures on one line, for its `repr`."""
     said = {figure: _with_unit(figure, value) for figure, value in figures.items()}
     memory = f"{said['hbm_bytes']} at {said['hbm_bandwidth']}"
     links = f"{said['links']} links of {said['link_bandwidth']}"
@@ -29,7 +29,7 @@ def line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def _with_unit(figure: str, value: Any) -> str:
-    """A value with its unit, which is chosen by the last word of the figure's name."""
+    """Return a value with its unit, which the last word of the figure's name decides."""
     match figure.rpartition("_")[2]:
         case "flops":
             return f"{amount_of_flops(value)}/s"

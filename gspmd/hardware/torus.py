@@ -1,4 +1,4 @@
-"""The mapping of mesh axes to the axes of a torus, by their sizes only."""
+"""The mapping of mesh axes to the axes of a torus, from sizes alone."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -6,16 +6,15 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return for each torus axis its factorization into parts of the mesh axes; earlier mesh axes are major.
+    """Return, for each torus axis, the part of it that each mesh axis has; earlier mesh axes are major.
 
-    The result minimizes the number of mesh axes that take only part of a torus axis, and then the number of pieces.
+    The result minimizes the number of mesh axes that have only part of a torus axis, and then the number of parts.
 
     Args:
         torus: sizes of the torus axes.
         sizes: sizes of the mesh axes, with the same product.
 
-    Differs: from `jax.experimental.mesh_utils.create_device_mesh`, which is greedy from the last mesh axis to the
-    first, and takes no account of the two devices of a TPU v3 chip.
+    Differs: `jax.experimental.mesh_utils.create_device_mesh` is greedy, from the last mesh axis to the first.
 
     Example:
         >>> lay((4, 4, 8), (8, 16))
@@ -32,7 +31,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def nearest(count: int, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
-    """Return factorizations of `count` into as many factors as there are sizes, the most similar ones first.
+    """Return factorizations of `count` into as many factors as there are sizes, those most similar to the sizes first.
 
     Example:
         >>> nearest(64, (4, 8))

@@ -1,4 +1,4 @@
-"""Initial parameters: their shapes, and drawing each shard on its device."""
+"""Initial parameters: their abstract arrays, and functions that draw each shard on its device."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -44,9 +44,9 @@ def folded(key: jax.Array, path: str) -> jax.Array:
 def drawer(
     begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compile key -> initial array; parameters of equal distribution, shape and sharding share the program.
+    """Compile a function key -> initial array; parameters of equal distribution, shape and sharding share it.
 
-    No device ever holds more than its own shard, and the values do not depend on the sharding. Call it under
+    No device ever holds more than its own shard, and the values do not depend on the sharding. Call the function under
     `jax.set_mesh`.
 
     Args:
@@ -59,8 +59,8 @@ def drawer(
     def draw(key: jax.Array) -> jax.Array:
         if not stacked:
             return begin(key, shape)
-        # A loop over layers compiles faster than one draw of the whole stack.
+        # A loop that draws one layer after another compiles faster than drawing the whole stack.
         return jax.lax.map(lambda key: begin(key, shape[1:]), jax.random.split(key, shape[0]))
 
-    # Under Explicit axes the type of a drawn array would be replicated, so every device would hold all of it.
+    # Under Explicit axes the drawn array would have a replicated type, so every device would hold all of it.
     return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)

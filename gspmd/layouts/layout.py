@@ -1,4 +1,4 @@
-"""The layout: a table of specs for a whole model, its variants, its checks, and the mesh for a number of devices."""
+"""The layout: a table of specs for a whole model, with its variants, its checks, and its mesh for some devices."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from gspmd.lowerings.names import checked
 if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
-# Errors propose the nearest numbers of devices on which the sizes divide, if they are less than this away from the
-# number that was asked for. All meshes of each number are tried.
+# An error proposes the nearest numbers of devices for which some mesh divides the sizes, if they differ from the
+# requested number by less than this.
 _NEAR = 33
 
 
@@ -37,14 +37,15 @@ class Layout(LayoutTable):
       axes: the mesh axes that the layout uses.
       factor: the mesh axes over which devices are factored (see `mesh_for`).
       table: a mapping from key to spec, `"ffn.w_in"` to `"E_xF_yz"`, or to alternatives, a tuple of specs.
-      overrides: a mapping from section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
+      overrides: a mapping from section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to a table of the lines
+        that differ.
       lowerings: a mapping from part of the model, or `default`, to its lowering.
       dimensions: a mapping from user-defined letter to its meaning.
       own: a mapping from keys of user-defined sections to the dimensions of their specs; None derives it from `table`.
       padding: a mapping from dimension to the multiple that it is padded to.
-      choices: the alternatives that `resolved` took; `chosen` prints them, one line for each section that has some.
+      choices: the alternatives that `resolved` took; `chosen` has them as text, one line for each section.
       serves: the phase of this layout (see `phase`); empty for training.
-      is_encoder: whether it is that of an encoder (see `stack`), whose attention is not causal.
+      is_encoder: whether this is the layout of an encoder (see `stack`), whose attention is not causal.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
@@ -64,7 +65,7 @@ class Layout(LayoutTable):
         file.
 
         Raises:
-          LayoutError: no preset or file has this name, or the file is not TOML. `check` checks the specs themselves.
+          LayoutError: no preset or file has this name, or the file is not TOML. Specs are read later, by `check`.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
@@ -89,7 +90,7 @@ class Layout(LayoutTable):
         return as_html(self)
 
     def figure(self) -> "Figure":
-        """Draw the layout: a panel for each section, activations from top to bottom, weights from the right.
+        """Draw the layout: a panel for each section, with activations from top to bottom and weights on the right.
 
         Returns:
           A figure, which notebooks show, and `.save("layout.svg")` writes.
@@ -104,7 +105,7 @@ class Layout(LayoutTable):
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""
-        if part.startswith("_") or "own" not in self.__dict__:  # looked up while a copy is made
+        if part.startswith("_") or "own" not in self.__dict__:  # copy and pickle look up attributes before they are set
             raise AttributeError(part)
         try:
             return self.section(part)
@@ -119,7 +120,7 @@ class Layout(LayoutTable):
     def phase(self, name: str) -> "Layout":
         """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
 
-        Without a section of that name, the layout itself is returned.
+        If the layout has no section of that name, it is returned as it is.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -129,9 +130,9 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stack(self, name: str) -> "Layout":
-        """Return the layout of a stack of blocks other than the decoder: of the encoder (`"encoder"`).
+        """Return the layout of a stack of blocks other than the decoder, which can only be `"encoder"`.
 
-        Without a section of that name, both stacks have the same lines.
+        If the layout has no section of that name, both stacks have the same lines.
 
         >>> Layout.load("megatron-1d").override({"encoder.ffn.w_in": "EF"}).stack("encoder")["ffn.w_in"]
         'EF'
@@ -141,7 +142,7 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(ENCODER, {})}, is_encoder=True)
 
     def _in_all_stacks(self, specs_of: Callable[["Layout"], Mapping[str, Any]]) -> "Layout":
-        """Return this layout with the specs that a function makes of a layout, in both stacks of blocks."""
+        """Return this layout with the specs that `specs_of` returns, for both stacks of blocks."""
         specs = specs_of(self)
         changed = self.override(specs)
         if ENCODER not in self.overrides:
@@ -154,7 +155,7 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        So one set of stored weights serves both layouts: this layout's equations move the weights when they use them.
+        So both layouts use the same stored weights; the equations of this layout move the weights when they use them.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -178,11 +179,11 @@ class Layout(LayoutTable):
         """Return this layout with the specs of parameters in a training step's loss, such as `EF reduced-x`.
 
         The gradient of a `reduced` parameter stays a partial sum while layers, microbatches and several uses add to it.
-        A parameter is reduced over the axes of a partial sum in [gradients]. With several microbatches, every other
-        parameter is reduced over the mesh axes that shard the batch, the length or the token groups of all tensors it
-        is used with, and that do not shard the parameter itself. The exception is a parameter whose own spec is
-        written in [gradients]: its gradient is reduced in each microbatch. Parameters of custom sections are not
-        changed.
+        If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same axes. With several
+        microbatches, every other parameter is `reduced` over the mesh axes that shard the batch, the length or the
+        token groups of all tensors with which it is used, and that do not shard the parameter itself. The exception is
+        a parameter whose own spec is written in [gradients]: its gradient is summed in each microbatch. Parameters of
+        custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
@@ -190,7 +191,7 @@ class Layout(LayoutTable):
         return self._in_all_stacks(lambda layout: loss_specs(layout, microbatches))
 
     def inside(self, axes: Sequence[str]) -> "Layout":
-        """Return this layout without some of its mesh axes, for code inside a shard_map over them.
+        """Return this layout without some of its mesh axes, for code inside a shard_map over these axes.
 
         >>> inner = Layout.load("pipeline").inside(["x"])
         >>> inner["ffn.residual"], inner["ffn.w_in"], inner.axes
@@ -210,7 +211,7 @@ class Layout(LayoutTable):
         """Return the mesh for a number of devices, with every declared axis in order.
 
         The prime factors of the number, largest first, go to the axes of `factor` in turn. If `sizes` are given and
-        this mesh does not divide them, the result is the most similar mesh that does.
+        this mesh does not divide them, the result is the most similar mesh that divides them.
 
         Args:
           devices: number of devices.
@@ -245,7 +246,10 @@ class Layout(LayoutTable):
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
-        """Return the sizes of a mesh (by name, or a `jax.sharding.Mesh`), with size 1 for every declared axis it lacks.
+        """Return the sizes of a mesh, with size 1 for every declared axis that it lacks.
+
+        Args:
+          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`.
 
         Raises:
           LayoutError: the mesh has an axis that the layout does not declare.
@@ -260,23 +264,23 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec for every key: from alternatives, the first that divide the sizes.
+        """Return this layout with one spec for every key: of alternatives, the first whose mesh axes divide the sizes.
 
-        The lists of one section are chosen together. A layout without alternatives is returned as it is.
+        The choice is made for all lists of a section together. A layout without alternatives is returned as it is.
 
         Args:
           sizes: as for `check`; dimensions without a size are assumed to divide.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None for one device.
 
         Raises:
-          LayoutError: in some section no alternative divides (the message says why), or its lists differ in length.
+          LayoutError: no alternative of some section divides (the message says why), or its lists differ in length.
 
         Example:
           >>> layout = Layout.load("replicated").override({"attention.query": ("B_xyLHD", "B_yLH_xD", "BLH_xyD")})
           >>> layout.resolved({"B": 2, "H": 8}, {"x": 4, "y": 2}).chosen
           ('[attention] 2 of 3: query B_yLH_xD',)
 
-        Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3: the batch over as many axes as it fills.
+        Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3: the batch is sharded over as many axes as it fills.
         """
         single, faults = resolved(self, read_sizes(sizes), mesh)
         if faults:
@@ -323,16 +327,16 @@ class Layout(LayoutTable):
         Args:
           sizes: size of each dimension by letter; dimensions without a size are assumed to divide. The number of token
               groups G is the number of sequences B unless given. The [moe] section is required only if X is given. M is
-              the number of microbatches of a training step: the mesh has to divide the batch of each microbatch.
+              the number of microbatches of a training step; the mesh must divide the batch of each microbatch.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
           dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`): no line may move their rows.
-          trained: keys of parameters that have a gradient. For biases, norms and tables among them, which a model may
-            lack, [gradients] may have partial sums only over mesh axes that shard their rows.
+          trained: keys of the parameters that the model has and trains. For biases, norms and tables among them,
+            [gradients] may have partial sums only over mesh axes that shard the rows over which the gradient is summed.
 
         Raises:
-          LayoutError: the layout has faults, all of which are listed: unknown or missing keys, unreadable specs, wrong
-            dimensions, undeclared mesh axes, sizes that do not divide, tensors that have to be sharded alike and are
-            not, and vias that prevent a partial sum of [gradients].
+          LayoutError: the layout has faults, and the message lists all of them: unknown or missing keys, unreadable
+            specs, wrong dimensions, undeclared mesh axes, sizes that do not divide, tensors that are not sharded alike
+            though they must be, and vias that prevent a partial sum of [gradients].
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
@@ -345,7 +349,7 @@ class Layout(LayoutTable):
 
 
 def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
-    """Return sizes and mesh in the words of an error: " for the sizes B=8 on the mesh x=2"."""
+    """Return sizes and mesh as part of an error's sentence: " for the sizes B=8 on the mesh x=2"."""
     given = f" for the sizes {', '.join(f'{d}={shown(n)}' for d, n in sizes.items())}" if sizes else ""
     shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
     return given + (f" on the mesh {mesh_text(shape)}" if shape else "")

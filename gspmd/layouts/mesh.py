@@ -13,7 +13,9 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Factor `devices` over the axes of `order`: prime factors, largest first, go to each in turn; others have size 1.
+    """Factor `devices` over the axes of `order`: prime factors go to them in turn, largest first.
+
+    The other axes of `axes` have size 1.
 
     >>> factorise(12, ("x", "y", "z"), ("x", "y", "z"))
     {'x': 3, 'y': 2, 'z': 2}
@@ -30,14 +32,14 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
             f"no mesh is factored over axis {shown(unknown[0])}: {has}.\n  Name it in axes of [mesh] too."
         )
     mesh = dict.fromkeys(axes, 1)
-    # In turn, so that the sizes are similar, and no axis takes all devices.
+    # Dealt out in turn, so that axes have similar sizes, and no axis has all devices.
     for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):
         mesh[axis] *= prime
     return mesh
 
 
 def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """List all meshes with as many devices over the axes of `order`, the most similar to the given one first.
+    """List all meshes with the same number of devices over the axes of `order`, the most similar to `mesh` first.
 
     >>> nearest({"x": 2, "y": 2}, ("x", "y"))
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
@@ -60,7 +62,7 @@ def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Return the sizes of dimensions unchanged, {} for None; raise LayoutError if they are not sizes."""
+    """Check sizes of dimensions and return them unchanged ({} for None); raise LayoutError for anything else."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

@@ -1,4 +1,4 @@
-"""Equations in the names of a layout's lines, such as `residual, w_in -> hidden`, and their vias in the layout."""
+"""Equations written with the names of a layout's lines, `residual, w_in -> hidden`, and their vias in the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LookUp = Callable[[str], str | None]
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
 
-#: The key of the via for the key of each weight; a tied table has the via of the output.
+#: The via's key for each weight's key; a tied table has the via of the output.
 _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
 
@@ -51,7 +51,7 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 
     Raises:
       LayoutError: a name in `text` is not a tensor of the layout.
-      SpecError: `text` is not an equation, or its specs do not make an equation.
+      SpecError: `text` is not an equation, or the specs of its lines do not make a valid equation.
 
     Example:
       >>> lines = {"ffn.residual": "BLE_x", "ffn.w_in": "E_xF", "ffn.hidden": "BLF"}
@@ -61,7 +61,7 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
     if not isinstance(text, str) or not _REST.fullmatch(_NAME.sub("", text)):
         raise LayoutError(
             f"cannot read {shown(text)}: an equation of a section has the names of lines.\n"
-            '  Write it as "residual, w_in -> hidden"; those of other sections as "attention.query".'
+            '  Write it as "residual, w_in -> hidden", with lines of other sections as "attention.query".'
         )
     keys: list[str] = []
 
@@ -83,11 +83,11 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
     """Return the via that a layout has for an equation of its lines; None leaves the choice to the planner.
 
-    A layout has vias for weights: `in_via` of [ffn] is for `w_in`, and for `w_gate`, which has the spec of `w_in` by
-    default. In a custom section, `taps_via` is for `taps` or `w_taps`. In a group, a weight without a via follows the
-    first weight: its contracted dimensions are sharded as in the first, and its other dimensions as in the result, by
-    mesh axes that are still free. The result is None unless every product has a via for its weight, and all products
-    that share an operand bring it to one spec.
+    Vias of a layout belong to weights: `in_via` of [ffn] is for `w_in`, and also for `w_gate`, whose spec is by default
+    that of `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. If a weight of a group has no via, it
+    follows the first weight: its contracted dimensions are sharded as in the first weight, and its other dimensions as
+    in the result, over mesh axes that are still unused. The result is None unless every product has a via for its
+    weight, and the vias of a group bring the shared operand to one spec.
 
     Args:
       equation: the equation in specs.
@@ -95,7 +95,7 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
       look_up: a function from a key to the line's spec, or to None if the line is absent.
 
     Raises:
-      PlanError: a search meets unknown vias that bring a shared operand to two specs.
+      PlanError: in a search, the vias of a group bring the shared operand to two specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -113,7 +113,7 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
             else:
                 return None
         left, *others = dict.fromkeys(left for left, _ in met)
-        if others and unknowns_in((left, *others)):  # a search has one unknown for both
+        if others and unknowns_in((left, *others)):  # the search needs one unknown spec for both
             raise PlanError(
                 f"the vias of a group bring its operand to '{left}' and to '{others[0]}'.\n  Write one spec in both."
             )
@@ -129,10 +129,10 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or for the weight of its section whose spec is its default.
+    """Return the via that the layout writes for a weight, or else for the weight whose spec is its default.
 
-    A default in another section is multiplied by another activation, so its via does not apply here. Neither does the
-    via of a default with other dimensions.
+    The default's via does not apply if the default is in another section, where it is multiplied by another activation,
+    or has other dimensions.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))
@@ -151,7 +151,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec of a weight in its product with `left`, from the spec of the first weight of its group."""
+    """Return the spec of a weight when it is multiplied by `left`, from the spec of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

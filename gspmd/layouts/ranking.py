@@ -50,7 +50,7 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """The bytes sent and the seconds, or the reason why the layout does not fit."""
+        """The bytes sent and the seconds as text, or the reason why the layout does not fit."""
         if self.reason:
             return f"does not fit: {self.reason.splitlines()[0]}"
         return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"
@@ -93,11 +93,11 @@ def rank(
     """Rank layouts by the cost of one feed-forward block, cheapest first.
 
     Args:
-      names: presets, paths or layouts; a single one is a list of one.
+      names: presets, paths or layouts, or a single one of these.
       sizes: the sizes of B, L, E and F.
       mesh: sizes of the mesh axes; an axis that a layout declares and the mesh lacks has size 1.
       chip: the chip whose costs are computed.
-      objective: `"seconds"` or `"wire_bytes"`; ties are ordered by the other one, then by the order of `names`.
+      objective: `"seconds"` or `"wire_bytes"`; ties are ordered by the other of the two, then by the order of `names`.
       gated: whether the block is gated, with two first matrices (SwiGLU) instead of one.
       dtype: the dtype of weights and activations.
 
@@ -123,7 +123,7 @@ def rank(
     if not isinstance(gated, bool):
         raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  It is True or False.")
     layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
-    plan("E -> E", sizes, mesh, dtype, row)  # raises for an unknown dtype or mesh, which no layout can fit
+    plan("E -> E", sizes, mesh, dtype, row)  # raises here if dtype or mesh is invalid, which is not a layout's fault
     ranked = [_measure(layout, sizes, mesh, row, gated, dtype) for layout in layouts]
     other = OBJECTIVES[1 - OBJECTIVES.index(objective)]
     ranked.sort(key=lambda r: (getattr(r, objective), getattr(r, other)))

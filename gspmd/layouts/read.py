@@ -14,7 +14,7 @@ from gspmd.reading import LARGEST_TOML, MissingError, ReadError, parse_toml, rea
 
 _PRESETS = files(__package__).joinpath("presets")
 
-#: The order in which presets are listed: from no communication to the most specialised.
+#: The order in which presets are listed: from the simplest to the most specialised.
 _ORDER = (
     "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
     "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
@@ -23,7 +23,7 @@ _ORDER = (
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names of all presets, the known ones in a fixed order."""
+    """Return the names of all presets, in the order of `_ORDER`, and then any others."""
     there = {entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml")}
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
@@ -69,7 +69,7 @@ def _preset_text(name: str) -> str:
 
 
 def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the fields of `Layout` from a preset or a file, merged into those of its base."""
+    """Read the fields of `Layout` from a preset or a file, merged into the fields of its base."""
     document = _document(name)
     base = document.pop("base", None)
     inherited = _empty() if base is None else _base_fields(base, name, below)
@@ -86,7 +86,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
     """Read the fields of a file's base; if the base is a path, it is relative to the folder of the file."""
-    # os.path.realpath instead of Path.resolve, which raises another error for links in a circle.
+    # os.path.realpath, because Path.resolve raises an error of its own for circular links.
     chain = (*below, Path(os.path.realpath(name)))
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
     if not isinstance(base, str) or "\0" in base or (path and Path(os.path.realpath(path)) in chain):
@@ -112,7 +112,7 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     tables = [*document.items()]
-    if isinstance(document.get(SERVING), dict):  # first: the file's lines for one phase win
+    if isinstance(document.get(SERVING), dict):  # applied first, so that lines of the file for one phase win
         both = document.pop(SERVING)
         tables = [*((phase, both) for phase in PHASES), *document.items()]
     written = {*document, *sections(inherited["table"])}
@@ -127,12 +127,12 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
                     inherited["overrides"].setdefault(section, {})[key] = spec
                 else:
                     inherited["table"][f"{section}.{key}"] = spec
-    # The base declares the dimensions of user-defined keys: a file based on it may change specs, but not dimensions.
+    # The base decides the dimensions of user-defined keys: a file with this base may change specs, but not dimensions.
     return inherited | {"own": declared(inherited["table"]) | inherited["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables into keys such as `ffn.w_in`, which TOML nests if unquoted; lists become tuples."""
+    """Flatten nested tables, as TOML makes them of an unquoted `ffn.w_in`, into such keys; lists become tuples."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

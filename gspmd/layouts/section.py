@@ -1,4 +1,4 @@
-"""One section of a layout: specs by attribute, and equations in the names of lines."""
+"""One section of a layout: specs as attributes, and equations written with the names of lines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a layout: its specs as text by attribute, `ffn.w_in`, and equations in the names of its lines.
+    """One section of a layout: specs, as text, are attributes (`ffn.w_in`), and equations have the names of its lines.
 
     An optional key that is absent is None. No line may have the name of a method of this class.
 
@@ -33,7 +33,7 @@ class Section:
     _names: Mapping[str, str] = field(default_factory=dict)
 
     def __getattr__(self, key: str) -> str | None:
-        if key.startswith("_"):  # looked up while a copy is made
+        if key.startswith("_"):  # copy and pickle look up such names
             raise AttributeError(key)
         try:
             return look_up(self._specs, self.key_of(key))
@@ -87,14 +87,15 @@ class Section:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def equation(self, text: str) -> Equation:
-        """Return an equation in specs, from one in the names of lines.
+        """Return the equation with specs for an equation with names of lines.
 
         Args:
-          text: such as `"residual, w_in -> hidden"`; lines of other sections are named with them, `"attention.query"`.
+          text: such as `"residual, w_in -> hidden"`; lines of other sections have the section's name before theirs,
+            `"attention.query"`.
 
         Raises:
           LayoutError: a name in `text` is not a tensor of this layout.
-          SpecError: `text` is not an equation, or the specs do not make an equation.
+          SpecError: `text` is not an equation, or the specs of its lines do not make a valid equation.
         """
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
@@ -108,12 +109,12 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation in the names of lines, with the via that the layout has for it.
+        """Compute an equation with names of lines, with the via that the layout has for it.
 
         Args:
           text: as for `equation`.
           operands: as for `gspmd.einsum`.
-          via: the name of the via's line; None takes the line for the weight, such as `in_via` for `w_in`.
+          via: the name of the via's line; None for the line that belongs to the weight, such as `in_via` for `w_in`.
           options: further arguments of `gspmd.einsum`.
 
         Returns:
@@ -143,7 +144,7 @@ class Section:
         return einsum(equation, *operands, via=met, **options)
 
     def move(self, text: str, x: Any, **options: Any) -> Any:
-        """Move an array from one line's spec to another's; it is returned unchanged if both specs are equal.
+        """Move an array from one line's spec to another's; if the specs are equal, return the array unchanged.
 
         Args:
           text: the two lines, such as `"residual -> attention.residual"`.
@@ -229,7 +230,7 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionSpecs:
-    """The specs of a section: a `Spec` for every tensor, a `Via` for every key that ends in "via", None where absent.
+    """The specs of a section: a `Spec` for every tensor, a `Via` for every key that ends in "via", None if absent.
 
     The section may be one of a layout, or any object with specs as attributes. Each text is parsed once.
 
@@ -243,7 +244,7 @@ class SectionSpecs:
     _section: Any
 
     def __getattr__(self, key: str) -> Any:  # a Spec, or a Via, or None
-        if key.startswith("_"):  # looked up while a copy is made
+        if key.startswith("_"):  # copy and pickle look up such names
             raise AttributeError(key)
         text = getattr(self._section, key)
         if text is None:

@@ -16,9 +16,9 @@ class ChosenAlternatives:
     """The alternatives that were taken in one section.
 
     Attributes:
-      section: the overriding section; empty in the layout's own table.
+      section: the overriding section; empty for the layout's own table.
       name: the printed name: the overriding section, or the part of the model.
-      place, count: the position that was taken, from 0, and the number of alternatives.
+      place, count: the position of the alternative that was taken, from 0, and the number of alternatives.
       specs: key to the spec that was taken.
     """
 
@@ -102,9 +102,10 @@ class LayoutTable:
         return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
-        """Return the spec of the key/value cache, with length T: that of attention.key unless [cache] overrides it.
+        """Return the spec of the key/value cache, with length T: as attention.key unless [cache] overrides it.
 
-        The cache of cross-attention, `"cross.key"`, is sharded as that of self-attention unless it is written.
+        The cache of cross-attention, `"cross.key"`, is sharded like the cache of self-attention unless [cache] writes
+        it.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()
@@ -136,7 +137,7 @@ class LayoutTable:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Alternatives that `resolved` took and nothing overrode since, one line for each section that has some."""
+        """The alternatives that `resolved` took and that nothing has overridden since, one line for each section."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table

@@ -1,4 +1,4 @@
-"""Variants of a layout: with other specs, stored as another layout, for single positions, and inside a shard_map."""
+"""Variants of a layout: with other specs, stored like another layout, for single positions, and inside a shard_map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,14 +15,14 @@ from gspmd.reading import WHOLE, whole_number
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:
-    """Return a layout with the specs, lowerings and multiples of padding of `specs`, which are only read here.
+    """Return a layout with the specs, lowerings and multiples of padding of `specs`; their texts are only parsed.
 
     Raises:
       LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
     """
     if not isinstance(specs, Mapping):
         raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
-    # As in a file, lines for both phases of serving come first, so that lines for one phase override them.
+    # As in a file, lines for both phases of serving are applied first, so that lines for one phase override them.
     for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
         section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
         text, multiple = _text(value), whole_number(value) if isinstance(value, str) else whole(value)
@@ -41,7 +41,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 
 
 def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
-    """Return a layout with another spec for a key, of its table or of a section that overrides it."""
+    """Return a layout with another spec for a key of its table or of an overriding section."""
     section, _, rest = key.partition(".")
     if not (section in OVERRIDES or section == SERVING) or key in layout.own:
         return replace(layout, table={**layout.table, key: text})
@@ -51,7 +51,7 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Refuse a spec that cannot be read, at once and not when the layout is checked.
+    """Refuse a spec that cannot be read now, and not only when the layout is checked.
 
     Raises:
       LayoutError: the spec, or one of the alternatives, cannot be read; lists every fault.
@@ -78,7 +78,7 @@ def _text(value: Any) -> Text | None:
 
 
 def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
-    """Return the overrides with which a layout stores parameters and cache as another one does: key to spec.
+    """Return the overrides, key to spec, with which a layout stores parameters and cache as another layout does.
 
     Args:
       layout, other: the two layouts.
@@ -94,7 +94,7 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
         )
     caches = {f"cache.{key}": other.cache(key) for key in CACHE}
     stored = dict(parameters_of(other))
-    if "attention.w_q" in stored:  # cross-attention's parameters, by default as those of self-attention
+    if "attention.w_q" in stored:  # parameters of cross-attention are by default like those of self-attention
         cross = [key.name for key in KEYS.values() if key.section == "cross" and key.kind == "parameter"]
         stored |= {name: other[name] for name in cross}
     if ENCODER in layout.overrides or ENCODER in other.overrides:
@@ -105,7 +105,7 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
-    """Return the specs of a table in which L is sharded, with L whole: one position cannot be divided.
+    """Return those specs of a table that shard L, with L whole: one position cannot be divided.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
@@ -116,7 +116,7 @@ def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
 
 
 def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Text]:
-    """Return the specs of a table that have some mesh axes, without them.
+    """Return those specs of a table that use some of the mesh axes `axes`, without these axes.
 
     >>> inner_specs({"ffn.residual": "B_xLE", "ffn.w_in": "EF_y reduced-x", "ffn.in_via": "B_xLE, EF_y"}, ["x"])
     {'ffn.residual': 'BLE', 'ffn.w_in': 'EF_y', 'ffn.in_via': 'BLE, EF_y'}
@@ -137,8 +137,8 @@ def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Tex
 def data_axes(layout: LayoutTable) -> tuple[str, ...]:
     """Return the mesh axes along which pipelines run side by side, each on its own sequences.
 
-    These axes split only the batch, and come first in B in every spec: each pipeline has one run of consecutive
-    sequences, which the axes after them split further.
+    These axes split only the batch, and come first in B in every spec. So each pipeline has a run of consecutive
+    sequences, which the later axes of B split further.
 
     Args:
         layout: a `Layout` without alternatives. Its [moe] section is ignored.
@@ -166,7 +166,7 @@ def data_axes(layout: LayoutTable) -> tuple[str, ...]:
 
 
 def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
-    """Apply (text, kind) -> text to every alternative of keys of some kinds, and return the specs that change."""
+    """Apply `change` to every alternative of the keys of some kinds, and return the specs that it changes."""
     changed: dict[str, Text] = {}
     for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
         if kind in kinds:

@@ -1,4 +1,4 @@
-"""Local tensors that are allocated before they are written, place by place."""
+"""The allocation of local tensors that are then written part by part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from jax import lax
 
 
 def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Allocate a local tensor that will be written completely; unlike with `lax.empty`, it is never batched."""
-    # JAX refuses a result with a needless batch dimension where it expects none, as in the value of a `jax.hessian`.
+    """Allocate a local tensor that will be written completely; unlike `lax.empty`, it gets no batch dimension."""
+    # JAX refuses a result that has a batch dimension where none is expected, as in the value of a `jax.hessian`.
     made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
     made.def_vmap(lambda size, batched: (made(), False))
     return made()

@@ -19,7 +19,7 @@ class Call:
 
     Attributes:
         equation: the equation to compute.
-        sizes: the sizes of its dimensions.
+        sizes: the sizes of the equation's dimensions.
         context: mesh, chip, type of mesh axes, lowering.
         dtypes: the dtypes of the operands, group members one by one.
         via: the `via` of `gspmd.einsum`.
@@ -54,9 +54,9 @@ class Passes(NamedTuple):
     """A program as JAX differentiates it.
 
     Attributes:
-        forward: from the operands to (results, residuals).
-        backward: from (residuals, cotangents of the results) to the cotangents of the operands. None if JAX
-            differentiates the program by itself; `forward` then returns only the results.
+        forward: operands -> (results, residuals).
+        backward: (residuals, cotangents of the results) -> cotangents of the operands. None if JAX differentiates the
+            program by itself; `forward` then returns only the results.
     """
 
     forward: Callable
@@ -75,9 +75,9 @@ def make_plan(
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
-    """Return the plan of an equation as `gspmd.plan` makes it, with everything resolved and hashable.
+    """Return the plan of an equation, as `gspmd.plan` does, from arguments that are resolved and hashable.
 
-    `wire_dtype` and `result_dtype` are as for `gspmd.einsum`; by default they are the dtypes of the operands.
+    `wire_dtype` and `result_dtype` are as for `gspmd.einsum`; by default they follow from the dtypes of the operands.
     """
     return plan_equation(
         equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype
@@ -85,12 +85,12 @@ def make_plan(
 
 
 def overlapping(lowering: str) -> Overlapping:
-    """Return the function that chooses what a lowering overlaps with einsums."""
+    """Return the function that chooses which collectives a lowering overlaps with einsums."""
     return nothing_overlaps if lowering in ("xla", "blocking") else partial(_overlap, lowering)
 
 
 def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
-    """Return the loops of a routine; none if a dimension is empty, since nothing is sent then."""
+    """Return the loops of a routine; there are none if a dimension is empty, since nothing is sent then."""
     from gspmd.lowerings.looped.choice import plan_overlap  # imported here, so that the other lowerings do not need it
 
     if 0 in dict(environment.sizes).values():

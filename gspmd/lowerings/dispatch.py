@@ -1,6 +1,6 @@
-"""Turn a call into the function that runs it: the lowering is chosen, and its two passes become one JAX function.
+"""From a call to the function that runs it: the chosen lowering makes both passes, which become one JAX function.
 
-Only the chosen lowering is imported.
+No other lowering is imported.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from gspmd.planner.unknown import is_unknown
 
 @lru_cache(maxsize=4096)
 def program_of_call(call: Call) -> Callable:
-    """Return the function from a flat list of arrays to a tuple of results; cached, so that jit finds it again.
+    """Return the function that runs a call, from a flat list of arrays to a tuple of results.
+
+    It is cached, so that equal calls share one jitted function.
 
     Raises:
         SpecError: the mesh axes do not divide the sizes.
-        PlanError: the equation has no plan, or a spec leaves a dimension open or is a partial sum where that is not
-            allowed.
+        PlanError: the equation has no plan, or a spec has an open dimension or a partial sum where this is not allowed.
     """
     equation, ctx = call.equation, call.context
     equation.check(dict(call.sizes), ctx.mesh)
@@ -40,7 +41,7 @@ def program_of_call(call: Call) -> Callable:
 
 
 def lower(call: Call) -> Passes:
-    """Make a program of a call. Each lowering is one such function."""
+    """Make the passes of a call by its lowering; each lowering is a function of this kind."""
     name = call.context.lowering
     if is_unknown(call.context.mesh):
         from gspmd.lowerings.unknown import lower

@@ -1,4 +1,4 @@
-"""The lowering, the chip, the devices and the manual mesh axes that are in force where a program is traced.
+"""The settings in force where a program is traced: the lowering, the chip, the devices and the manual mesh axes.
 
 `gspmd.lowering` and the other `with` blocks here set JAX user contexts. These are part of jit's cache key, so a program
 that was traced under other settings never runs by mistake.
@@ -33,10 +33,10 @@ def lowering(name: str) -> AbstractContextManager:
     """Set the default lowering of `gspmd.einsum` and `gspmd.reshard` inside a `with` block.
 
     Args:
-        name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives
-            in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums, by the cheapest schedule,
-            and `"looped:<schedule>"` by `halves` or `paired`; `"auto"` is, for each equation, the cheaper of blocking
-            and looped by the cost model, and blocking on devices that chips.toml does not list.
+        name: `"xla"` annotates arrays, and the compiler chooses the collectives; `"blocking"` runs the plan's
+            collectives in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums by the cheapest
+            schedule, and `"looped:<schedule>"` by schedule `halves` or `paired`; `"auto"` is the cheaper of blocking
+            and looped for each equation by the cost model, and blocking on devices that chips.toml does not list.
 
     Raises:
         PlanError: `name` is not a lowering.
@@ -50,7 +50,7 @@ def lowering(name: str) -> AbstractContextManager:
 
 
 def planned_for(chip: Chip) -> AbstractContextManager:
-    """Plan with a chip's figures inside a `with` block, on meshes whose devices are not known."""
+    """Plan with the figures of `chip` inside a `with` block, on meshes whose devices are not known."""
     return _chip(chip)
 
 
@@ -73,7 +73,7 @@ def resolve(name: str | None) -> str:
 
 
 def device_kind() -> str:
-    """Return JAX's name of the devices for which a program is traced; empty if the mesh in force has no devices."""
+    """Return JAX's name for the kind of devices for which a program is traced; empty if the mesh has no devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 
@@ -84,15 +84,15 @@ def is_tpu() -> bool:
 
 
 def is_host() -> bool:
-    """Return whether the devices are host devices: CPU cores, without links and matrix units."""
+    """Return whether the devices are host devices, which share CPU cores and have no links or matrix units."""
     return device_kind() == "cpu"
 
 
 def on_slices(count: int) -> AbstractContextManager:
-    """Plan for meshes over `count` TPU slices inside a `with` block, whatever their devices say.
+    """Plan for meshes over `count` TPU slices inside a `with` block, even if their devices say otherwise.
 
-    JAX keeps what it traced by the shape of a mesh and the kind of its devices. This setting distinguishes programs for
-    one slice from those for several.
+    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting is another key, so that
+    a program for one slice is not used for several.
     """
     return _slices(count)
 
@@ -103,7 +103,7 @@ def slices() -> int:
 
 
 def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
-    """Plan for a TPU slice of this shape inside a `with` block, whatever the devices say; see `on_slices`."""
+    """Plan for a TPU slice of this shape inside a `with` block, even if the devices say otherwise; see `on_slices`."""
     return _slice_shape(shape)
 
 
@@ -117,10 +117,9 @@ def slice_shape() -> tuple[int, ...]:
 
 @contextmanager
 def on_these_devices() -> Iterator[None]:
-    """Keep what JAX traces inside a `with` block apart from what it traces for other slices.
+    """Prevent JAX from using programs that were traced for devices at other positions, inside a `with` block.
 
-    JAX's cache has the shape of the mesh and the kind of the devices as keys, which do not tell the positions of the
-    devices.
+    The keys of JAX's cache are the shape of the mesh and the kind of the devices, but not their positions in slices.
     """
     with ExitStack() as stack:
         if (count := slices()) > 1:
@@ -131,7 +130,7 @@ def on_these_devices() -> Iterator[None]:
 
 
 def chip_of_devices() -> Chip | None:
-    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml lacks the chip."""
+    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml lacks it."""
     return _chip_in_slice(device_kind(), slice_shape())
 
 
@@ -145,7 +144,7 @@ def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
 def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """Return the chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
 
-    Empty if the mesh is None, or lies over several slices, a part of one, or chips of two devices each.
+    Empty if the mesh is None, is over several slices or over part of one, or if chips are two devices each.
     """
     devices = [] if mesh is None else [*mesh.devices.flat]
     if not all(hasattr(device, "coords") for device in devices) or len({*map(slice_of, devices)}) != 1:
@@ -155,10 +154,10 @@ def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
 
 
 def across_slices() -> Mapping[str, int]:
-    """Return the part of each axis of the mesh in force that lies over TPU slices; empty on one slice.
+    """Return the part of each axis of the mesh in force that is over TPU slices; empty on one slice.
 
     Raises:
-        PlanError: the first axes do not divide the slices.
+        PlanError: the slices do not divide evenly over the first axes.
     """
     if (count := slices()) == 1:
         return {}
@@ -189,9 +188,9 @@ def _count(mesh: jax.sharding.Mesh) -> int:
 
 def _no_order(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, count: int) -> PlanError:
     return PlanError(
-        f"cannot tell which axes of the mesh {mesh_text(mesh.shape)} lie over its {count} slices: it is not filled by "
-        "one slice after the other.\n"
-        "  Lay the first axes over the slices, as gspmd.audit.topology(...).mesh(...) does."
+        f"cannot tell which axes of the mesh {mesh_text(mesh.shape)} are over its {count} slices: the slices do not "
+        "fill it one after the other.\n"
+        "  Make the first axes those over slices, as gspmd.audit.topology(...).mesh(...) does."
     )
 
 
@@ -201,7 +200,7 @@ def _no_order(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, count: int) -
 def on_no_axes() -> AbstractContextManager:
     """Allow calls in a shard_map over all mesh axes.
 
-    There pieces are whole arrays, and calls are planned on no axis.
+    Each device's arrays are whole tensors for such calls, and the calls are planned without mesh axes.
     """
     return _on_no_axes(True)
 
@@ -214,6 +213,6 @@ def check_all_manual() -> None:
     """
     if not _on_no_axes.value:
         raise PlanError(
-            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are pieces.\n"
+            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are shards.\n"
             "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
         )

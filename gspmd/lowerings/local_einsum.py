@@ -1,7 +1,7 @@
-"""The product of one device's pieces, accumulated in float32, in the form that compilers multiply fastest.
+"""The product of one device's operands, accumulated in float32, in the form that compilers multiply fastest:
 
-CPUs   a batched product as one of batches of matrices, which XLA:CPU multiplies in the order that is in memory
-TPUs   the same for one batch dimension whose rows fill tiles; a single row gets a row of zeros beside it
+CPUs   a batched product as batches of matrices, which XLA:CPU multiplies in the order of memory
+TPUs   the same for one batch dimension whose rows fill tiles; a row of zeros is added to a single row
 other  `jnp.einsum`
 """
 
@@ -20,17 +20,17 @@ from jax import lax
 from gspmd.lowerings import in_force
 
 ONE_ROW = "one_row"
-"""The named scope of a product with an added row of zeros: half of its operations do not count."""
+"""The named scope of a product with an added row of zeros, by which FLOP counts halve its operations."""
 
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
-    """Compute an einsum of one device's pieces, accumulated in float32 (or int32) if the operands are narrower.
+    """Compute an einsum of one device's operands, accumulated in float32 (or int32) if these are narrower.
 
     Args:
         letters: the equation, as in `jnp.einsum`.
         precision: the precision of the product.
-        into: the dtype of the matrix unit's result; by default that of the accumulator. Accelerators accumulate in
-            float32 either way, and sums that the compiler makes over devices have this dtype.
+        into: the dtype of the result of the matrix unit; by default the accumulator's. Accelerators accumulate in
+            float32 in either case; partial sums that the compiler reduces over devices have the dtype `into`.
     """
     wide, on_cpu = accumulator(*(x.dtype for x in operands)), in_force.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -38,8 +38,8 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
     einsum: Callable[..., jax.Array] = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
-        # The operands are cast, because a sum has no accumulator, XLA:CPU has no batched product of narrow operands
-        # into a wide one, and the only joint dtype of two operands may be the accumulator's.
+        # The operands are cast for three reasons: a sum has no accumulator; XLA:CPU has no batched product of narrow
+        # operands with a wide result; and two operands may have no joint dtype narrower than the accumulator's.
         operands, into = tuple(x.astype(wide) for x in operands), None if len(operands) == 1 or on_cpu else into
     if on_cpu:
         einsum = _einsum_on_cpu
@@ -50,12 +50,12 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 def accumulator(*dtypes) -> jnp.dtype:
     """Return float32 or int32 for narrower operands, and otherwise the operands' joint dtype."""
-    with jax.numpy_dtype_promotion("standard"):  # cast explicitly, whatever promotion the user allows in other code
+    with jax.numpy_dtype_promotion("standard"):  # the user may have set a stricter promotion for other code
         return jnp.result_type(*map(_widened, dtypes))
 
 
 def _widened(dtype: jnp.dtype) -> jnp.dtype:
-    # Each dtype is widened before two are promoted together: JAX promotes neither 8-bit floats nor 4-bit integers.
+    # Each dtype is widened before promotion: JAX does not promote 8-bit floats and 4-bit integers.
     if dtype.itemsize >= 4:
         return dtype
     floating, unsigned = (jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.unsignedinteger))
@@ -68,7 +68,7 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
 def _einsum_on_cpu(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum as batches of matrices, if it has a batch."""
+    """Compute an einsum, as batches of matrices if it has a batch dimension."""
     if len(operands) == 2 and _are_whole() and (in_order := batched(letters)):
         return in_order(*operands, precision)
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
@@ -79,8 +79,9 @@ def _einsum_on_tpu(
 ) -> jax.Array:
     """Compute an einsum; add a row of zeros to a single row that is multiplied by a matrix, and drop it later.
 
-    libtpu 0.0.42 multiplies a single row elementwise, on the vector unit, and adds up. On a v4 two products of one row
-    with int8 [4096, 2048] take 58 µs each, and with two rows 14 µs each. A single token is one row in every product.
+    libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4 two products of one row with int8
+    [4096, 2048] take 58 µs each, and with two rows 14 µs each. When one token is decoded, every product has a single
+    row.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
@@ -97,7 +98,7 @@ def _einsum_on_tpu(
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the operand that is a single row, and the last dimension of the result that only the matrix has."""
+    """Return the number of the operand that is a single row, and the last of the result's dimensions of the matrix."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -110,13 +111,13 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
-# Read while a program is traced, and set by that program's own body, so it need not be part of jit's cache key.
+# Not part of jit's cache key, and need not be: it is read while a program is traced, and only this program sets it.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Leave the memory layout of the products inside to the compiler, even if they could be products of matrices."""
+    """Leave the memory order of the products inside to the compiler, even if they could be products of matrices."""
     token = _IN_TILES.set(False)
     try:
         yield
@@ -129,11 +130,10 @@ def einsum_in_tiles(
 ) -> jax.Array:
     """Compute an einsum; with one batch dimension, as a product of matrices if every row stays in its tile.
 
-    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each
-    product, and copies tensors between two products that chose differently. With 8 slots of a group for each expert a
-    layer took 6.3 ms, of which 0.9 to copy hidden layers; as products of matrices it takes 5.2 ms. A product alone
-    gains nothing. If the dimensions do not fill tiles, merging them is a copy itself: with 4 slots the layer took 2.5
-    times as long.
+    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each product,
+    and copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms,
+    0.9 of them to copy hidden layers; as products of matrices it takes 5.2 ms. A single product gains nothing. If the
+    dimensions do not fill tiles, merging them is itself a copy: with 4 slots the layer took 2.5 times as long.
     """
     if len(operands) == 2 and _IN_TILES.get() and _are_whole():
         product = batched(letters)
@@ -143,7 +143,7 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Return whether an array is the piece of one device."""
+    """Return whether arrays are those of one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -156,8 +156,8 @@ class Batched:
     """An einsum of two operands as a product of batches of matrices.
 
     Attributes:
-        letters: dimensions of the left operand, the right one and the result.
-        batch, contracted, left, right: the dimensions by their role; those of the result in its order.
+        letters: the dimensions of the left operand, of the right operand and of the result.
+        batch, contracted, left, right: the dimensions by their role; dimensions of the result in its order.
     """
 
     letters: tuple[str, str, str]
@@ -188,8 +188,8 @@ class Batched:
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
         """Return an operand as [batch, rows, columns], and whether rows or columns are contracted."""
-        # XLA:CPU multiplies rows and columns in either order, so only operands whose rows or columns are scattered are
-        # copied.
+        # XLA:CPU multiplies rows and columns in either order, so an operand is copied only if its rows or its columns
+        # are not together in memory.
         first = next(dim for dim in dims if dim not in self.batch)
         parts = (self.contracted, free) if first in self.contracted else (free, self.contracted)
         order = [dims.index(dim) for dim in (*self.batch, *parts[0], *parts[1])]
@@ -201,8 +201,8 @@ class Batched:
 def batched(letters: str) -> Batched | None:
     """Return an einsum of two operands as a product of batches of matrices; None if it is not such a product.
 
-    `jnp.einsum` puts the batch in front, and leaves the order of the other dimensions to the compiler. On CPUs it
-    copies operands, results and gradients into other orders: a mixture of experts took 1.6 times as long.
+    `jnp.einsum` puts the batch first, and leaves the order of the other dimensions to the compiler. On CPUs the
+    compiler copies operands, results and gradients into other orders, and a mixture of experts took 1.6 times as long.
 
     Args:
         letters: the equation of two operands, as in `jnp.einsum`.

@@ -1,7 +1,7 @@
-"""Marks: operations that do nothing, as placeholders for steps until placements are known.
+"""Marks: operations that compute nothing and stand for steps whose placements are not known yet.
 
-Tracing sees how often a mark runs, whether it is recomputed, what merges with it, and whether its result is needed,
-just as it will for the step.
+A trace shows how often a mark runs, whether it is recomputed, which marks merge, and whether its result is needed. All
+of this holds for the step too.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ batching.primitive_batchers[_mark] = _refused
 
 
 def marked(x: jax.Array, what: Unknown) -> jax.Array:
-    """Return an array unchanged, with a mark of the step that will use it or that made it."""
+    """Return an array unchanged, with a mark of the step that the array enters or leaves."""
     return _mark.bind(x, mark=_name(what))[0]
 
 

@@ -2,7 +2,7 @@
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 
-# The last ones are the public `SCHEDULES` of planner/overlap.py, which imports numpy.
+# Schedules are repeated here from the public `SCHEDULES` of planner/overlap.py, which imports numpy.
 LOWERINGS = ("auto", "xla", "blocking", "looped", "looped:halves", "looped:paired")
 
 

@@ -9,14 +9,15 @@ from gspmd.display import manual
 
 
 def splits_badly(mesh: Mapping[str, int]) -> bool:
-    """Return whether moves that the partitioner chooses by itself may need a split that a mesh does not have.
+    """Return whether moves that the partitioner chooses by itself may need a split of axes that a mesh does not allow.
 
-    To move axes between dimensions it may split the devices of one dimension at the size of another axis: the six of
-    x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes, and no name says 2 × 3 of x=3, y=2: 2 does
-    not divide 3, and the process ends with a failed check. Powers of one prime can be split at each other, and a mesh
-    of a single axis never needs a split. A step of a plan splits no axis either, since it gathers, slices or exchanges
-    the last axes of a dimension. So on such a mesh lowering `xla` constrains an array after every step. It does so
-    under every JAX, so that an equation always sends the same.
+    To move axes between dimensions the partitioner may split the devices of a dimension at the size of another axis:
+    for x=3, y=2, the six devices as 2 × 3. Since jax 0.12 shardings are expressed by names of axes, which cannot
+    express this split, since 2 does not divide 3; the process then ends with a failed check. If all sizes are powers of
+    one prime, splits are possible, and a mesh of a single axis never needs one. Steps of a plan never split axes, since
+    they gather, slice or exchange the last axes of a dimension. So on a mesh that splits badly, lowering `xla`
+    constrains an array after every step of the plan. It does so under every release of JAX, so that an equation always
+    sends the same.
 
     >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
     (True, False, False)
@@ -35,7 +36,7 @@ def _is_power(size: int, prime: int) -> bool:
 
 
 def may_abort(mesh: Mapping[str, int]) -> bool:
-    """Return whether plain code, whose moves are not planned, may end the process on a mesh under the installed JAX."""
+    """Return whether code without a plan may end the process on this mesh under the installed JAX."""
     return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
 
 
@@ -43,7 +44,7 @@ def may_abort(mesh: Mapping[str, int]) -> bool:
 
 
 def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
-    """Say why a dimension cannot be left to the compiler on a mesh where it may end the process."""
+    """Return why a dimension cannot be left to the compiler on a mesh where it may end the process."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
         f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: not all are"
@@ -53,7 +54,7 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
 
 
 def open_in_shard_map(spec: Spec) -> str:
-    """Say why a dimension cannot be left to the compiler in a shard_map."""
+    """Return why a dimension cannot be left to the compiler in a shard_map."""
     return (
         f"'{spec}' leaves a dimension to the compiler, which places nothing in a shard_map, as the stages of a pipeline"
         f" are.\n  Name its mesh axes, or leave it whole: '{_closed(spec)}'."
@@ -61,7 +62,7 @@ def open_in_shard_map(spec: Spec) -> str:
 
 
 def open_under_explicit(spec: Spec) -> str:
-    """Say why a dimension cannot be left to the compiler under Explicit axes."""
+    """Return why a dimension cannot be left to the compiler under Explicit axes."""
     return (
         f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
@@ -69,6 +70,6 @@ def open_under_explicit(spec: Spec) -> str:
 
 
 def _closed(spec: Spec) -> Spec:
-    """Return the spec with its open dimensions unsharded, as errors propose."""
+    """Return the spec with its open dimensions unsharded, which errors propose."""
     axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
     return Spec(spec.dims, axes, spec.partial, spec.reduced)

@@ -1,7 +1,7 @@
 """Programs with planned collectives: the mesh they run on, their names, and the shard_map around their steps.
 
 Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, also
-in loops and recomputation. Each step has its named scope, so that a compiled instruction can be joined to it.
+in loops and recomputation. Each step has a named scope, by which compiled instructions are matched with steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Context:
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """Read the context of a call. It is read once, when an operation is called, and its gradient uses the same.
+    """Read the context of a call; it is read once, when an operation is called, and the gradient uses it too.
 
     Raises:
         PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
@@ -77,11 +77,11 @@ def context(lowering_name: str | None = None) -> Context:
     device = mesh.abstract_device
     known = in_force.chip_of_devices() if device is not None else in_force.chip_in_force()
     if known is not None and device is not None and (across := in_force.across_slices()):
-        # The stages of a pipeline may be the slices: then each stage is on one.
+        # If the stages of a pipeline are the slices, each stage is on one slice.
         here = prod(across[axis] for axis, _ in axes)
         known = replace(known, node_devices=prod(size for _, size in axes) // here if here > 1 else 0)
     chosen = in_force.resolve(lowering_name)
-    if chosen == "auto" and known is None:  # the cores of host devices both send and multiply: nothing is hidden
+    if chosen == "auto" and known is None:  # on host devices the same cores send and multiply, so nothing overlaps
         chosen = "blocking"
     return Context(axes, known or chip(DEFAULT_CHIP), bool(mesh.explicit_axes), chosen, bool(mesh.manual_axes))
 
@@ -91,9 +91,9 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A planned program: its equation, its steps, and the seconds that its loops hide.
+    """A planned program: its equation, its steps, and the seconds that its loops save.
 
-    `backward` is set if JAX differentiates the program.
+    `backward` has the steps of the gradient if JAX differentiates the program.
     """
 
     equation: str
@@ -103,7 +103,7 @@ class PlannedProgram:
 
 
 class ProgramName(str):
-    """The name of a jitted program. JAX keeps the object in its jaxprs, so the plan lives as long as they do."""
+    """The name of a jitted program. Jaxprs keep this object, so the plan exists as long as they do."""
 
     program: PlannedProgram
 
@@ -116,8 +116,8 @@ _numbers = count()
 def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs have the same name.
 
-    The name is a number because names are compared as strings: the programs of one equation on two meshes must have
-    different names.
+    The name is a number, and not the equation: names are compared as strings, and programs of one equation on two
+    meshes must have different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
@@ -130,7 +130,7 @@ def program_of(equation: Any) -> PlannedProgram | None:
     if isinstance(name, ProgramName):
         return name.program
     if isinstance(name, str) and name.startswith(PREFIX) and name.removeprefix(PREFIX).isdigit():  # not gspmd_loss
-        raise AssertionError(f"JAX has copied the name {name}, and with it lost the plan")
+        raise AssertionError(f"JAX has copied the name {name} as a plain string, so the plan is lost")
     return None
 
 
@@ -149,26 +149,26 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: JAX would transpose the body, and all-reduce the cotangent of each operand that is
-    replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` gives it a custom gradient,
-    whose backward pass is another `run`.
+    JAX must never differentiate through this: it would transpose the body, and all-reduce the cotangent of each operand
+    that is replicated over mesh axes, even if the cotangent is scattered afterwards. `gradient.with_gradient` gives
+    operations a custom gradient, whose backward pass is another `run`.
 
     Args:
         ctx: the context of the call.
-        name: the computation in notation; every scope inside begins with it.
-        steps: the plan; `body` emits them.
-        body: from local pieces to local pieces.
+        name: the computation in notation; all scopes inside begin with it.
+        steps: the steps of the plan, which `body` emits.
+        body: local arrays -> local arrays.
         in_specs: one Spec per array.
         out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
         arrays: the arrays, placed as `in_specs` say.
         hidden_seconds: the seconds that overlap saves.
 
     Raises:
-        SpecError: under Explicit axes, an array's type is not what its spec says.
+        SpecError: under Explicit axes, an array's type differs from its spec.
         PlanError: under Auto axes, an array is a partial sum.
     """
     if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
-        raise PlanError(f"cannot search the placement of '{name}': its steps are planned only once it is known.")
+        raise PlanError(f"cannot search the placement of '{name}': its steps can be planned only when it is known.")
     pairs = enumerate(zip(in_specs, arrays, strict=True))
     arrays = tuple(placed_input(ctx, spec, x, number, name) for number, (spec, x) in pairs)
     ins = tuple(spec.partition_spec() for spec in in_specs)
@@ -176,7 +176,7 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
-# Cached by the identity of the body: callers of `run` must cache their body too, or each call is compiled anew.
+# The body is part of the cache's key, so callers of `run` must cache their body too, or each call is compiled anew.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
@@ -188,23 +188,24 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """JAX's standard rules of promotion for code of gspmd, whatever promotion the user allows in other code."""
+    """Use JAX's standard rules of promotion for code of gspmd, even if the user has set others for their own code."""
     return jax.numpy_dtype_promotion("standard")
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """Make the shard_map of a body at each call, since JAX binds a shard_map to the mesh where it is made."""
+    """Return a function that makes the shard_map of a body at each call: JAX binds a shard_map to the mesh in force."""
 
     def run_mapped(*arrays):
-        # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their
-        # type after.
+        # On one device JAX inlines a shard_map and refuses its partial sums. They are complete sums there, and get
+        # their type afterwards.
         mesh = jax.sharding.get_abstract_mesh()
         alone, free = mesh.size == 1, {*mesh.axis_names}.difference(mesh.manual_axes)
         if not free:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _shard_map_of_empty if any(x.size == 0 for x in arrays) else jax.shard_map
-        # Unchecked: JAX types the result of a gather as different on each device, and would refuse it as replicated.
+        # Unchecked (check_vma=False), because for JAX the result of a gather varies over devices, and a check would
+        # refuse it as replicated.
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
@@ -217,11 +218,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """Make a shard_map of arrays of which some are empty.
+    """Make a shard_map for arguments some of which are empty arrays.
 
-    XLA replaces an empty array by a constant, and cannot read the body of a shard_map that is left without any input
-    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which every
-    result depends.
+    XLA replaces an empty array by a constant, and fails on the body of a shard_map that is left without any input
+    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So there is a zero as a further input, on
+    which every result depends.
     """
 
     def held(zero, *pieces):
@@ -244,9 +245,9 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> Any:
-    """Return operand `number` of the computation `name`, after a check that it is placed as the spec says.
+    """Check that operand `number` of the computation `name` is placed as the spec says, and return it.
 
-    Under Explicit axes its type is then that of the spec, also in mesh axes of size 1.
+    Under Explicit axes the returned array has the spec's type, including mesh axes of size 1.
     """
     if ctx.explicit:
         return check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
@@ -256,7 +257,7 @@ def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> An
 
 
 def partial_under_auto(spec: Spec) -> str:
-    """Say why a partial sum cannot cross an equation's border under Auto axes."""
+    """Return why a partial sum cannot enter or leave an equation under Auto axes."""
     return (
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
         "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."

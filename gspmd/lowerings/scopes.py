@@ -1,4 +1,4 @@
-"""The named scopes of planned programs, by which operations of jaxprs and compiled programs name their plan and step.
+"""The named scopes of planned programs, which tell the plan and the step of an operation in jaxprs and in HLO:
 
 gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
@@ -49,14 +49,14 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """Return the numbers of the steps in whose scopes an operation of a jaxpr is, outermost first."""
+    """Return the numbers of the steps whose scopes contain an operation of a jaxpr, outermost first."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
 def innermost(scopes: str) -> tuple[str, str]:
-    """Return the innermost program of an instruction, and the name of the innermost step in it; empty without one.
+    """Return the innermost program of an instruction, and the name of the innermost step in it; empty if there is none.
 
-    A scope that is named like a step, but is outside of every program, is the user's own.
+    A scope that looks like a step but is outside of every program belongs to the user, and is ignored.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

@@ -1,4 +1,4 @@
-"""Lowering of a program whose placements are not known: the local program, with a mark for each step."""
+"""The lowering of a program whose placements are unknown: the local program, with a mark for each step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from gspmd.planner.unknown import RequiredMove, UnknownMove, UnknownProduct, Unk
 def lower(call: Call) -> Passes:
     """Run an equation on one device, with a mark for each step.
 
-    Every operand is kept for the backward pass as if it had been moved, since recomputation moves it again.
+    Every operand is kept for the backward pass as if it had been moved. So if the forward pass is recomputed, the mark
+    of its move runs again too.
     """
     alone = any(len(term.operands) == 1 for term in call.equation.terms)
     return _planned(call) if call.via is None or alone else _product(call, call.via)
 
 
-# -- a product whose operands meet where a via says --------------------------------------------------------------------
+# -- an equation with a via --------------------------------------------------------------------------------------------
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """Lower an equation with a via: its cost is that of the moves to the via and from it, and of the products.
+    """Lower an equation with a via, with marks for moves to the via's specs, products, and moves from there.
 
-    Products that are added may each have a different placement, and are added in the cheapest one. In the gradient one
-    cotangent is brought to all of them, so their placements must be equal except for their partial sums. Otherwise the
+    Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient one
+    cotangent is brought to all products, so their placements must be equal except for partial sums. Otherwise the
     planner searches the gradient.
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
@@ -79,14 +80,14 @@ def _product(call: Call, via: Via) -> Passes:
         def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
             source = self.routine.moves[number].source
             x = super().move(number, pieces, stop, after)
-            if source >= cotangents:  # a kept operand has the placement in which it was multiplied
+            if source >= cotangents:  # kept operands have the placement in which they were multiplied
                 return x
             mirrored, *others = (lying(joint[part], outputs[source].dims) for part in added[source].products)
             x = marked(x, moved([outputs[source].cotangent], mirrored, results[source]))
             for other in dict.fromkeys(others):
                 x = marked(x, UnknownSteps(made_alike, (str(call.equation), mirrored, other), "alike"))
             for number in range(len(specs)):
-                if specs[number].reduced:  # there may be no path to a partial sum, even if nothing needs it
+                if specs[number].reduced:  # the move to a partial sum may be impossible, even if its result is unused
                     x = marked(x, RequiredMove(self._gradient(number)))
             return x
 
@@ -106,7 +107,7 @@ def _product(call: Call, via: Via) -> Passes:
             return moved(made, specs[number].cotangent, inputs[number])
 
         def _sides(self, number: int) -> tuple[int, int, int, int]:
-            """Return the sides of a gradient's product: output, forward product, its own operand, the other operand."""
+            """Return numbers for a gradient's product: output, forward product, the gradient's operand, the other."""
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
             held = residual - cotangents
@@ -118,13 +119,13 @@ def _product(call: Call, via: Via) -> Passes:
 
 
 def made_alike(equation: str, one: Spec, other: Spec) -> dict[str, tuple[Step, ...]]:
-    """Return no steps if both products of a sum have the same placement, so that one cotangent serves them.
+    """Return no steps if both products of a sum have the same placement, so that one cotangent is enough.
 
     Raises:
         PlanError: the placements of the products differ.
     """
     if one != other:
-        raise PlanError(f"the products of '{equation}' are made as '{one}' and as '{other}': its gradient is searched.")
+        raise PlanError(f"the products of '{equation}' are '{one}' and '{other}', so its gradient must be searched.")
     return {"alike": ()}
 
 
@@ -159,33 +160,33 @@ def _passes(call: Call, forward: type[Executor], backward: type[Executor], kept:
 
 
 def _ordered(via: Via, call: Call) -> list[Spec]:
-    """Return the spec in which each operand is multiplied, group members one by one, in its own order of dimensions."""
+    """Return the spec in which each operand is multiplied, group members one by one, in the operand's own order."""
     met = spread_over_groups(call.equation, via.specs, call.operands)
     return [Spec(own.dims, tuple(spec.axes_of(dim) for dim in own.dims)) for spec, own in zip(met, call.operands)]
 
 
 def joint_of(left: Spec, right: Spec) -> Spec:
-    """Return the mesh axes of all dimensions of a product."""
+    """Return one spec with all dimensions of a product and their mesh axes."""
     rest = [dim for dim in right.dims if dim not in left.dims]
     return Spec((*left.dims, *rest), (*left.axes, *(right.axes_of(dim) for dim in rest)))
 
 
 def lying(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a tensor, each dimension with the mesh axes that it has in a product."""
+    """Return the spec of a tensor of these dimensions, each with the mesh axes that it has in `joint`."""
     return Spec(tuple(dims), tuple(joint.axes_of(dim) for dim in dims))
 
 
 def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a product's result: a partial sum over the mesh axes of the dimensions that it sums over."""
+    """Return the spec of a product's result: a partial sum over the mesh axes of the summed dimensions."""
     summed = tuple(axis for dim in joint.dims if dim not in dims for axis in joint.axes_of(dim))
     return lying(joint, dims).with_partial(summed)
 
 
-# -- an equation that its plan decides about ---------------------------------------------------------------------------
+# -- a move, or an equation without a via ------------------------------------------------------------------------------
 
 
 def _planned(call: Call) -> Passes:
-    """Lower a move, or an equation without a via, with a mark of its future plan."""
+    """Lower an equation without a via, with marks that stand for its future plan."""
     if _is_move(call):
         return _moved(call)
     arguments = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype
@@ -212,12 +213,12 @@ def _planned(call: Call) -> Passes:
 def planned_steps(
     equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, backward: bool
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of an equation's plan, or of its gradient's, by moved tensor and by output.
+    """Return the steps of an equation's plan, or of the plan of its gradient, by moved tensor and by output.
 
-    A tensor that is moved to several placements has all of its moves in one entry; the entry of an output has its
-    products.
+    A tensor that is moved to several placements has all its moves in one entry. Products are in the entry of their
+    output.
     """
-    via = None if via is None else Via(via)  # a tuple of terms, once placed
+    via = None if via is None else Via(via)  # `placed` has made a plain tuple of it
     plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype)
     found: dict[str, tuple[Step, ...]] = {}
     routine = plan.backward if backward else plan.routine
@@ -231,7 +232,7 @@ def planned_steps(
 
 
 def _moved_tensor(plan: Plan, backward: bool, source: int) -> str:
-    """Return the operands of a move, by names that do not depend on the number of moves of each."""
+    """Return the name of a moved tensor, which does not depend on the number of its moves."""
     if not backward:
         return f"operand {source}"
     kept = source - len(plan.outputs)

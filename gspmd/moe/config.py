@@ -14,15 +14,15 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router that a config depends on.
+    """The properties of a router on which a config depends.
 
     Attributes:
         choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
-        jitter: half-width of the random factor on the router's input, by the router's paper.
-        z_weight: weight of the z-loss, by the router's paper.
+        jitter: half-width of the random factor on the router's input in the router's paper.
+        z_weight: weight of the z-loss in the router's paper.
         by_experts: whether experts choose tokens, instead of tokens choosing experts.
         noisy: whether a second matrix gives the width of the noise on the logits.
-        scored: whether scores, groups of experts, a bias for choosing experts and a factor of the gates can be set.
+        scored: whether `scores`, `expert_groups`, `choice_bias`, `gate_factor` and related settings apply.
     """
 
     choices: int | None
@@ -50,53 +50,54 @@ DISPATCHES = (*SLOT_FORMS, "dropless")
 class MoEConfig:
     """Configure the mixture-of-experts blocks of a model.
 
-    `capacity_factor` is the number of slots per routed choice. An expert has factor · k · tokens / experts slots for
-    each group, rounded up, and at most as many as the group has tokens; k is the number of choices per token (1 for
+    `capacity_factor` is the number of slots per routed choice. For each group an expert has factor · k · tokens /
+    experts slots, rounded up, and at most one for each token of the group; k is the number of choices per token (1 for
     switch, 2 for gshard and st-moe). In expert-choice an expert has factor · tokens / experts slots, so the factor is
     the mean number of experts per token.
 
     Attributes:
         experts: number of experts X in each block.
-        every: every n-th layer of the model is a mixture-of-experts block.
-        offset: position of that layer among n layers, counted from 0; None for the last.
-        dense_layers: numbers, from 0, of further layers that are dense, whatever `every` says: the first layers in
-            DeepSeek and GLM, any layers in Qwen.
+        every: distance n between mixture-of-experts blocks: every n-th layer of the model is one.
+        offset: position of the mixture-of-experts block among n layers, counted from 0; None for the last.
+        dense_layers: numbers, from 0, of layers that are dense although `every` makes them mixtures of experts: the
+            first layers in DeepSeek and GLM, any layers in Qwen.
         dense_feed_forward: width of dense layers; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
-            "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
+            "st-moe" (Zoph et al. 2022), "top-k" (as in Mixtral), or "expert-choice" (Zhou et al. 2022).
         k: choices per token for noisy-top-k and top-k; None means 2. In other routers k is fixed.
-        renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
-        scores: "softmax" of all logits, or "sigmoid" of each (DeepSeek-V3): the scores by which top-k chooses experts,
-            and which are the gates.
-        expert_groups: number of groups of consecutive experts; top-k chooses a token's experts from the best few.
+        renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps the probabilities.
+        scores: the scores by which top-k chooses experts, and which become the gates: "softmax" of all logits, or
+            "sigmoid" of each logit (DeepSeek-V3).
+        expert_groups: number of groups of consecutive experts; top-k chooses a token's experts from the best groups.
         kept_groups: number of groups from which each token chooses; None for all.
         group_best: number of a group's best experts whose scores are added to give the group's score: 2 in DeepSeek-V3,
             1 in V2.
-        choice_bias: whether top-k chooses by score plus a bias of each expert, which does not enter the gates and is
-            not trained by a loss.
-        bias_rate: change of that bias after every training step: up for experts with fewer choices than the mean, and
-            down for experts with more (Wang et al. 2024); 0 leaves it unchanged.
+        choice_bias: whether top-k chooses by score plus a bias of each expert; the bias does not enter the gates, and
+            no loss trains it.
+        bias_rate: change of this bias after every training step: up for experts with fewer choices than the mean, down
+            for experts with more (Wang et al. 2024); 0 for no change.
         gate_factor: factor of top-k's gates.
-        gate_inputs: whether the gate multiplies the expert's input, instead of its output (Llama 4); for k = 1.
+        gate_inputs: whether the gate multiplies the expert's input instead of its output (Llama 4); only for k = 1.
         router_bias: whether the router's logits have a bias, which is trained (gpt-oss).
         priority: whether slots go to the most confident tokens first (Riquelme et al. 2021), instead of in order.
-        capacity_factor: slots per routed choice in training; with 0 no expert takes any token.
+        capacity_factor: slots per routed choice in training; with 0 no expert gets any token.
         evaluation_capacity_factor: slots per routed choice in evaluation.
         groups: number of groups G into which the tokens of a batch are divided; None makes every sequence a group.
-        dispatch: "sort" (gathers into the capacity buffer), "onehot" (the papers' einsums, with the same result), or
-            "dropless" (no capacity, so no token is lost).
-        aux_weight: weight of the load-balancing loss: its value for perfectly balanced experts, with any router.
-        z_weight: weight of the mean square of the logits' logsumexp; None takes the value of the router's paper: 1e-3
-            for st-moe, 0 for the others.
+        dispatch: "sort" (gathers tokens into the capacity buffer), "onehot" (the papers' einsums, with the same
+            result), or "dropless" (no capacity, so no token is dropped).
+        aux_weight: weight of the load-balancing loss; with every router, the weighted loss has this value for perfectly
+            balanced experts.
+        z_weight: weight of the mean square of the logits' logsumexp; None for the value of the router's paper: 1e-3 for
+            st-moe, 0 for the others.
         importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
         load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
-        router_scale: variance of the router's initial weights times its fan-in. With Switch's 0.1 routing begins nearly
-            even. In short runs, experts specialise sooner with a larger value.
-        jitter: half-width of the random factor on the router's input in training; None takes the value of the router's
+        router_scale: variance of the router's initial weights times its fan-in. With Switch's 0.1, routing begins
+            nearly even; in short runs, experts specialise sooner with a larger value.
+        jitter: half-width of the random factor on the router's input in training; None for the value of the router's
             paper: 1e-2 for switch, 0 for the others.
         dropout: share of the experts' hidden activations that training drops.
-        shared: number of experts that every token uses in addition to the experts to which it is sent.
-        shared_width: width of all shared experts together; 0 for their number times the width of an expert.
+        shared: number of experts that every token uses in addition to those to which it is sent.
+        shared_width: width of all shared experts together; 0 for `shared` times the width of an expert.
         shared_mix: whether the shared experts' output is multiplied by sigmoid(x · w), with a learned w (Qwen2-MoE).
 
     Raises:
@@ -162,7 +163,7 @@ class MoEConfig:
 
     @property
     def causal(self) -> bool:
-        """Whether a token's result is independent of later tokens. In expert choice, experts read the whole group."""
+        """Whether a token's result is independent of later tokens; in expert choice, experts read the whole group."""
         return not ROUTERS[self.router].by_experts
 
     @property
@@ -186,7 +187,7 @@ class MoEConfig:
         return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Return the slots per expert for a group of `tokens`: `tokens` for dropless, 0 for a factor of 0.
+        """Return the slots per expert for a group of `tokens`; this is `tokens` for dropless, and 0 for a factor of 0.
 
         Raises:
             SpecError: `tokens` is negative or not a whole number.
@@ -197,7 +198,7 @@ class MoEConfig:
             )
         if self.dispatch == "dropless":
             return tokens
-        # Computed in decimal, exactly: 1.1 · 100 / 10 is 11 slots, and would be 12 in binary floating point.
+        # Computed exactly, in decimal: 1.1 · 100 / 10 is 11 slots, and in binary floating point it would be 12.
         slots = math.ceil(Fraction(str(self.capacity_factor)) * self._per_token * tokens / self.experts)
         return min(slots, tokens)
 
@@ -207,7 +208,7 @@ class MoEConfig:
 
     @property
     def _per_token(self) -> int:
-        """Number of choices per token in the formula of the capacity."""
+        """Number of choices per token in the formula for the capacity."""
         kind = ROUTERS[self.router]
         return 1 if kind.by_experts else kind.choices or self.k or 2
 

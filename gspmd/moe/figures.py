@@ -16,9 +16,9 @@ _SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
     """Return the terms that `figures` adds up, for each group: [G, 6 + X].
 
-    They are the loss, whether the group has a real token, and the number of real tokens; summed over real tokens, the
-    share of dropped choices, the entropy of the router's probabilities and the largest probability; and the number of
-    choices of each expert.
+    The first three are the loss, 1 if the group has a real token, and the number of real tokens. The next three are
+    sums over real tokens: the share of dropped choices, the entropy of the router's probabilities, and the largest
+    probability. The last X are the numbers of choices of the experts.
     """
     real = every_token(logits, mask)
     scores = log_scores(finite(logits[..., : config.experts]), config)
@@ -35,18 +35,18 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
 def figures(
     summary: jax.Array, places: GroupedSpecs, config: MoEConfig, *, padded: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G.
+    """Reduce the summaries of all groups to the mean loss and the statistics, by one all-reduce over the axes of G.
 
     If training changes the bias for choosing experts, the statistics also have "sent" [X], the choices of each expert.
     """
     spec = places.per_group("S")
-    # The via makes each device sum its groups first, so that the all-reduce does not grow with the number of groups.
+    # With this via each device sums its own groups first, so that the all-reduce does not grow with their number.
     total = einsum(Equation.move(spec, Spec(("S",), ((),))), summary, via=Via.of(spec))
     loss, groups, tokens, sums, sent = total[0], total[1], total[2], total[3:6], total[6:]
     stats = {"load": sent / jnp.maximum(1, jnp.sum(sent))}
     stats |= dict(zip(_SUMS, sums / jnp.maximum(1, tokens)))
     stats |= {"sent": sent} if config.bias_rate else {}
-    # Without padding the divisor is static, so rematerialization in a backward pass needs no second all-reduce.
+    # Without padding the divisor is static, so recomputation in the backward pass needs no second all-reduce.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
 
@@ -60,13 +60,13 @@ def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
     """Count the choices of each expert, with and without a slot: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)
-    # In expert choice, choice i is expert i: this avoids a look-up, whose time would grow with X².
+    # In expert choice, choice i is expert i, which saves a look-up whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
     return jnp.sum(at_expert, axis=1)
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Return the share of each token's choices without a slot; in expert choice, whether no expert took it: [G, L]."""
+    """Return each token's share of choices without a slot, [G, L]; in expert choice, whether it has no expert."""
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -60,9 +60,9 @@ def array(
         doing: the operation, for the error message.
         name: the name of the argument, for the error message.
         value: the argument.
-        notation: its dimensions, one letter each.
-        real: accept only floating-point numbers, as for values that are multiplied and differentiated.
-        whole: accept only integers, as for counts.
+        notation: the dimensions of the argument, one letter each.
+        real: whether to accept only floating-point numbers, as for values that are multiplied and differentiated.
+        whole: whether to accept only integers, as for counts.
 
     Raises:
         SpecError: the value is not an array of this rank and kind of number.

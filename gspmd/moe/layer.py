@@ -41,32 +41,33 @@ def expert_layer(
     mask: jax.Array | None = None,
     activation: str = "swiglu",
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Run a feed-forward layer of X experts, of which each token uses the few that its router chooses.
+    """Run a feed-forward layer of X experts, in which a router chooses a few experts for each token.
 
         logits = einsum("GLE, EX -> GLX")                      float32
-        slots  = dispatch(x, route(logits))                    [G, X, C, E], each device its own groups
+        slots  = dispatch(x, route(logits))                    [G, X, C, E], on the device of each group
         slots  = reshard(slots, "G_xXCE -> GX_xCE")            the all-to-all to the experts
         y      = activation(slots · w_in) · w_out              per expert
         y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
 
-    With groups and experts over the same mesh axes, a forward pass has two all-to-alls and one small all-reduce of
-    losses and loads, plus the collectives within an expert that the layout asks for. Under lowering `looped` slots are
-    sent in chunks, and one chunk is multiplied while others are sent (`experts.chunks.chunks_of`). Dropless sends rows
-    sorted by expert, and their counts, instead of slots (`paths.by_rows`). Shared experts (`config.shared`), which
-    every token uses, are a separate dense layer, which this function does not compute.
+    If groups and experts are sharded over the same mesh axes, a forward pass has two all-to-alls and one small
+    all-reduce of losses and loads, plus collectives within experts if the layout shards their weights. Under lowering
+    `looped` slots are sent in chunks, and one chunk is multiplied while others are sent (`experts.chunks.chunks_of`).
+    With dispatch `dropless`, rows sorted by expert and their numbers are sent instead of slots (`paths.by_rows`).
+    Shared experts (`config.shared`), which every token uses, are a separate dense layer that this function does not
+    compute.
 
     Args:
         x: [G, L, E], sharded as `layout.groups`: G groups of L tokens, each on one device. Tokens and the experts'
-            weights are cast to their joint dtype, in which slots are sent too.
+            weights are cast to their joint dtype, in which slots are also sent.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
             activation; "router_noise" [E, X], float32, for noisy-top-k; "router_bias" and "choice_bias" [X], float32,
-            if the config has them. With biases of the products also "b_in" [X, F], "b_out" [X, E], and "b_gate" [X, F];
-            the gate multiplies an answer with its bias. The experts' weights may be int8, with float32 scales of their
-            products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are moved as int8, cast to the tokens'
-            dtype for the products, and have no gradient.
-        layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
-            .w_out, with biases or int8 weights .b_in and .b_out, with .router_bias and .choice_bias if the config has
-            them, and optionally .router_noise, .in_via, .out_via.
+            if the config has them. If products have biases, also "b_in" [X, F], "b_out" [X, E], and "b_gate" [X, F]; a
+            token's gate multiplies an expert's output including its bias. The experts' weights may be int8, with
+            float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. Such weights are moved
+            as int8, cast to the tokens' dtype for the products, and have no gradient.
+        layout: the moe section of a layout, with the lines router, groups, dispatched, expert_input, w_in, w_gate,
+            hidden and w_out; b_in and b_out for biases or int8 weights; router_bias and choice_bias if the config has
+            them; and optionally router_noise, in_via and out_via.
         config: the settings of the block, such as router, capacity and form of dispatch.
         key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
         train: True for the capacity and the random draws of training, False for evaluation.
@@ -74,7 +75,7 @@ def expert_layer(
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
 
     Returns:
-        The answers [G, L, E], sharded like x; 0 for a token that no expert took.
+        The outputs [G, L, E], sharded like x; 0 for a token that no expert took.
         The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
         Statistics of the real tokens: "load" [X], the share of choices sent to each expert; "dropped", the share of
         choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens, "entropy"
@@ -82,7 +83,7 @@ def expert_layer(
         [X], the number of choices sent to each expert.
 
     Raises:
-        LayoutError: the layout shards a group or its slots over several devices, or moves rows of dropless twice.
+        LayoutError: the layout shards a group or its slots over several devices, or moves the rows of `dropless` twice.
         SpecError: the mesh does not divide a size; x has no groups; or x, mask or weights have a wrong shape or dtype.
         PlanError: the activation is unknown, weights are missing, or the key is not a random key.
 
@@ -97,7 +98,7 @@ def expert_layer(
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     if mask is not None:
         mask = mask.astype(bool)
-        x = jnp.where(mask[..., None], x, 0)  # so that padding, which may be NaN, does not enter a product
+        x = jnp.where(mask[..., None], x, 0)  # padding may be NaN, and must not enter a product
     if not x.size:
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
     logits = checkpoint_name(_logits(x, weights, places, specs, config, jitter_key), "moe.logits")
@@ -106,13 +107,13 @@ def expert_layer(
     dropped = train and config.dropout > 0
     dropout_key = jax.random.fold_in(key, 2) if dropped and key is not None else None
     experts = LayerExperts(weights, specs, config, activation, dropout_key)
-    if config.gate_inputs:  # the gate of the only choice multiplies the input, and the answer is not weighted
+    if config.gate_inputs:  # the gate of the only choice multiplies the input instead of the output
         x = (x.astype(jnp.float32) * routing.gate).astype(x.dtype)
         routing = replace(routing, gate=routing.kept.astype(jnp.float32))
     if config.capacity(x.shape[1]):
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
-        y = jnp.zeros_like(x)  # factor 0: no token has an expert, and nothing is sent
+        y = jnp.zeros_like(x)  # with a capacity factor of 0 no token has an expert, and nothing is sent
     return y, *figures(summary, places, config, padded=mask is not None)
 
 
@@ -184,9 +185,10 @@ def _weights(
 def _of_one_dtype(
     x: jax.Array, weights: Mapping[str, jax.Array | np.ndarray]
 ) -> tuple[jax.Array, dict[str, jax.Array | np.ndarray]]:
-    """Cast tokens and the experts' matrices to their joint dtype, so that every lowering sends and multiplies in it.
+    """Cast tokens and the experts' matrices to their joint dtype, in which every lowering sends and multiplies.
 
-    Matrices of int8 and their scales are returned unchanged. Biases are float32, in which their gradients are summed.
+    Matrices of int8 and their scales are returned unchanged. Biases become float32, the dtype in which their gradients
+    are summed.
     """
     weights = {name: w.astype(jnp.float32) if name.startswith("b_") else w for name, w in weights.items()}
     if weights["w_in"].dtype == jnp.int8:
@@ -201,7 +203,7 @@ def _logits(
 ) -> jax.Array:
     """Compute the router's logits [G, L, X] in float32, from jittered inputs if there is a key.
 
-    With a second matrix for noise they are [G, L, 2X]: both products are one equation, so that x is moved once.
+    With a second matrix, for noise, the logits are [G, L, 2X]: both products are one equation, so that x is moved once.
     """
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -225,7 +227,7 @@ def _with_bias(logits: jax.Array, weights, placed: Spec, specs: SectionSpecs) ->
 
 
 def _choice_bias(weights, specs: SectionSpecs) -> jax.Array:
-    """Return the bias for choosing experts, whole on every device."""
+    """Return the bias for choosing experts, gathered on every device."""
     bias = jax.lax.stop_gradient(weights["choice_bias"].astype(jnp.float32))
     return reshard(bias, Equation.move(specs.choice_bias, _WHOLE))
 
@@ -235,12 +237,12 @@ def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     ins = [places.per_group("LX"[: x.ndim - 1]) for x in extra]
-    if bias is not None:  # as integers, so that no gradient of a replicated array is summed
+    if bias is not None:  # passed as integers, so that there is no gradient to sum over devices
         extra.append(jax.lax.bitcast_convert_type(bias, jnp.int32))
         ins.append(_WHOLE)
     choices = places.per_group("LK")
     body = _router_body(config, draws is not None, mask is not None, bias is not None)
-    # R is X, or 2X with the logits of noise; draws are [G, L] or [G, L, X].
+    # R has size X, or 2X with the logits of noise; draws are [G, L] or [G, L, X].
     ins = (places.per_group("LR"), *ins)
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"

@@ -1,4 +1,4 @@
-"""Functions of token groups that run on the device of each group, without communication in value or gradient."""
+"""Functions of token groups that run on the device of each group, without communication in either pass."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -19,13 +19,13 @@ def run_local(
 ) -> tuple[jax.Array, ...]:
     """Run `body` on each device's groups, in one shard_map without collectives; the gradient is a second shard_map.
 
-    The gradient is the transpose of the body. That is correct only if a result depends on the groups of its own device,
-    and no input is replicated over devices with different groups.
+    The gradient is the transpose of the body. This is correct only if a result depends only on groups of its own
+    device, and if no input is replicated over devices with different groups.
 
     Args:
         name: the computation in notation.
-        body: a function from arrays to a tuple of arrays. It must be the same object in every call, because caches are
-            keyed by it.
+        body: a function from arrays to a tuple of arrays. It must be the same object in every call, since it is a key
+            of caches.
         in_specs, out_specs: one spec per array; all shard G in the same way.
         arrays: the inputs; integers and booleans have no gradient.
 
@@ -47,7 +47,7 @@ def _forward(form, *arrays):
 def _backward(form, arrays, cotangents):
     ctx, name, body, in_specs, out_specs = form
     real = tuple(_is_real(x) for x in arrays)
-    answered = tuple(_is_real(x) for x in cotangents)  # the cotangent of an integer is of type float0
+    answered = tuple(_is_real(x) for x in cotangents)  # integers have cotangents of dtype float0
     given = [(c, s) for c, s, yes in zip(cotangents, out_specs, answered) if yes]
     cotangents_in = run(
         ctx,

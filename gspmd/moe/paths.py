@@ -49,12 +49,12 @@ class LayerExperts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the first weights, the gate's first."""
+        """The names of the weights before the activation; the gate is first."""
         return ("w_gate", "w_in") if self.activation in GATED else ("w_in",)
 
     @property
     def flat(self) -> tuple[jax.Array, ...]:
-        """All weights, the output weight last."""
+        """All weights; the last is `w_out`."""
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
     def work(self, x: jax.Array, capacity: int, places: GroupedSpecs) -> ExpertWork:
@@ -80,7 +80,7 @@ class LayerExperts:
         )
 
     def _beside(self, kind: str) -> list[tuple[jax.Array, Spec]]:
-        """Return the biases "b" or the scales "s" of all weights, in their order, each with its spec in the layout."""
+        """Return the biases ("b") or the scales ("s") of all weights, in order, each with its spec in the layout."""
         held = [(f"{kind}_{name.removeprefix('w_')}", self.specs.b_in) for name in self.names]
         return [(self.weights[name], spec) for name, spec in (*held, (f"{kind}_out", self.specs.b_out))]
 
@@ -104,7 +104,7 @@ class LayerExperts:
         return () if self.key is None else (key_words(self.key),)
 
     def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
-        """Send slots to the experts, compute, and send the answers back, in one planned program."""
+        """Send slots to the experts, compute, and send the outputs back, in one planned program."""
         extras = (*counts, *self.scales(work), *self.words)
         return run_experts(context(), work, slots, self.flat, self.biases, extras)
 
@@ -130,7 +130,7 @@ def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Grouped
 
 
 def _whole() -> bool:
-    """Return whether a body sees only the groups of one device; under `xla` it sees all groups, still sharded."""
+    """Return whether a body sees only the groups of one device; under `xla` it sees all groups, which are sharded."""
     return context().lowering != "xla"
 
 
@@ -159,7 +159,7 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: LayerExperts, work: E
         h = drop(ctx, h, hidden, words, work.dropout)
     h = checkpoint_name(h, "moe.active")
     y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
-    # The bias is added to empty slots too; no token reads them, and their cotangents are 0.
+    # The bias is also added to empty slots, which no token reads, and whose cotangents are 0.
     return checkpoint_name(reshard(add(y, b_out, there), Equation.move(there, work.dispatched)), "moe.answers")
 
 
@@ -183,13 +183,13 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
     """Compute tokens [G, L, E] as rows sorted by expert, one for every choice; no token is dropped or padded.
 
-    If experts are sharded, each group sends one buffer to each shard. Its size is static, so the buffer has room for
-    the worst case, L · min(k, X / shards) rows: min(shards, X / k) / factor times the bytes of slots with a capacity
-    factor. A ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. If every device
-    holds all experts, nothing is sent.
+    If experts are sharded, each group sends one buffer to each shard. The size of a buffer is static, so it has room
+    for the worst case, L · min(k, X / shards) rows. This is min(shards, X / k) / factor times the bytes of slots with a
+    capacity factor. A ragged all-to-all would send only the k · L rows of each group, but XLA has none on CPUs. If
+    every device holds all experts, nothing is sent.
 
-    Lowering `xla` runs the same program, with its planned collectives: each device sorts its own rows, which
-    annotations of global arrays cannot express.
+    Lowering `xla` runs the same program, with planned collectives: annotations of global arrays cannot express that
+    each device sorts its own rows.
 
     Raises:
         LayoutError: the layout moves rows again after they have arrived.
@@ -232,7 +232,7 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Return place and counts, like `place_rows`; if nothing is sent, all groups are sorted together."""
+        """Return place and counts, as `place_rows` does; if nothing is sent, all groups are sorted together."""
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

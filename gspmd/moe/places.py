@@ -1,4 +1,4 @@
-"""Specs of per-group arrays: only G is sharded."""
+"""Specs of arrays with one entry per group, of which only G is sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,20 +1,21 @@
-"""The platform of a program, and all tuning for CPUs, whose host devices stand in for accelerators."""
+"""The platform of a program, and the choices for CPUs, whose host devices stand in for accelerators."""
 
 import jax
 
 BLOCKS = (256, 64)
-"""CPUs only: the sizes of blocks. An expert's rows are cut into blocks of 256 rows, and the remainder into 64.
+"""The sizes of blocks on CPUs: an expert's rows are cut into blocks of 256 rows, and the remainder into blocks of 64.
 
-Every product reads all weights of its expert, which favours large blocks. Rows computed beyond an expert's last row are
-wasted, which favours small last blocks. On two CPU cores, 256 and then 64 rows took 1.1 to 1.25 times as long as one
-dense product of all rows; only blocks of 128 took 1.3 to 2 times.
+Every product reads all weights of its expert, so blocks should be large. Rows that are computed beyond an expert's last
+row are wasted, so the last blocks should be small. On two CPU cores, blocks of 256 and 64 rows took 1.1 to 1.25 times
+as long as one dense product of all rows; with blocks of 128 only, it was 1.3 to 2 times.
 """
 
 
 def current_platform() -> str:
     """Return the platform of the mesh in force, or else of JAX's default devices: "cpu", "gpu" or "tpu".
 
-    A mesh of an offline topology has the platform of the machine that it describes, not of the compiling machine.
+    The mesh of an offline topology has the platform of the machine that it describes, and not of the machine that
+    compiles.
 
     Example:
         >>> current_platform() in ("cpu", "gpu", "tpu")
@@ -28,7 +29,7 @@ def current_platform() -> str:
 def grouped_form() -> str:
     """Return the fastest form of a grouped product: "ragged" on TPUs, and "blocks" where `lax.ragged_dot` is dense.
 
-    On CPUs and on GPUs XLA multiplies every row with every expert's weights: on an H200, 8 experts take 7.5 times a
-    dense product of the rows, and 64 experts 61 times; in blocks 3.7 and 5.4 times (docs/gpus.md).
+    On CPUs and GPUs XLA multiplies every row by every expert's weights. On an H200, 8 experts take 7.5 times as long as
+    a dense product of the rows, and 64 experts 61 times; in blocks it is 3.7 and 5.4 times (docs/gpus.md).
     """
     return "ragged" if current_platform() == "tpu" else "blocks"

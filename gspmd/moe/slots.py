@@ -1,4 +1,4 @@
-"""Dispatch tokens to capacity slots and combine the answers: by gathers, or by the papers' one-hot einsums."""
+"""Dispatch tokens to capacity slots and combine the outputs: by gathers, or by the papers' one-hot einsums."""
 
 import operator
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""Choices per slot above which one pass over the slots is cheaper than a gather per choice, as most have no slot."""
+"""With more choices per slot than this, most have no slot, and one pass over slots beats a gather per choice."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Copy each token's activations to the slots it was assigned; empty slots are 0.
 
-    "sort" scatters the int32 number of each choice to its slot, and gathers the activations of token number // k; its
-    time grows with the number of slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with tokens ·
-    slots. Both give the same result, and NaN or inf in a token reaches only the slots of that token.
+    Form "sort" scatters the int32 number of each choice to its slot, and gathers the activations of token number // k;
+    its time grows with the number of slots. Form "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with
+    tokens · slots. Both give the same result, and a token with NaN or inf affects only its own slots.
 
     Args:
         x: [G, L, E].
@@ -39,7 +39,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 
     Raises:
         SpecError: groups, tokens, experts or slots differ from the routing's; or a `Routing` made by hand has a choice
-            outside the experts or slots. Under jit, where its values are not known, such choices are dropped.
+            outside the experts or slots. (Under jit, where the values are not known, such choices are dropped.)
         PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
@@ -51,8 +51,8 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GSM->EGCM); Switch Transformer, arXiv 2101.03961, appendix F.
 
-    Differs: the einsums keep the group in front, G X C E, so that groups do not move before a reshard. The gradient of
-    the gather is a gather of each token's slots, where transposition would scatter-add activations.
+    Differs: in the einsums the group stays the first dimension, GXCE, so that groups move only in a later reshard. The
+    gradient of the gather is a gather of each token's slots; JAX's transposition would scatter-add activations.
     """
     doing = "dispatch tokens to their slots"
     _check_form(doing, form)
@@ -66,10 +66,10 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """Dispatch a device's own groups; with `together` in one gather, for which the device must have whole groups.
+    """Dispatch a device's own groups; with `together`, in one gather, which requires whole groups on the device.
 
-    With one gather, the rows of all groups are in memory expert by expert, the order in which an all-to-all sends them
-    and products read them. With one gather for each group they are group by group, and every slot is copied twice.
+    With one gather, the rows of all groups are ordered in memory expert by expert, as an all-to-all sends them and
+    products read them. With one gather for each group they are ordered group by group, and every slot is copied twice.
     """
     if form == "onehot":
         by_einsum, by_gather = (partial(f, experts, capacity) for f in (_spread_by_einsum, _spread_by_gather))
@@ -82,10 +82,10 @@ def to_slots(
 
 
 def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
-    """Sum the experts' answers for each token, weighted by the gates, in float32.
+    """Sum the experts' outputs for each token, weighted by the gates, in float32.
 
     Args:
-        y: [G, X, C, E], the experts' answers in the order of `dispatch`.
+        y: [G, X, C, E], the experts' outputs in the order of `dispatch`.
         routing: the routing given to `dispatch`.
         form: "sort" or "onehot".
 
@@ -93,8 +93,8 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
 
     Raises:
-        SpecError: groups, experts or slots differ from the routing's, or answers are not floating-point; or a `Routing`
-            made by hand has a choice outside the experts or slots. Under jit such choices are dropped.
+        SpecError: groups, experts or slots differ from the routing's, or outputs are not floating-point; or a `Routing`
+            made by hand has a choice outside the experts or slots. (Under jit such choices are dropped.)
         PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
@@ -116,7 +116,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
 @partial(jax.jit, static_argnames=("form", "together"))
 def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False) -> jax.Array:
-    """Combine the answers for a device's own groups; `together` as in `to_slots`."""
+    """Combine the outputs for a device's own groups; `together` as in `to_slots`."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
         indices = routing.expert, routing.slot, routing.kept
@@ -135,9 +135,9 @@ def _check_form(doing: str, form: str) -> None:
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """Return the routing if it has these groups, tokens, experts and slots; refuse it otherwise.
+    """Return the routing if it has these groups, tokens, experts and slots; refuse any other.
 
-    A slot beyond an expert's capacity would be a slot of the next expert.
+    With another capacity, a slot beyond an expert's capacity would be a slot of the next expert.
     """
     if not isinstance(routing, Routing):
         raise SpecError(f"cannot {doing}: routing is not a Routing.\n  Pass the result of gspmd.moe.route.")
@@ -145,7 +145,7 @@ def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int,
     if facts:
         raise SpecError(
             f"cannot {doing}: {name} = {tuple(shape)} does not fit the routing.\n  {' '.join(facts)}\n"
-            "  Take both from one config: capacity = config.capacity(tokens), as gspmd.moe.route took it."
+            "  Use one config for both: capacity = config.capacity(tokens), as gspmd.moe.route did."
         )
     return routing if routing.capacity is not None else _in_range(doing, routing, experts, capacity)
 
@@ -160,7 +160,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Check a routing made by hand if its values are known; drop its choices beyond the slots if it is traced."""
+    """Check a routing made by hand if its values are known; if it is traced, drop choices beyond the slots."""
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -180,15 +180,15 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
 
 
 Form = Callable[..., jax.Array]
-"""(floating-point arrays, then indices) -> an array. It must not close over arrays, so that it is static under jit."""
+"""(*floating-point arrays, *indices) -> an array. It must not close over arrays, so that it is static under jit."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _if_finite(by_einsum: Form, by_gather: Form, values: tuple[jax.Array, ...], indices: tuple) -> jax.Array:
     """Compute by einsum if every value is finite, and otherwise by gathers, which give the same result.
 
-    A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: one expert or token that is not
-    finite would make all of its group NaN, in values and gradients. A gather reads only the rows it needs.
+    A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: a single expert or token that is
+    not finite would make its whole group NaN, in both passes. A gather reads only the rows that it needs.
     """
     return _by_either(by_einsum, by_gather, values, *values, *indices)
 
@@ -249,7 +249,7 @@ def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
-    """Return the maps from slots to choices and from choices to slots; one past the end means none.
+    """Return the maps from slots to choices and from choices to slots; the index after the last means none.
 
     Returns:
         holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k for an empty slot.
@@ -264,7 +264,7 @@ def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, cap
 
 
 def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Return `_rows` of all groups as one: holder [1, X·G·C], place [1, G·L, k]; a slot has row (x·G + g)·C + slot."""
+    """Return `_rows` for all groups together: holder [1, X·G·C], place [1, G·L, k]; the row is (x·G + g)·C + slot."""
     groups, tokens, choices = routing.expert.shape
     group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
     size, number = experts * groups * capacity, jnp.arange(groups * tokens * choices, dtype=jnp.int32)
@@ -274,9 +274,10 @@ def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.A
 
 
 def _apart(rows: jax.Array) -> jax.Array:
-    """Keep rows in tiles of 8 on TPUs, where the compiler would otherwise reshape them to slots before it computes.
+    """Keep rows in tiles of 8 on TPUs, by a barrier before they are reshaped to slots.
 
-    A tile of `[X, G, C, E]` has rows of only one dimension: with 4 groups of one slot, half of a tile would be empty.
+    The rows of a tile of `[X, G, C, E]` are along one dimension only: with 4 groups of one slot, half of each tile
+    would be empty.
     """
     return jax.lax.optimization_barrier(rows) if current_platform() == "tpu" else rows
 
@@ -284,13 +285,13 @@ def _apart(rows: jax.Array) -> jax.Array:
 @partial(jax.vmap, in_axes=(0, 0))
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Gather rows by index; an index past the end gives 0."""
-    if not len(rows):  # capacity 0: XLA has no gather from an empty array
+    if not len(rows):  # with capacity 0: XLA cannot gather from an empty array
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the token of each row's choice, [G, R]; L for an empty row. Without choices all rows are empty."""
+    """Return the token of each row's choice, [G, R]; L for an empty row."""
     _, tokens, choices = place.shape
     return holder // choices if choices else jnp.full_like(holder, tokens)
 
@@ -353,7 +354,7 @@ def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
     answer = _take(cotangent, _token(holder, place)).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
-    # One product for each row, then a gather of scalars, so that rows are not gathered again for each choice.
+    # One sum for each row, and then a gather of scalars, so that whole rows are not gathered again for each choice.
     gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
     return _apart((weight[..., None] * answer).astype(rows.dtype)), gates, None, None
 
@@ -362,7 +363,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Sum gate · row, or the rows if gate is None, over each token's choices: [G, R, E] to [G, L, E] float32."""
+    """Sum gate · row over each token's choices, or the rows if gate is None: [G, R, E] to [G, L, E] float32."""
     groups, tokens, choices = place.shape
     if tokens * choices > SPARSE * holder.shape[1]:
         weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]

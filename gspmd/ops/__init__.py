@@ -11,7 +11,7 @@ __all__ = [
     "layer_norm", "logsumexp", "quantize_heads", "rms_norm", "sample", "softmax", "write_cache", "zigzag_positions",
 ]  # fmt: skip
 
-# Each is imported at its first use, since an einsum needs none of them. Type checkers read __init__.pyi instead.
+# Each operation is imported at its first use: an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
     "Buckets": "_attention", "add_bias": "_bias", "cached_attention": "_attention", "embed": "_embedding",
     "logsumexp": "_softmax", "quantize_heads": "_attention", "rms_norm": "_norm", "write_cache": "_attention",

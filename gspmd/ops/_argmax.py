@@ -1,4 +1,4 @@
-"""The position of the largest number of a row that is sharded over devices."""
+"""The position of the largest number in a row that is sharded over devices."""
 
 from functools import lru_cache, partial
 
@@ -15,16 +15,17 @@ from gspmd.ops.interface.planned_op import Chains, dimension, fault, read, settl
 _POSITION = jnp.iinfo(jnp.int32)
 
 PADDING = -1e30
-"""The logit of a token that pads a vocabulary: finite, so that 0 times it is 0."""
+"""The logit of a token that pads a vocabulary; it is finite, so that 0 · logit is 0 and not NaN."""
 
 
 def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Return the position of the largest number along one dimension; ties go to the lowest position.
 
-    NaN counts as -inf, and so does -1e30, the logit of a vocabulary's padding. So the result is never a position of the
-    padding at the end, even if all other numbers of a row are -inf.
+    NaN counts as -inf, and so does -1e30, the logit of tokens that pad a vocabulary. Since padding is at the end, the
+    result is never a position of padding, even if all other numbers of a row are -inf.
 
-    It sends two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then its lowest position.
+    Communication: two all-reduces of [B, L] over the mesh axes of the dimension, for the maximum and for its lowest
+    position.
 
     Args:
         logits: [B, L, V], or any shape.
@@ -64,10 +65,10 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Return the numbers to compare: numbers that cannot be an answer become -inf, whose lowest position wins."""
+    """Return the numbers to compare: NaN and padding become -inf."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
-    padding = jnp.asarray(PADDING, logits.dtype)  # rounded to the dtype of the logits, as a padded logit is
+    padding = jnp.asarray(PADDING, logits.dtype)  # in the logits' dtype, in which padded logits are rounded
     return jnp.where(jnp.isnan(logits) | (logits == padding), -jnp.inf, logits)
 
 
@@ -92,13 +93,14 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """Return the largest number along dimension `at`, sharded over `axes`, and its lowest position, in a shard_map.
+    """Return the largest number along dimension `at` and its lowest position, inside a shard_map.
 
-    `chains` has two all-reduces over those axes: `biggest` for the number, `lowest` for its int32 position.
+    The dimension is sharded over `axes`. `chains` has two all-reduces over these axes: `biggest` for the number,
+    `lowest` for its int32 position.
     """
     position = jnp.argmax(x, axis=at).astype(_POSITION.dtype) + shard_index(axes) * x.shape[at]
     mine = jnp.max(x, axis=at)
     best = chains.send("biggest", mine, reduce="max")
     candidate = jnp.where(mine == best, position, _POSITION.max)
-    # the largest of the negatives is the lowest position
+    # The plans' all-reduces have a maximum and no minimum; the lowest position is the largest negated one.
     return best, -chains.send("lowest", -candidate, reduce="max")

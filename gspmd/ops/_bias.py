@@ -1,4 +1,4 @@
-"""A bias over some dimensions of a tensor, for any specs of both."""
+"""The addition of a bias over some dimensions of a tensor, for any specs of both."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,18 +18,18 @@ from gspmd.planner.graph.resharding import move
 def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | Spec) -> jax.Array:
     """Add a bias over some dimensions of a tensor: x + bias, the same at every index of its other dimensions.
 
-    The value sends nothing if the bias is already sharded like its dimensions of `x`. The gradient of the bias is
-    summed over the axes of the other dimensions and gets the spec of the bias.
+    The forward pass sends nothing if the bias is already sharded like its dimensions in `x`. The gradient of the bias
+    is summed over the mesh axes of the other dimensions and gets the spec of the bias.
 
     Args:
         x: [B, L, F], [B, L, H, D], or experts' slots [G, X, C, F].
-        bias: [F], [H, D], or [X, F], dimensions of `x` in their order; moved to the axes of those dimensions of `x`, if
-            it has other axes.
+        bias: [F], [H, D], or [X, F]: dimensions of `x`, in the order of `x`. If it is not sharded like these dimensions
+            in `x`, it is moved.
         spec: the spec of `x` and of the result, `"B_xLH_yD"`.
         bias_spec: the spec of `bias`, `"H_yD"`.
 
     Returns:
-        [B, L, F] in x's dtype, in which it is added.
+        [B, L, F] in x's dtype, which is also the dtype of the addition.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the bias is not over dimensions of x in their order, or
@@ -67,7 +67,7 @@ class _Bias:
 
     @property
     def used(self) -> Spec:
-        """The spec of the bias in the axes of `x`."""
+        """The spec of the bias after it is moved to the mesh axes of `x`."""
         return Spec(self.bias.dims, tuple(map(self.x.axes_of, self.bias.dims)))
 
     @property
@@ -83,7 +83,7 @@ class _Bias:
 
 @lru_cache
 def _adding(others: tuple[int, ...]):
-    """Return the sum of x and a bias that lacks the dimensions at these positions."""
+    """Return the function that adds to x a bias without the dimensions at the positions `others`."""
     return lambda x, bias: x + jnp.expand_dims(bias.astype(x.dtype), others)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits with a sharded vocabulary, which is not gathered."""
+"""Cross-entropy of logits whose vocabulary is sharded, without gathering them."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,16 +26,17 @@ def cross_entropy(
 ) -> jax.Array:
     """Compute the loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
 
-    It sends three all-reduces of [B, L] float32 over the mesh axes of V: the maximum, the sum and the label's logit.
-    The gradient, softmax(logits) − onehot(label), is computed shard by shard and sends nothing.
+    Communication: three all-reduces of [B, L] float32 over the mesh axes of V, for the maximum, the sum and the label's
+    logit. The gradient, softmax(logits) − onehot(label), is computed shard by shard, and sends nothing.
 
     Args:
         logits: [B, L, V]; the vocabulary is the last dimension.
-        labels: [B, L] integers, with the spec `spec` without V. A label outside [0, V) picks a logit of 0: mask it.
+        labels: [B, L] integers, with the spec of the logits without V. A label outside [0, V) counts as a logit of 0,
+            so mask such tokens.
         spec: the spec of `logits`, `"BLV_x"`.
-        mask: [B, L], placed like the labels; the loss is multiplied by it. It has no gradient. Where it is 0, loss and
-            gradient are 0, whatever the logits are.
-        z_loss: the weight of the squared log-normaliser.
+        mask: [B, L], placed like the labels; the loss is multiplied by it. The mask has no gradient. Where it is 0,
+            loss and gradient are 0, whatever the logits are.
+        z_loss: the weight of the squared log-normaliser, (log Σ exp(logits))².
 
     Returns:
         [B, L] float32 losses in nats, placed like the labels; the caller takes their sum or mean.
@@ -64,7 +65,7 @@ def cross_entropy(
         raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
-    if labels.dtype.itemsize > 4:  # the cast changes no label, not even a 64-bit one
+    if labels.dtype.itemsize > 4:  # clipped first, so that the cast to 32 bits makes no invalid label valid
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, logits.shape[-1])
     labels = labels.astype(jnp.int32)
     weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
@@ -113,13 +114,13 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
 
 
 def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return logits in float32, with zeros in masked rows: a number that is not finite times 0 would be NaN."""
+    """Return logits in float32, with zeros in masked rows, where infinity or NaN times a mask of 0 would be NaN."""
     return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
 
 
 def _weighted(z_loss: float, top, total, picked, weights: jax.Array | None) -> jax.Array:
     loss = (top - picked) + jnp.log(total)
-    if z_loss:  # the square may be infinite
+    if z_loss:  # a z_loss of 0 must not multiply the square, which may be infinite
         loss += z_loss * (top + jnp.log(total)) ** 2
     return loss if weights is None else loss * weights
 
@@ -158,8 +159,8 @@ def _value(form: _Loss, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _gradient(form: _Loss):
-    # d loss / d logits = softmax · (1 + 2 z log Z) − hits, from the statistics that the value kept of each row, so
-    # nothing is sent.
+    # d loss / d logits = softmax · (1 + 2 z log Z) − hits, from the statistics that the forward pass kept for each row,
+    # so nothing is sent.
     def body(logits, labels, top, total, g, weights=None):
         g = g if weights is None else g * weights
         share = jnp.exp(_counted(logits, weights) - top[..., None]) / total[..., None]

@@ -30,24 +30,24 @@ def einsum(
         equation: specs of the operands and of the result; see docs/notation.md.
         operands: arrays with the ranks and placements of the specs; a group is a tuple of arrays.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`, explained at `gspmd.lowering`;
-            by default the lowering that is in force there.
+            by default the lowering that this context manager has set.
         via: the specs to which the operands are brought before the local einsum.
-        wire_dtype: the dtype in which everything is sent; by default the dtype of the operand or result itself. Only
+        wire_dtype: the dtype in which everything is sent; by default the dtype of each operand or result. Only
             floating-point numbers may be sent in another dtype, which must be floating-point too. Narrower dtypes
-            round: float16 overflows above 65504, and 8-bit dtypes (e4m3fn above 448) keep two or three bits of a
-                number. Not available under lowering `"xla"`.
+            round: float16 overflows above 65504, float8_e4m3fn above 448, and 8-bit dtypes keep a mantissa of two or
+            three bits. Not available under lowering `"xla"`.
         precision: the precision of the local products, as in `jax.lax.dot`.
-        preferred_element_type: the dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
-            products accumulate in float32 (int32 for integers) either way; partial sums are sent in the dtype of the
-            result.
+        preferred_element_type: the dtype of the result; by default the dtype to which JAX promotes the operands. In
+            either case local products accumulate in float32 (int32 for integers), and partial sums are sent in the
+            dtype of the result.
 
     Returns: The result, placed as the equation says; a tuple of results for a group.
 
     Raises:
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
             have the placement of its spec.
-        PlanError: there is no mesh or no plan, the dtypes have no product, `wire_dtype` cannot hold the numbers to
-            send, or a planned program is differentiated forward.
+        PlanError: there is no mesh or no plan, the dtypes cannot be multiplied, `wire_dtype` cannot hold the numbers to
+            send, or forward-mode differentiation is asked of a planned program.
 
     Example:
         >>> import numpy as np
@@ -85,7 +85,7 @@ def einsum(
     if any(spec.partial for spec in equation.outputs):
         from gspmd.lowerings.transformations.hoisting import never_hoisted
 
-        # Outside of the program, since JAX may hoist the whole program out of a loop that is not differentiated.
+        # Called outside of the program: JAX may hoist the whole program out of a loop that is not differentiated.
         flat = never_hoisted(*flat)
     results = program(*flat)
     return tuple(results) if equation.group else results[0]

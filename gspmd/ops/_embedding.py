@@ -1,4 +1,4 @@
-"""Lookups of rows in a sharded table, with the cheapest combination of moving ids, table and rows."""
+"""Lookups of rows in a sharded table, with the cheapest combination of moves of ids, table and rows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -30,17 +30,17 @@ def embed(
 ) -> jax.Array:
     """Look up the rows of a table by ids: table[ids], times their scales.
 
-    During the lookup each mesh axis may shard the tokens, the vocabulary (a device then gives zeros for rows of other
-    devices, and the result is a partial sum), the row itself, or nothing. The cheapest choice is taken: in seconds,
-    then bytes, then number of steps. The gradient of the table is planned separately, in the same way.
+    During the lookup each mesh axis may shard the tokens, the vocabulary (each device then has zeros for the rows of
+    other devices, and the result is a partial sum), the elements of a row, or nothing. The cheapest choice is taken:
+    fewest seconds, then bytes, then steps. The gradient of the table is planned separately, in the same way.
 
     Args:
         ids: [B, L] integers, or any shape.
         table: [V, E].
         equation: the specs of ids, table and result, `"B_xL, V_yE -> B_xLE_y"`.
         scales: float32 [V] scales of an int8 table, placed like its V: a device multiplies the rows that it finds,
-            before they are sent. Such a lookup has no gradient.
-        dtype: the dtype of the result, with scales.
+            before they are sent. A lookup with scales has no gradient.
+        dtype: the dtype of the result; given together with scales.
 
     Returns:
         [B, L, E] in the table's dtype, or in `dtype`. An id outside [0, V) reads a row of zeros.
@@ -49,7 +49,7 @@ def embed(
         TypeError: one of `scales` and `dtype` is given without the other.
         SpecError: the equation is not a lookup, a spec does not fit its array or the mesh, or `scales` does not have
             one number for each row.
-        PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
+        PlanError: an operand or the result is a partial sum, or the sizes cannot be divided evenly over the mesh.
 
     Example:
         >>> import gspmd
@@ -75,7 +75,7 @@ def embed(
         fact = f"scales have shape {x.shape}, not one number per row, {table.shape[:1]}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
     # In a shard_map over some mesh axes, such as a stage of a pipeline, XLA aborts on some gathers that are sharded
-    # over the others (docs/compiler.md). There rows are looked up as planned.
+    # over the other axes (docs/compiler.md). There, rows are looked up by a plan, even under lowering "xla".
     if ctx.compiler_chooses and not (lookup.table.reduced or ctx.in_shard_map):
         rows = partial(_rows, 0, form.scaled)
         return left_to_compiler(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
@@ -132,7 +132,8 @@ def _rows(
 ) -> jax.Array:
     """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; zeros for ids outside it."""
     if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
-        # For one row of int8 libtpu 0.0.42 copies the table into another order: for PaLM 8B 132 MB, in 845 µs on a v4.
+        # To look up one int8 row, libtpu 0.0.42 copies the whole table into another order (PaLM 8B: 132 MB, 845 µs on
+        # a v4).
         return _rows(first, dtype, jnp.stack([ids, ids]), table, scales)[0]
     here = _wide(ids) - first
     inside, at = (here >= 0) & (here < table.shape[0]), jnp.clip(here, 0, table.shape[0] - 1)
@@ -141,16 +142,16 @@ def _rows(
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Return the ids in a dtype that can also hold the number of rows of the table."""
+    """Return the ids in a dtype that can also hold the table's number of rows."""
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 @dataclass(frozen=True)
 class Route:
-    """The route of a lookup: the specs of ids, table and rows during the lookup, and the steps to these specs and back.
+    """The route of a lookup: the specs of ids, table and rows during the lookup, and the steps to and from these specs.
 
-    In a gradient, `rows` are the steps that bring the cotangent to the placement in which it is added up, and `table`
-    the steps that bring the table's gradient to the spec of the table.
+    In a gradient, `rows` are the steps that move the cotangent to the placement in which its rows are summed, and
+    `table` the steps that move the table's gradient to the spec of the table.
     """
 
     lookup: Lookup
@@ -161,7 +162,7 @@ class Route:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step, in the order of execution except for the steps of the table."""
+        """Every step, in the order of execution, except that a gradient moves the table last."""
         return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
@@ -176,12 +177,12 @@ def route(
         given: the specs of ids, table and rows.
         backward: whether to plan the gradient of the table.
         sizes: the size of every dimension.
-        widths: the bytes of one element of ids, table, rows and, if there are any, scales.
+        widths: the bytes of one element of ids, table, rows and, if given, scales.
         mesh: the size of every mesh axis.
         chip: the chip whose links decide the seconds.
 
     Raises:
-        PlanError: no division of the work over the mesh axes is even.
+        PlanError: the sizes cannot be divided evenly over the mesh axes.
     """
     bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
     price, routes = _backward_route if backward else _forward_route, []
@@ -189,7 +190,7 @@ def route(
         with suppress(PlanError):  # no even chain of collectives makes this move
             routes.append(price(given, division, bring, *widths))
     if not routes:
-        raise PlanError(f"cannot look up '{given}': no way to divide it over the mesh axes divides the sizes evenly.")
+        raise PlanError(f"cannot look up '{given}': the mesh axes cannot divide the sizes evenly.")
     return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
 
 
@@ -217,7 +218,7 @@ def _backward_route(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Yield every lookup in which each mesh axis shards nothing, or a dimension that it shards in a given spec."""
+    """Yield all ways to shard a lookup: a mesh axis shards nothing, or a dimension that it shards in a given spec."""
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
@@ -229,7 +230,7 @@ def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int])
 
 
 def _orders(dim: str, axes: set[str], specs: tuple[Spec, ...]) -> list[tuple[str, ...]]:
-    """Return the axes of a dimension in the order of each spec that has it, so that some lookup needs no permute."""
+    """Return the mesh axes of a dimension in the order of each spec, so that one of these lookups needs no permute."""
     written = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
     known = [axis for held in written for axis in held if axis in axes]
     return list(dict.fromkeys(tuple(dict.fromkeys((*filter(axes.__contains__, held), *known))) for held in written))
@@ -245,10 +246,10 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """The shape and the dtype of the table; its gradient needs nothing else of the table."""
+    """The shape and the dtype of the table; the gradient needs nothing else from the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
-    """The dtype of rows that are multiplied by scales; None for rows without scales."""
+    """The dtype of the rows if they are multiplied by scales; None without scales."""
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -264,10 +265,10 @@ class _Embed:
         if not is_unknown(ctx.mesh):
             return route(*asked, tuple(ctx.mesh.items()), ctx.chip)
         beside = self.given.rows.without(self.given.rows.dims[-1])
-        # Moving ids costs almost nothing, but would add a choice to the search.
+        # Ids cost almost nothing to move, and another placement of them would add a choice to the search.
         if self.given.ids != beside:
-            raise PlanError(f"cannot search with ids '{self.given.ids}' sharded otherwise than the rows, '{beside}'.")
-        # The division of the lookup is unknown too, so there is one mark for all steps of a tensor.
+            raise PlanError(f"cannot search with ids '{self.given.ids}' not sharded like the rows, '{beside}'.")
+        # The search also chooses the route, so one mark stands for all steps of a tensor.
         chains = {
             name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)
             for name, spec in (("ids", self.given.ids), ("table", self.given.table), ("rows", self.given.rows))
@@ -320,8 +321,8 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
 
     def body(ids, g):
         here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.table.axes[0]) * part[0]
-        here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
-        # Summed in float32, since a token may occur in the text thousands of times.
+        here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # the scatter drops the index after the last
+        # Summed in float32: a token may occur in the text thousands of times.
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")
         return chains.send("table", total.astype(form.dtype))

@@ -21,8 +21,8 @@ _SCALAR = Spec((), ())
 def global_norm(tree: Any, specs: Any) -> jax.Array:
     """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
 
-    It sends one all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is
-    replicated over one of these axes is counted only on the first device along that axis.
+    Communication: one all-reduce of a single float32, over all mesh axes that shard any of the arrays. If an array is
+    replicated over one of these axes, only the first device along that axis counts it.
 
     Args:
         tree: arrays, in any tree.
@@ -43,7 +43,7 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
         5.0
 
     Source: Pascanu, Mikolov and Bengio 2013, *On the difficulty of training recurrent neural networks*
-        (arXiv 1211.5063), section 3.2, where the norm of all gradients together is clipped.
+        (arXiv 1211.5063), section 3.2, on clipping by the norm of all gradients together.
     """
     leaves, structure = jax.tree.flatten(tree)
     texts, of_specs = jax.tree.flatten(specs)
@@ -73,7 +73,7 @@ class _GlobalNorm:
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Return whether this device counts its part of a tensor: it is the first device with this part."""
+        """Return whether this device counts its part of a tensor: whether it is the first device with this part."""
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 
@@ -84,7 +84,7 @@ def _squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _plain(*leaves: jax.Array) -> jax.Array:
     total = sum(_squares(leaves))
-    # the square root has an infinite slope at zero; the gradient of the norm of zeros is defined as zero here
+    # The square root has an infinite slope at zero; here the gradient of the norm at zero is defined as zero.
     return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
 
 

@@ -29,14 +29,14 @@ def layer_norm(
 ) -> jax.Array:
     """Standardise over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
 
-    It sends two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of the difference
-    from it), and one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the axes
-    of B and L.
+    Communication over the mesh axes of E: two all-reduces of [B, L] float32 (for the mean, then for the variance), and
+    one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the mesh axes of B and
+    L.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; moved to the axes of x's last dimension, if it has other axes.
-        bias: [E], moved in the same way; None for none.
+        scale: [E]; if it is not sharded like x's last dimension, it is moved.
+        bias: [E], moved in the same way; None for no bias.
         spec: the spec of `x` and of the result, `"BLE_x"`.
         scale_spec: the spec of `scale`, `"E_x"`.
         bias_spec: the spec of `bias`; `scale_spec` when None.
@@ -91,19 +91,19 @@ class _LayerNorm:
 
     @property
     def statistic(self) -> Spec:
-        """One number per row."""
+        """The spec of one number per row."""
         return self.x.without(self.x.dims[-1])
 
     @property
     def pair(self) -> Spec:
-        """Two numbers per row, first in a dimension that x lacks."""
+        """The spec of two numbers per row, whose first dimension has a letter that x lacks."""
         rows = self.statistic
         letter = next(letter for letter in "SPQRUWAB" if letter not in self.x.dims)
         return Spec((letter, *rows.dims), ((), *rows.axes))
 
     @property
     def used(self) -> Spec:
-        """The specs of scale and bias in the axes of the rows."""
+        """The spec of scale and bias after they are moved to the mesh axes of the rows."""
         return Spec(self.x.dims[-1:], self.x.axes[-1:])
 
     @property
@@ -148,9 +148,9 @@ def _value(form: _LayerNorm, shape: tuple[int, ...], widths: tuple[int, ...], ct
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), zip(form.ins[1:], widths)))
     moves = {n: move(src, form.used, sizes, ctx.mesh, width, ctx.chip, n) for n, (src, width) in rows.items()}
-    # One all-reduce of the sum and the sum of squares would send the same bytes, but their difference has no digits
-    # left if the mean is some thousand standard deviations from zero. Gathering the mean and variance of each device's
-    # part sends more bytes on three devices or more.
+    # A single all-reduce of the sum and the sum of squares would send the same bytes. But the variance, as the
+    # difference of the two, has no correct digits if the mean is some thousand standard deviations from zero. Gathering
+    # the mean and variance of each device's part sends more bytes on three or more devices.
     mean, squares = (settle(form.statistic, form.x.axes[-1], sizes, ctx, name=name) for name in ("mean", "variance"))
     chains = Chains(ctx.mesh, **moves, mean=mean, variance=squares)
 
@@ -182,7 +182,7 @@ def _gradient(form: _LayerNorm, shape: tuple[int, ...], dtypes: tuple, ctx: Cont
         leading = range(x.ndim - 1)
         of_rows = (jnp.sum(g * unit, axis=leading), jnp.sum(g, axis=leading))
         g = g * along_rows(float32(scale), x.ndim)
-        # mean and variance depend on the row: subtract the gradient's mean, and its projection on the row
+        # Mean and variance depend on the row, so the gradient's mean and its projection on the row are subtracted.
         sums = jnp.stack([jnp.sum(g, axis=-1), jnp.sum(g * unit, axis=-1)])
         level, slope = chains.send("along", sums)[..., None] / shape[-1]
         d_x = ((g - level - unit * slope) * inverse[..., None]).astype(x.dtype)

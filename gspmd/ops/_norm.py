@@ -38,17 +38,17 @@ def rms_norm(
 ) -> jax.Array:
     """Divide by the root mean square over the last dimensions, times a scale: x / sqrt(mean(x²) + ε) · scale.
 
-    The statistic is [B, L] float32, summed over the mesh axes of E: one all-reduce in the value, one in the gradient of
-    `x`. The gradient of `scale` is summed over the axes of B and L and gets the spec of the scale.
+    Communication over the mesh axes of E: an all-reduce of [B, L] float32 in the forward pass, and one in the gradient
+    of `x`. The gradient of `scale` is summed over the mesh axes of B and L and gets the spec of the scale.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
-        scale: [E], or the last dimensions of x over which the mean is taken together: [H, D] for x [B, L, H, D]. It is
-            moved to the axes of these dimensions of x, if it has other axes.
+        scale: [E]; or several last dimensions of x, such as [H, D] for x [B, L, H, D], and the mean is then over all of
+            them. If it is not sharded like these dimensions of x, it is moved.
         spec: the spec of `x` and of the result, `"BLE_x"`.
         scale_spec: the spec of `scale`, `"E_x"`.
         epsilon: the number added to the mean square.
-        count: the number of elements in the mean, if the others are padding with 0; None for all.
+        count: the number of elements in the mean, if the others are zeros that pad the row; None for all.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
@@ -66,7 +66,7 @@ def rms_norm(
         [1. 1. 1. 1.]
 
     Source: Zhang and Sennrich 2019, *Root Mean Square Layer Normalization* (arXiv 1910.07467), equation 4.
-    Differs: epsilon is under the root, as in common language models; the paper has none.
+    Differs: epsilon is added under the root, as in common language models; the paper has no epsilon.
     """
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
@@ -88,7 +88,7 @@ def check_row(
 ) -> None:
     """Raise SpecError unless x has floating numbers, and `row`, called `name` in errors, is over x's last dimension.
 
-    With `several`, it may be over several last dimensions.
+    With `several`, `row` may be over several last dimensions.
     """
     if not spec.dims:
         raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
@@ -115,7 +115,7 @@ class _Norm:
     scale: Spec
     epsilon: float
     count: int
-    """Elements of the mean."""
+    """Number of elements in the mean."""
 
     @property
     def _first(self) -> int:
@@ -134,12 +134,12 @@ class _Norm:
 
     @property
     def statistic(self) -> Spec:
-        """One number per row."""
+        """The spec of one number per row."""
         return Spec(self.x.dims[: self._first], self.x.axes[: self._first])
 
     @property
     def used(self) -> Spec:
-        """The spec of the scale in the axes of the rows."""
+        """The spec of the scale after it is moved to the mesh axes of the rows."""
         return Spec(self.x.dims[self._first :], self.x.axes[self._first :])
 
     @property

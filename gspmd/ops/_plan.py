@@ -24,23 +24,23 @@ def plan(
     lowering: str | None = "auto",
     via: str | Via | None = None,
 ) -> Plan:
-    """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
+    """Plan an equation: its collectives and local einsums, with bytes and seconds per device.
 
-    For each mesh axis the planner chooses a dimension that the axis shards while the einsum runs (a shared, a
-    contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan has the fewest
-    seconds on this chip for all moves and products, if nothing overlaps. Ties go to fewer bytes, then fewer steps, then
-    the order of the specs. `"looped"` and `"auto"` overlap the steps of this plan; they do not search for one that
+    For each mesh axis the planner chooses the dimension that the axis shards while the einsum runs (a shared, a
+    contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan takes the fewest
+    seconds on this chip for all moves and products if nothing overlaps. Ties go to fewer bytes, then fewer steps, then
+    the order of the specs. `"looped"` and `"auto"` overlap the steps of this plan; they do not search for a plan that
     overlaps better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
-        sizes: the size of every dimension of the unsharded tensors; dimensions that the equation lacks are ignored.
+        sizes: the unsharded size of every dimension; dimensions that the equation lacks are ignored.
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
         dtype: the dtype of all operands, or one for each (group members one by one).
         chip: a row of chips.toml.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, the
             cheaper of blocking and looped.
-        via: the specs to which the operands are brought before the local einsum; None to search for them.
+        via: the specs to which the operands are moved before the local einsum; None to search for them.
 
     Returns:
         A `Plan`; `print` shows it as the papers draw it.
@@ -64,7 +64,7 @@ def plan(
     via = None if via is None else parse_via(via)
     dtypes = _read_dtypes(equation, dtype)
     made = make_plan(equation, sizes, axes, dtypes, chip_row(chip), resolve(lowering), via)
-    # Equal pins share a plan, but `Plan.via` shows them as they were written here.
+    # A plan is shared by all calls whose via means the same; `Plan.via` shows the text of this call.
     return made if via is None or made.via == via.text else replace(made, pinned=via)
 
 

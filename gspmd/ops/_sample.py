@@ -1,4 +1,4 @@
-"""Sampling a token of every row from logits with a sharded vocabulary, which are never gathered."""
+"""Sampling a token for every row of logits whose vocabulary is sharded, without gathering them."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ from gspmd.ops.interface.planned_op import Chains, dimension, float32, read, set
 from gspmd.planner.steps import Step
 
 IMPOSSIBLE = -1e29
-"""A logit at or below it, such as one of a padded vocabulary, is never sampled, whatever the temperature."""
+"""Tokens with this logit or a lower one, such as those that pad a vocabulary, are never sampled at any temperature."""
 
 
 def sample(
@@ -35,14 +35,14 @@ def sample(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
 ) -> jax.Array:
-    """Draw a token of every row from softmax(logits / temperature), among the tokens that top-k, top-p and min-p keep.
+    """Draw a token for every row from softmax(logits / temperature), among the tokens that top-k, top-p and min-p keep.
 
     The token is argmax(logits / temperature + Gumbel noise). The noise depends only on seed, position and token, so a
-    sample depends on its row's logits and settings, but not on other rows, the layout, the mesh or the lowering.
+    sample depends on the logits and settings of its row, but not on other rows, the layout, the mesh or the lowering.
 
-    The all-reduces run over the mesh axes of the dimension: two of [B] for the argmax, one for the maximum, eleven of
-    int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each with three times as many
-    numbers. The steps of a filter are left out if a number given as a setting turns it off.
+    Communication: all-reduces over the mesh axes of the dimension. Two of [B] for the argmax, one for the maximum,
+    eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three times as many
+    numbers. A filter has no steps if its setting is a number that turns it off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -50,17 +50,16 @@ def sample(
         dim: the dimension of the tokens, `"V"`.
         seeds: [B] 32-bit integers, replicated.
         positions: [B] integers, replicated: the position of each row's token, or of its first token along L.
-        temperature: the divisor of the logits; at 0 the most likely token is chosen, the lowest of several. This and
-            the other settings are a number, or a replicated [B] array.
-        top_k: the number k of most likely tokens to keep; tokens as likely as the last of them are kept too; 0 keeps
-            all.
-        top_p: the probability that the kept tokens, the most likely ones, must reach in sum; tokens of equal
-            probability are all kept or all dropped; 1 keeps all.
-        min_p: the least probability of a kept token, relative to the most likely one; 0 keeps all.
+        temperature: the divisor of the logits; 0 chooses the most likely token, and of several the one with the lowest
+            id. This and the other settings are a number, or a replicated [B] array.
+        top_k: the number k of most likely tokens to keep; tokens as likely as the k-th are kept too; 0 keeps all.
+        top_p: the total probability that the kept, most likely tokens must reach; tokens of equal probability are all
+            kept or all dropped; 1 keeps all.
+        min_p: the least probability of a kept token, as a fraction of the most likely token's; 0 keeps all.
 
     Returns:
-        [B] or [B, L] int32, with the spec `spec` without `dim`; -1 for a row with a NaN, or without a token to sample.
-        Tokens with logits of -1e29 and less are never sampled, and infinity counts as the largest float32.
+        [B] or [B, L] int32, with the spec of the logits without `dim`; -1 for a row with a NaN, or without a token to
+        sample. Tokens with logits of -1e29 or less are never sampled, and infinity counts as the largest float32.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension; an argument has another shape.
@@ -79,8 +78,8 @@ def sample(
     Source: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2, for the noise; Salmon et al. 2011, *Parallel
         random numbers: as easy as 1, 2, 3*, for its generator, threefry; Fan et al. 2018 (arXiv 1805.04833) for top-k;
         Holtzman et al. 2019 (arXiv 1904.09751) for top-p; Nguyen et al. 2024 (arXiv 2407.01082) for min-p.
-    Differs: the filters are those of transformers, in its order, except that top-p keeps tokens of equal logits
-        together.
+    Differs: the filters and their order are as in the library transformers, except that top-p treats tokens of equal
+        logits alike.
     """
     ctx = context()
     doing = f"cannot sample from '{spec}' over {shown(dim)}"
@@ -161,7 +160,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The spec of the logits, and which settings are on."""
+    """The spec of the logits, and which filters have steps."""
 
     spec: Spec
     at: int
@@ -175,7 +174,7 @@ class _Sampling:
 def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
     spec, at = form.spec, form.at
     rows, axes, vocabulary = spec.without(spec.dims[at]), spec.axes[at], shape[at]
-    # Free letters for the last two dimensions of totals: the candidates, and the words of the total of each.
+    # Unused letters for the last two dimensions of totals: the candidates, and the words of each candidate's total.
     more = tuple(letter for letter in "SUWZ" if letter not in spec.dims)[:2]
     totals = Spec(rows.dims + more, (*rows.axes, (), ()))
 
@@ -234,10 +233,10 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return Gumbel noise from 64 random bits each, which depend only on seed, position and token."""
+    """Return Gumbel noise, each number from 64 random bits that depend only on seed, position and token."""
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
-    # `uniform` has its finest steps near 0, where the noise is largest: with steps of 2⁻³² or more, several of many
-    # tokens would have the same, largest noise.
+    # The noise is largest where `uniform` is near 0. There float32 has its finest steps, so 64 bits are used: with
+    # steps of 2⁻³², several of many tokens would share the largest noise.
     uniform = float32(high) * 2.0**-32 + float32(low) * 2.0**-64
     return -jnp.log(-jnp.log1p(-jnp.clip(uniform, 2.0**-65, 1 - 2.0**-24)))

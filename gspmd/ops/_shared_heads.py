@@ -1,4 +1,4 @@
-"""The key heads that a device's query heads share, if queries are sharded over more mesh axes than keys are."""
+"""The key heads of each device, if query heads are sharded over more mesh axes than key heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """The key heads of a device's query heads, if query heads are sharded over more axes than key heads.
+    """How devices divide the key heads, if query heads are sharded over more mesh axes than key heads.
 
-    Key heads are split further over the axes `sliced`. Devices along the axes `common` share the `heads` key heads that
-    are left, and each uses one of them.
+    Key heads are split further over the mesh axes `sliced`. A device then has `heads` key heads, which are the same for
+    all devices along the mesh axes `common`, and it uses one of them.
     """
 
     sliced: tuple[str, ...] = ()
@@ -24,10 +24,10 @@ class Share:
     """Devices along `common` that use the same key head."""
 
     def pick(self, *keys: "jax.Array") -> tuple["jax.Array", ...]:
-        """Pick the head of [B, T, K, ...] that this device uses, if it uses one of several; in a shard_map."""
+        """Pick, inside a shard_map, the head of [B, T, K, ...] that this device uses, if it has several."""
         if self.heads == 1:
             return keys
-        import jax  # layouts ask for shares without it
+        import jax  # imported here: layouts call `share` without JAX
 
         from gspmd.ops.interface.planned_op import shard_index
 
@@ -36,10 +36,10 @@ class Share:
 
 
 def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | None:
-    """Find how query heads that are also sharded over the `finer` axes share the `heads` key heads of a device.
+    """Find how devices divide `heads` key heads if their query heads are also sharded over the mesh axes `finer`.
 
     Returns:
-        The share; None if some device would need parts of two groups.
+        The share; None if the query heads of some device would belong to parts of two groups.
     """
     sliced, common = [], list(finer)
     while common and heads % mesh[common[0]] == 0:

@@ -21,19 +21,19 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
 
     Args:
         array: a `jax.Array` (or a `jax.ShapeDtypeStruct` with a sharding), or a spec: `"B_xLE_yz"`.
-        sizes: of an array, the letters of its dimensions, `"BLE"`, by default A, B, C, ...; with a spec, the size of
+        sizes: for an array, the letters of its dimensions, `"BLE"`, by default A, B, C, ...; for a spec, the size of
             every dimension by letter, or the shape.
-        mesh: with a spec, the size of every mesh axis, or a `jax.sharding.Mesh`.
+        mesh: for a spec, the size of every mesh axis, or a `jax.sharding.Mesh`.
 
     Returns:
         A figure: a notebook shows a cell for each device, in which its block is filled; `print` draws a table of the
-        blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have one color,
-        summands of a partial sum a plus sign. On a mesh of more than 64 devices, only the first ones and the last along
-        each axis are drawn.
+        blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have the same
+        color; summands of a partial sum have a plus sign. On a mesh of more than 64 devices, only the first devices and
+        the last along each axis are drawn.
 
     Raises:
-        SpecError: the array has no sharding over a mesh, or none that is known while it is traced; the letters are not
-            those of its dimensions; or a spec does not fit the sizes and the mesh.
+        SpecError: the array has no sharding over a mesh, or its sharding is not known while it is traced; there is not
+            one letter for each dimension; or a spec does not fit the sizes and the mesh.
 
     Example:
         >>> print(show("B_xE_y partialsum-z", (8, 6), {"x": 2, "y": 2, "z": 2}))

@@ -1,4 +1,4 @@
-"""Logsumexp and softmax over a dimension that may be sharded. It is never gathered: only statistics are sent."""
+"""Logsumexp and softmax over a dimension that may be sharded; only statistics are sent, and nothing is gathered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from gspmd.planner.steps import Step
 def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Compute the logarithm of the sum of exponentials over one dimension: log Σ exp(x).
 
-    Two all-reduces of [B, L] float32 over the mesh axes of the dimension (the maximum, then the sum), none in the
-    gradient.
+    Communication: two all-reduces of [B, L] float32 over the mesh axes of the dimension (for the maximum, then for the
+    sum), and none in the gradient.
 
     Args:
         x: [B, L, V], or any shape.
@@ -28,7 +28,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         dim: the dimension to sum over, `"V"`.
 
     Returns:
-        [B, L] float32, with the spec `spec` without `dim`.
+        [B, L] float32, with the spec of `x` without `dim`.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
@@ -53,7 +53,8 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Compute exponentials that sum to one over one dimension: exp(x) / Σ exp(x).
 
-    Two all-reduces of [B, L] float32 over the mesh axes of the dimension in the value, one in the gradient.
+    Communication over the mesh axes of the dimension: two all-reduces of [B, L] float32 in the forward pass, and one in
+    the gradient.
 
     Args:
         x: [B, L, V], or any shape.
@@ -87,7 +88,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Normaliser:
-    """The steps of log Σ exp over one dimension of `x`."""
+    """The plan of log Σ exp over one dimension of `x`."""
 
     x: Spec
     dim: str
@@ -107,7 +108,7 @@ class Normaliser:
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """Return the chains of the maximum and of the sum, and of further sums over the dimension, named in `more`."""
+        """Return the chains of the maximum, of the sum, and of further sums over the dimension, as named in `more`."""
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
@@ -169,7 +170,7 @@ def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _logsumexp_gradient(form: Normaliser):
-    # dx = g · exp(x − m) / Σ, with the m and Σ that the value kept, so nothing is sent.
+    # dx = g · exp(x − m) / Σ, with m and Σ kept from the forward pass, so nothing is sent.
     def body(x, top, total, g):
         return (form.along(g / total) * jnp.exp(float32(x) - form.along(top))).astype(x.dtype)
 
@@ -206,7 +207,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
-    # dx = y · g − y · Σ y · g: the gradient sends one sum, where the value sends a maximum and a sum.
+    # dx = y · g − y · Σ y · g, so the gradient sends one sum.
     def body(y, g):
         share = float32(y) * float32(g)
         mean = chains.send("along", jnp.sum(share, axis=form.at))

@@ -1,9 +1,9 @@
 """The largest threshold above which enough tokens lie, over a sharded vocabulary.
 
-It is found exactly, three bits at a time: an all-reduce adds up the tokens at or above each of eight candidates. So the
-top k of a row, or its nucleus, takes eleven small all-reduces, whatever k and the vocabulary are, and no device sends a
-logit. Masses are fixed-point numbers: the sum of integers does not depend on their order, and so it does not depend on
-the layout.
+The threshold is found exactly, three bits at a time: each all-reduce adds up the tokens at or above eight candidates.
+So the top k of a row, or its nucleus (top-p), takes eleven small all-reduces for any k and vocabulary, and no device
+sends logits. Probability masses are fixed-point numbers: sums of integers do not depend on the order of summation, and
+so not on the layout.
 """
 
 from collections.abc import Callable
@@ -14,31 +14,33 @@ import jax.numpy as jnp
 
 from gspmd.ops.interface.planned_op import Chains, float32
 
-# The lowest bit of each group of bits that are found together: three bits in each group, two in the last.
+# The bits of the threshold are found in groups of three, and two in the last. These are the lowest bits of the groups.
 _PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
-"""Sums per row and word in each all-reduce: 8, then 7, since the lowest is known from the round before."""
+"""Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest is known from the round before."""
 WORDS = 3
 """The number of int32 words of a mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return integers with the order of the float32 numbers, and equal if the numbers are equal."""
+    """Return integers that are ordered as the float32 numbers are, and equal where these are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """Find the largest integer at or above which there are enough tokens, from totals [..., candidates, words].
+    """Find the largest integer such that the tokens at or above it are enough.
 
-    `enough` decides this for each candidate, given its totals and those of all tokens; all tokens are always enough.
+    `enough` decides this for each candidate, from the candidate's totals [..., candidates, words] and the totals of all
+    tokens; all tokens must be enough.
     """
     found = jnp.full((*order.shape[:-1], 1), jnp.iinfo(jnp.int32).min, jnp.int32)
     everything = None
     for n, (high, low) in enumerate(pairwise(_PLACES)):
         step = jnp.int32(1 << low)
         above = [order >= found + digit * step for digit in range(n > 0, 1 << high - low)]
-        # In one pass: the compiler for TPUs takes thrice the time for the sum of a broadcast over candidates.
+        # All sums in one pass: the TPU compiler's code for a sum of a broadcast over candidates takes three times as
+        # long.
         each = [jnp.where(some, word, 0) for some in above for word in weights]
         sums = jax.lax.reduce(each, [jnp.int32(0)] * len(each), _added, (order.ndim - 1,))
         totals = jnp.stack(sums, axis=-1).reshape(*order.shape[:-1], len(above), len(weights))
@@ -53,7 +55,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; the first has all higher bits."""
+    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; all higher bits are in the first."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits
@@ -64,7 +66,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits: rounded, but in the same order."""
+    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps their order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

@@ -1,4 +1,4 @@
-"""Pipelines: layers split into stages over a mesh axis, through which microbatches follow one another."""
+"""Pipelines: layers are split into stages over a mesh axis, and microbatches go through the stages one by one."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Calls of planned programs inside a shard_map over some mesh axes: a separate function for each call."""
+"""Planned programs inside a shard_map over some mesh axes: each call gets a function of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,16 @@ from gspmd.tracing.jaxprs import all_equations, changed_inside, inner_jaxprs
 
 
 def apart(function: Callable, *arrays: Any) -> Any:
-    """Call a function in which every call of a planned program has its own copy of that program.
+    """Call a function, with a separate copy of a planned program for every call of it inside.
 
-    libtpu 0.0.42 does not inline a function of about twenty operations that is called from two places. If it contains a
-    shard_map inside the manual axes of another shard_map, the partitioner then ends the process: "Check failed:
-    target.IsManualSubgroup() == sharding().IsManualSubgroup()". A function with a single caller is inlined before that.
+    libtpu 0.0.42 does not inline a function of more than about twenty operations that is called from two places. If
+    such a function contains a shard_map inside the manual axes of another shard_map, the partitioner ends the process:
+    "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()". A function with a single caller is
+    inlined before the partitioner sees it.
 
     Args:
         function: the function to call.
-        *arrays: its arguments, trees of arrays.
+        *arrays: the arguments, trees of arrays.
 
     Returns:
         The results of the function.
@@ -30,7 +31,7 @@ def apart(function: Callable, *arrays: Any) -> Any:
 
 
 def _apart(jaxpr: Jaxpr) -> Jaxpr:
-    """Copy every inner program that is planned or contains a planned one."""
+    """Copy every inner program that is planned or contains a planned program."""
     return jaxpr.replace(eqns=[changed_inside(each, _apart) if _is_planned(each) else each for each in jaxpr.eqns])
 
 

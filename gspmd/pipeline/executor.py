@@ -1,14 +1,14 @@
 """Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
 
-Every stage computes in every slot of a tick, and its results are masked if the slot has no microbatch: a permute in a
-branch that only some devices take would wait for the others. Gradients are computed here too, chunk by chunk, by
-`jax.vjp` of a chunk's forward pass. That pass is computed again from its input, so a stage holds only the input of a
-chunk for each microbatch in flight.
+Every stage computes in every slot of a tick, and its results are masked if it has no microbatch in the slot: a permute
+in a branch that only some devices take would wait for the others. Gradients are computed here too, chunk by chunk, by
+`jax.vjp` of a chunk's forward pass. This pass is computed again from the chunk's input, so for each microbatch in
+flight a stage holds only the input of a chunk.
 
-Several stacks of blocks, such as an encoder and a decoder, are one pipeline after the other through the same stages.
-The output of a stack goes from the last stage back to the first, and from there through the next stack beside its own
-stream, unchanged, because every chunk of that stack reads it. Its gradient returns the same way, and each stage adds to
-it.
+Several stacks of blocks, such as an encoder and a decoder, are pipelines one after the other through the same stages.
+The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages beside
+the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way, and each
+stage adds its contribution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ class StageResults(NamedTuple):
 
     Attributes:
         loss: the stage's summand of the loss: the losses of its chunks and, in the last stage, the loss of the model.
-        figures: for each stack the figures of its chunks, [rounds, layers, ...], its summand of the mean over
+        figures: for each stack, the figures of the stage's chunks, [rounds, layers, ...], as a summand of the mean over
             microbatches.
-        shared: its summand of the gradients of shared weights; None if only forward passes ran.
-        weights: for each stack its summand of the gradients of weights; None if only forward passes ran.
+        shared: the stage's summand of the gradients of shared weights; None if only forward passes ran.
+        weights: for each stack, the stage's summand of the gradients of weights; None if only forward passes ran.
     """
 
     loss: Any
@@ -56,11 +56,11 @@ class PipelineExecutor:
     """One stage of a pipeline, while its shard_map is traced.
 
     Attributes:
-        stages: the functions to compute, of each stack of blocks.
-        schedules: the order in which they run, of each stack.
+        stages: the functions to compute, for each stack of blocks.
+        schedules: the order in which they run, for each stack.
         axis: the mesh axis of the stages.
-        streams: the spec of the tensor that a stage sends to the next, of each stack.
-        batches: number of microbatches that the loss averages over, in all pipelines side by side.
+        streams: the spec of the tensor that a stage sends to the next, for each stack.
+        batches: number of microbatches over which the loss is averaged, in all pipelines side by side.
     """
 
     stages: tuple[Stages, ...]
@@ -78,8 +78,9 @@ class PipelineExecutor:
 
             def tick(carry: _Carry, rows: Sequence[Mapping[str, TickSlots]]) -> tuple[_Carry, None]:
                 sums, states = carry.sums, [*carry.stacks]
-                # A stage receives what another stack sent in the previous tick. So within a tick a stack runs its
-                # forward pass before the stack from which it receives its input, and its backward pass likewise.
+                # A stack receives what another stack sent in the previous tick. So within a tick a stack's forward pass
+                # runs before that of the stack from which it receives its input. Backward passes are ordered in the
+                # same way.
                 for number, stack in reversed([*enumerate(stacks)]):
                     if "forward" in rows[number]:
                         ended = states[number - 1].activation[:1] if number else ()
@@ -93,7 +94,7 @@ class PipelineExecutor:
                         states[number], sums = stack.gradients(states[number], sums, rows[number]["weights"])
                 return _Carry(sums, tuple(states)), None
 
-            if len(ticks) == 1:  # without a loop, results that no stage uses after the last tick are not sent
+            if len(ticks) == 1:  # not in a loop, so that results that no stage uses after the last tick are not sent
                 carry, _ = tick(carry, row_of(rows, 0))
             else:
                 carry, _ = lax.scan(tick, carry, rows)
@@ -112,6 +113,6 @@ class PipelineExecutor:
             specs, shapes = zip((self.streams[number], stream), *before)
             of = self.schedules[number], self.axis, specs, shapes, self.batches
             stacks.append(StageOfStack(stages, *of, shared, weights[number], batches))
-        # In float32 even for narrower weights, since many microbatches are added.
+        # In float32 even if weights are narrower, since many microbatches are added up.
         added = StageSums(jnp.float32(0), wide_zeros(shared) if trains else None)
         return _Carry(added, tuple(stack.begin(trains) for stack in stacks)), stacks

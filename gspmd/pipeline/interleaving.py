@@ -1,10 +1,10 @@
-"""Send stacked layers to the stages that compute them, which with several rounds are not consecutive layers.
+"""Send stacked layers to the stages that compute them: with several rounds a stage computes layers of several places.
 
-Stage q of S stores N/S of the N layers, from layer q·N/S on. R rounds divide them into R·S chunks, and stage s
-computes chunk r·S + s in round r. Each stage stores R chunks and computes R. The storing and the computing stages are
-the two sides of a bipartite graph, with one edge for each chunk to send. If no vertex has more than D edges, the graph
-splits into D matchings (Kőnig), and a matching is one permute. So there are as many permutes as any stage has chunks to
-send.
+Stage q of S stores N/S consecutive layers of N, from layer q·N/S on. R rounds divide the layers into R·S chunks, and
+stage s computes chunk r·S + s in round r. So each stage stores R chunks and computes R chunks. The storing and the
+computing stages are the two sides of a bipartite graph, with one edge for each chunk to send. If no vertex has more
+than D edges, the graph splits into D matchings (Kőnig), and each matching is one permute. So the number of permutes is
+the largest number of chunks that any stage has to send.
 """
 
 from collections import defaultdict
@@ -36,9 +36,9 @@ class StageChunk(NamedTuple):
 
     Attributes:
         source: the stage that stores the chunk.
-        place: its number among the chunks that this stage stores.
-        target: the stage that computes it.
-        round: the round in which it is computed.
+        place: the number of the chunk among those that this stage stores.
+        target: the stage that computes the chunk.
+        round: the round in which the chunk is computed.
     """
 
     source: int
@@ -50,12 +50,12 @@ class StageChunk(NamedTuple):
 def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     """Send consecutive layers [N, ...] of each stage to the stages that compute them in R rounds, for `pipelined`.
 
-    A chunk that a stage both stores and computes is not sent. The other chunks take the fewest permutes possible, each
-    of one chunk, at most R - ⌊R/S⌋. The gradient returns in the same number of permutes.
+    A chunk that the same stage stores and computes is not sent. The other chunks are sent by the smallest possible
+    number of permutes of one chunk each, at most R - ⌊R/S⌋. The gradient returns in the same number of permutes.
 
     Args:
         x: [N, ...]; each stage stores N/S consecutive layers.
-        spec: its spec, such as `"N_pEF_x"`; the first dimension is over the mesh axis of the stages.
+        spec: the spec of x, such as `"N_pEF_x"`; the first dimension is over the mesh axis of the stages.
         rounds: R, the number of chunks that a stage computes.
 
     Returns:
@@ -72,9 +72,9 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
         [[0. 1. 2.]
          [3. 4. 5.]]
 
-    Source: Narayanan et al. 2021 (arXiv 2104.04473), §2.2, has the chunks; the matchings are by Kőnig 1916.
-    Differs: there a stage stores the chunks that it computes. Here layers are stored in order, whatever
-        the number of rounds, as in layouts without stages. The price is the permutes.
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), §2.2, for the chunks; Kőnig 1916 for the matchings.
+    Differs: in the paper a stage stores the chunks that it computes. Here layers are stored in order for any number of
+        rounds, as in layouts without stages; the price is the permutes.
     """
     ctx = context()
     if (whole(rounds) or 0) < 1:
@@ -110,7 +110,7 @@ class _Interleaved:
 
 
 def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """Send [N, ...] to [R, N/R, ...], or the reverse if `back`, by planned permutes."""
+    """Bring [N, ...] to [R, N/R, ...], or with `back` the reverse, by planned permutes."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -163,13 +163,13 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
-    """Return the entry of one stage in a table of all stages."""
+    """Return one stage's entry in a table of all stages."""
     return jnp.asarray(table, jnp.int32)[stage]
 
 
 @lru_cache(maxsize=256)
 def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the chunks that are not sent, and then the chunks of each permute, at most one sent or received per stage.
+    """Return the chunks that are not sent, and then the chunks of each permute, at most one per sender and receiver.
 
     >>> stay, permute = routes(stages=2, rounds=2)
     >>> [(chunk.source, chunk.target) for chunk in permute]
@@ -198,8 +198,8 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
         >>> matchings([(0, 1), (0, 2), (1, 2)])
         [[0, 2], [1]]
 
-    Source: Kőnig 1916. If the ends of an edge are free in different matchings, swapping these two along a path makes
-        one of them free at both ends.
+    Source: Kőnig 1916. If the two ends of an edge are free in different matchings, swapping these matchings along a
+        path makes one of them free at both ends.
     """
     ends = [((0, source), (1, target)) for source, target in edges]
     taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # for each vertex, its edge in each matching

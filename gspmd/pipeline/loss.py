@@ -1,4 +1,4 @@
-"""The loss of a pipeline as a function that JAX differentiates; the schedule computes its gradients."""
+"""The loss of a pipeline, as a function that JAX can differentiate; the schedule computes its gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,49 +40,50 @@ def pipelined(
         x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
         loss = last(shared, x, batch), mean over batches stage S - 1
 
-    With `Stages.chunk_reads_shared`, `chunk` has `shared` before these arguments.
+    With `Stages.chunk_reads_shared`, `chunk` gets `shared` before these arguments.
 
-    The three functions take arrays that are global over the other mesh axes, if there are any, and may call any
-    operation of gspmd. In each tick a stage sends x to the next stage, and its input's gradient to the previous one,
-    by one permute each. Gradients of all microbatches are added on the devices with the weights. Every stage has a
-    copy of `shared`; its gradients are summed over the stages once. Along the mesh axes `data` pipelines run side by
-    side, each on its own sequences, and the loss is the mean over them. Gradients are returned as partial sums over
-    `data`: the caller reduces them.
+    The three functions get arrays that are global over the other mesh axes, if there are any, and may call any
+    operation of gspmd. In each tick a stage sends x to the next stage, and the gradient of its input to the previous
+    stage, by one permute each. Gradients of all microbatches are added up on the devices of the weights. Every stage
+    has a copy of `shared`, whose gradients are summed over the stages once. Along the mesh axes `data`, pipelines run
+    side by side, each on its own sequences, and the loss is the mean over them. Gradients are returned as partial sums
+    over `data`, which the caller reduces.
 
-    Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each has chunks in every stage,
-    and a microbatch goes through all stages of the first stack, then through all of the second. Every chunk of the
-    second reads the output y of the first, which goes from stage to stage beside x:
+    Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each stack has chunks in every
+    stage, and a microbatch goes through all stages for the first stack and then through all stages for the second.
+    Every chunk of the second stack reads the output y of the first, which goes from stage to stage beside x:
 
-        y = chunk(weights[0][r, s], y, batch, r·S + s)       of the first stack, whose first() made y
-        x = chunk(weights[1][r, s], x, batch, r·S + s, y)    of the second, whose last() returns the loss
+        y = chunk(weights[0][r, s], y, batch, r·S + s)       first stack, whose first() makes y
+        x = chunk(weights[1][r, s], x, batch, r·S + s, y)    second stack, whose last() returns the loss
 
     Args:
         stages: the three functions; for several stacks, a sequence of them.
-        schedule: the work of each stage in each tick, of one stack; several follow `Schedule.in_stacks`. If the loss is
-            not differentiated, only forward passes run.
+        schedule: the work of each stage in each tick, for one stack; several stacks use `Schedule.in_stacks` of it. If
+            the loss is not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
-        stream: the spec of x; for several stacks, of the x of each.
+        stream: the spec of x; for several stacks, a sequence with the spec of each stack's x.
         shared: a spec for every array of the shared weights, in the same tree.
-        data: the mesh axis or axes along which pipelines run side by side. The three functions do not see them, and the
-            specs do not mention them: `"BLE"` is the stream of one pipeline.
+        data: the mesh axis or axes along which pipelines run side by side. The three functions do not see these axes,
+            and the specs do not mention them: `"BLE"` is the stream of one pipeline.
 
     Returns:
-        A function (shared, weights, batches) -> (loss, figures), of:
-        `shared`, arrays sharded as their specs say;
-        `weights`, arrays [R, N, ...] whose N is sharded over `axis` first: chunk r·S + s is rows s·N/S to (s+1)·N/S of
+        A function (shared, weights, batches) -> (loss, figures). Its arguments are
+        `shared`: arrays sharded as their specs say;
+        `weights`: arrays [R, N, ...] whose N is sharded over `axis` first: chunk r·S + s is rows s·N/S to (s+1)·N/S of
         round r;
-        `batches`, arrays [M, ...], sharded over `data` as their types say.
-        The types of `shared` and `weights` have to be `reduced` over `data`. The results are the mean loss of the
-        microbatches, and the mean figures [R, N, ...] of their chunks. For several stacks, weights and figures are
-        tuples, with a tree for each stack. `shared` and `weights` are differentiated in reverse mode; the figures have
-        no gradient.
+        `batches`: arrays [M, ...], sharded over `data` as their types say.
+        The types of `shared` and `weights` must be `reduced` over `data`. The results are the mean loss of the
+        microbatches, and the mean figures [R, N, ...] of the chunks. For several stacks, weights and figures are
+        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the figures
+        have no gradient.
 
     Raises:
         PlanError: a spec leaves a dimension open (`E_?`); there is not a spec for each stack; or a stack other than the
-            last has `last`, or that one has none. The returned function raises it if there are not weights for each
-            stack; if the mesh has no axis `axis` or one of `data`; if the size of `axis` is not the number of stages;
-            or if a weight is not `reduced` over `data`, which needs Explicit mesh axes. On a mesh with other axes it
-            also raises if an operation has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
+            last has `last`, or the last has none. The returned function raises PlanError if there are not weights for
+            each stack; if the mesh lacks `axis` or an axis of `data`; if the size of `axis` is not the number of
+            stages; or if a weight is not `reduced` over `data`, which needs Explicit mesh axes. If the mesh has further
+            axes, it also raises PlanError if an operation has lowering `"xla"` under Auto axes or in schedule
+            `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -100,14 +101,14 @@ def pipelined(
         12.0
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), §2.2.
-    Differs: all stages run one program. It computes `first` and `last` in every stage, and keeps the results
-        of one. A chunk's forward pass is computed again in its backward pass, from its input.
+    Differs: all stages run one program, which computes `first` and `last` in every stage and keeps the results of one.
+        In the backward pass of a chunk, its forward pass is computed again from its input.
     """
     alone = isinstance(stages, Stages)
     stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)
     streams = tuple(map(Spec.parse, (stream,) if isinstance(stream, str | Spec) else stream))
     if len(streams) != len(stacks) or not stacks:
-        fact = f"the number of stacks is {len(stacks)}, and that of streams {len(streams)}"
+        fact = f"stacks: {len(stacks)}, streams: {len(streams)}"
         raise PlanError(f"cannot make a pipeline: {fact}.\n  Give one spec for each stack.")
     for number, stack in enumerate(stacks, 1):
         if (stack.last is None) == (number == len(stacks)):
@@ -169,7 +170,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
         spec: the spec of the dimensions after the leading one (and after the second one, if `kept` is given).
         x: the array.
         axes: the mesh axes of the leading dimension.
-        kept: the mesh axes of a second leading dimension, which is not summed; None if there is none.
+        kept: the mesh axes of a second leading dimension, which is not summed; None if there is no such dimension.
     """
     free = [letter for letter in "SABCDEFGHIJKLMNOPQRTUVWXYZ" if letter not in spec.dims]
     after = spec if kept is None else Spec((free[1], *spec.dims), (kept, *spec.axes))
@@ -177,7 +178,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Sum the figures of each pipeline to figures [R, N, ...] of all pipelines."""
+    """Sum the figures of the pipelines side by side to figures [R, N, ...]."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
@@ -185,7 +186,7 @@ def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
 
 
 def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
-    """Make a partial sum over mesh axes from an array whose leading dimension has the summands."""
+    """Make a partial sum over mesh axes from an array with the summands along its leading dimension."""
     if not data:
         return x[0]
     _, *partitions = jax.typeof(x).sharding.spec.partitions
@@ -199,14 +200,14 @@ def _whole(x: jax.Array) -> jax.Array:
 
 
 def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> StageResults:
-    """Run the executor in a shard_map over the axes of the stages and of the data; inside, the others are unchanged.
+    """Run the executor in a shard_map over the axes of the stages and of the data; the other axes stay as they are.
 
-    JAX 0.10.2 has no partial sums in a shard_map over some axes only. Here the shard_map includes the axes of the data,
-    so each device adds up its own summand, and results have a dimension for the summands: the first one, or for shared
-    weights the second, after that of the stages.
+    JAX 0.10.2 has no partial sums in a shard_map over only some axes. So this shard_map includes the axes of the data:
+    each device adds up its own summand, and the results have a dimension of summands, which comes first or, for shared
+    weights, second, after the dimension of the stages.
 
-    In a shard_map over some Explicit axes, JAX gathers arguments and results along the other axes. So these are Auto at
-    the border.
+    In a shard_map over some Explicit axes, JAX gathers arguments and results along the other axes. So the other axes
+    are Auto where arrays enter and leave.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
     free = tuple(name for name in mesh.axis_names if name not in (axis, *data))
@@ -241,7 +242,7 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
             jax.tree.map(lambda each: jax.P(summands, *each), weights, is_leaf=_is_partition) if trains else None,
         )
         region = jax.sharding.auto_axes(region, axes=free, out_sharding=outs)
-    return apart(jax.jit(region), *arrays)  # outside of jit, JAX cannot run it
+    return apart(jax.jit(region), *arrays)  # JAX cannot run such a shard_map outside of jit
 
 
 def _check(

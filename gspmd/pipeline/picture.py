@@ -1,4 +1,4 @@
-"""Draw a schedule as text and as a figure: a row for each stage, a column for each slot."""
+"""Drawings of a schedule as text and as a figure, with a row for each stage and a column for each slot."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,15 @@ _INK, _IDLE = "#1f2933", "#eef0f2"
 def text(title: str, ticks: Ticks) -> str:
     """Draw a schedule as text: F3 is the forward pass of microbatch 3, B3 its backward pass, a dot a waiting stage.
 
-    If backward passes are split, W3 is the part that computes gradients of weights. A bar separates ticks. With several
-    rounds a letter names the round: F3a is in the first.
+    If backward passes are split, W3 is the part that computes gradients of weights. Bars separate ticks. With several
+    rounds, a letter names the round: F3a is in the first round.
 
     Args:
         title: the first line.
         ticks: the ticks of the schedule.
     """
     stages, several = len(next(slot for tick in ticks for slot in tick.values())), _has_rounds(ticks)
-    rows = [  # a tick in which a stack has no work is empty
+    rows = [  # empty for a tick in which this stack has no work
         [[_name(kind, slot[stage], several) for kind, slot in tick.items()] or [""] for tick in ticks]
         for stage in range(stages)
     ]
@@ -64,7 +64,8 @@ def figure(title: str, ticks: Ticks) -> "Figure":
 
     slots = [(kind, slot) for tick in ticks for kind, slot in tick.items()]
     kinds, stages, several = dict.fromkeys(kind for kind, _ in slots), len(slots[0][1]), _has_rounds(ticks)
-    # A backward pass repeats the forward pass, and has two products for each forward product, one of them for weights.
+    # A backward pass repeats the forward pass, and has two products for each product of the forward pass, one of them
+    # for the gradient of weights.
     lengths = {"forward": 1.0, "backward": 2.0 if "weights" in kinds else 3.0, "weights": 1.0}
     whole = sum(lengths[kind] for kind, _ in slots)
     made = Figure(figsize=(max(6.0, min(20.0, 0.28 * whole)), 1.1 + 0.45 * stages), dpi=150)

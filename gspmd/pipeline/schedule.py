@@ -1,11 +1,11 @@
-"""The schedules of a pipeline, as tables: at every tick, which stage computes which microbatch, forward or backward.
+"""The schedules of a pipeline as tables, which say for every tick what each stage computes of which microbatch.
 
 All stages run one program in lockstep. A tick has a slot for each kind of work that any stage does in it, and stages
-without that work wait. A stage computes `rounds` chunks of layers: in round r, stage s computes chunk r·S + s. So a
+without this work wait. A stage computes `rounds` chunks of layers: in round r, stage s computes chunk r·S + s. So a
 microbatch goes round the stages `rounds` times.
 
-If a model has several stacks of blocks, such as an encoder and a decoder, a stage has chunks of each. A microbatch goes
-through the first stack in all stages, then through the second, and each stack has separate slots in a tick.
+If a model has several stacks of blocks, such as an encoder and a decoder, a stage has chunks of each stack. A
+microbatch goes through all stages for the first stack, and then for the second; each stack has its own slots in a tick.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
-"""The names of the schedules that train."""
+"""The names of the schedules for training."""
 
 
 KINDS = ("forward", "backward", "weights")
@@ -35,7 +35,7 @@ KINDS = ("forward", "backward", "weights")
 
 
 class Work(NamedTuple):
-    """The work of a stage in one slot: a microbatch, and the round, which determines the chunk of layers."""
+    """The work of a stage in one slot: a microbatch, and a round, which determines the chunk of layers."""
 
     microbatch: int
     round: int
@@ -52,11 +52,11 @@ class Schedule:
     Attributes:
         name: one of `SCHEDULES`, or `"forward"` for the forward pass alone.
         stages: S, the number of devices along the mesh axis of the pipeline.
-        microbatches: M, the number of parts of a batch that follow one another.
-        rounds: R, the number of chunks of layers of each stage.
-        ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"`. With the last, backward
-            passes are split: `"backward"` computes gradients of inputs, and `"weights"` gradients of weights. If a tick
-            lacks a kind, no stage does that kind of work in it.
+        microbatches: M, the number of parts of a batch, which follow one another.
+        rounds: R, the number of chunks of layers in each stage.
+        ticks: for each tick, its slots by kind: `"forward"`, `"backward"` and, if backward passes are split,
+            `"weights"`. In this case `"backward"` computes gradients of inputs, and `"weights"` gradients of weights.
+            If a tick lacks a kind, no stage does this kind of work in it.
         stack: the number of the stack of blocks whose work this is, from 0 (see `in_stacks`).
         stacks: the number of stacks that a microbatch goes through.
 
@@ -74,10 +74,11 @@ class Schedule:
     Source: GPipe, Huang et al. 2019 (arXiv 1811.06965), §2.3; 1F1B, Narayanan et al. 2019 (PipeDream, SOSP), §3.2, and
         its interleaved form, Narayanan et al. 2021 (arXiv 2104.04473), §2.2; the split backward pass, Qi et al. 2023
         (arXiv 2401.10241), §2.
-    Differs: stages run in lockstep, so a tick of 1F1B has a slot for a forward pass and one for a backward pass. In the
-        first and last ticks some stages wait in one of them. The time is the papers'; stage s holds 2(S - 1 - s) + 1
-        microbatches instead of S - s. In zero-bubble all stages compute gradients of weights in the same ticks, so none
-        waits for these; stages wait for forward passes and gradients of inputs as in 1F1B.
+    Differs: stages run in lockstep, so a tick of 1F1B has a slot for a forward pass and a slot for a backward pass, and
+        in the first and last ticks some stages wait in one of the two. The time is the same as in the papers, but stage
+        s holds 2(S - 1 - s) + 1 microbatches instead of S - s. In zero-bubble all stages compute gradients of weights
+        in the same ticks, so that no stage waits in these slots; for forward passes and gradients of inputs stages wait
+        as in 1F1B.
     """
 
     name: str
@@ -117,9 +118,9 @@ class Schedule:
         return cls(name, stages, microbatches, rounds, _ticks(name, stages, microbatches, rounds, 0, 1))
 
     def in_stacks(self, count: int) -> "tuple[Schedule, ...]":
-        """Return the schedules of several stacks of blocks, which every microbatch goes through one after the other.
+        """Return the schedules of several stacks of blocks, through which every microbatch goes one after the other.
 
-        All have the same ticks. A stack receives what another stack sent in the previous tick.
+        All schedules have the same ticks. A stack receives what another stack sent in the previous tick.
 
         Args:
             count: the number of stacks.
@@ -145,35 +146,36 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of work that the schedule has."""
+        """The kinds of work in the schedule."""
         return tuple(kind for kind in KINDS if any(kind in tick for tick in self.ticks))
 
     @property
     def bubble(self) -> float:
-        """The share of slots in which a stage waits: (S - 1) / (R·M + S - 1), counted in the table.
+        """The share of slots in which a stage waits, counted in the table: (S - 1) / (R·M + S - 1).
 
-        Stages wait in as many forward as backward slots, so this is also the share of time, however long either takes.
-        In zero-bubble no stage waits in slots for gradients of weights, and it is 2(S - 1) / (3R·M + 2(S - 1)).
+        Stages wait in as many forward as backward slots, so this is also the share of time, for any ratio of the two
+        times. In zero-bubble no stage waits in slots for gradients of weights, and the share is
+        2(S - 1) / (3R·M + 2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """The place by kind, tick and stage in which a chunk's input is held from its forward to its backward pass."""
+        """By kind, tick and stage, the place where a chunk's input is held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """Place by kind, tick and stage of the residuals that the gradients of weights need from a backward pass."""
+        """By kind, tick and stage, the place of the residuals of a backward pass that gradients of weights need."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
-        """Assign the first free place to each work, so that as few places as possible are used."""
+        """Assign the first free place to each work, so that the number of places is as small as possible."""
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
-            free: list[int] = []  # among the places used so far
+            free: list[int] = []  # free places among those used before
             for number, tick in enumerate(self.ticks):
                 if begin in tick and (work := tick[begin][stage]):
                     places[begin, number, stage] = held[work] = heappop(free) if free else len(held)
@@ -184,7 +186,7 @@ class Schedule:
 
     @property
     def in_flight(self) -> int:
-        """The largest number of chunk inputs that a stage holds at once."""
+        """The largest number of chunk inputs that a stage holds at a time."""
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
@@ -212,7 +214,7 @@ class Schedule:
         return figure(self.describe(), self.ticks)
 
     def save(self, path: str | PathLike) -> None:
-        """Write the picture of the schedule to a file; the ending of its name says the format, such as PNG.
+        """Write the picture of the schedule to a file, whose suffix determines the format, such as PNG.
 
         Args:
             path: the file to write.
@@ -238,7 +240,7 @@ def _ticks(
     """Return the ticks of one of several stacks, up to the last in which it has work."""
     around = rounds * stages  # ticks of a microbatch in a stack
     early = stacks * around - 1
-    # the tick of the first backward pass, which is in the last stack
+    # The tick of the first backward pass, which is in the last stack.
     delays = {"gpipe": early - around + microbatches * rounds + stages, "1f1b": early, "zero-bubble": early}
     slots: dict[tuple[int, str], list[Work | None]] = {}
     for microbatch in range(microbatches):
@@ -248,11 +250,11 @@ def _ticks(
             for stage in range(stages):
                 forward = slots.setdefault((stack * around + order + stage, "forward"), [None] * stages)
                 forward[stage] = Work(microbatch, turn)
-                if name in delays:  # backward, the last stack, the last round and the last stage come first
+                if name in delays:  # in backward passes the last stack, the last round and the last stage come first
                     tick = delays[name] + (stacks - 1 - stack) * around + order + stages - 1
                     back = Work(microbatch, rounds - 1 - turn)
                     slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
-                    if name == "zero-bubble":  # the tick in which the first stage has its cotangent too
+                    if name == "zero-bubble":  # in the tick in which even the first stage has its cotangent
                         slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
     last = max(tick for tick, _ in slots)
     ticks = ({kind: tuple(slots[tick, kind]) for kind in KINDS if (tick, kind) in slots} for tick in range(last + 1))

@@ -1,8 +1,8 @@
-"""Split a function in two parts: the first computes some results, the second the other results from kept values.
+"""Split a function in two: the first part computes some of the results, the second the others, from kept values.
 
-Zero-bubble schedules split a backward pass in this way: the first part is the gradient of its input, for which the
-previous stage waits; the second part is the gradients of weights, for which no stage waits. Only operations that depend
-on nothing except weights are computed in both parts.
+Zero-bubble schedules split a backward pass in this way. The first part computes the gradient of the input, for which
+the previous stage waits; the second part computes gradients of weights, for which no stage waits. Only operations that
+depend on weights alone are computed in both parts.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Halves(NamedTuple):
     """The two parts of a function (fixed, moving) -> (early, late).
 
     Attributes:
-        first: (fixed, moving) -> (early, kept); `kept` are the values that `rest` needs.
+        first: (fixed, moving) -> (early, kept), where `kept` are the values that `rest` needs.
         rest: (fixed, kept) -> late.
         kept: the shapes and shardings of the kept values.
     """
@@ -34,14 +34,14 @@ class Halves(NamedTuple):
 
 
 def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tree) -> Halves:
-    """Split a function by its two results.
+    """Split a function into two parts, one for each of its two results.
 
-    An operation whose results both parts need runs in the first part. If the parts need different results of an
-    operation that JAX can split, such as the gradient of an equation, each part computes its own results.
+    An operation that both parts need runs in the first part. If the parts need different results of an operation that
+    JAX can split, such as the gradient of an equation, each part computes its own results.
 
     Args:
         f: (fixed, moving) -> (early, late).
-        fixed: arguments of both parts; operations that use nothing else run in both parts.
+        fixed: arguments of both parts; operations that use only these run in both parts.
         moving: arguments of the first part only.
 
     Returns:
@@ -58,8 +58,9 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
-    # Lowering 'xla' multiplies in regions of Auto axes, and their operations cannot run outside of these regions.
-    ours = [each for each in all_equations(whole) if innermost(str(each.source_info.name_stack))[0]]  # no random draws
+    # Under lowering 'xla' products are in regions of Auto axes, and cannot run outside of these regions. Only planned
+    # programs are looked at, since random draws have such regions too.
+    ours = [each for each in all_equations(whole) if innermost(str(each.source_info.name_stack))[0]]
     made = [var.aval.sharding.mesh for each in ours for var in each.outvars]
     if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):
         raise PlanError(
@@ -95,7 +96,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
 
 def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
-    """Return the operations that compute `results` from the values in `there`, without their unused results."""
+    """Return the operations that compute `results` from the values in `there`, reduced to their used results."""
     wanted = {var for var in results if not isinstance(var, Literal)} - there
     found: list[Any] = []
     for equation in reversed(whole.eqns):
@@ -104,7 +105,7 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
             continue
         if not all(used):
             less = without_unused_results(equation, used)
-            # If splitting it saves no operation, for instance of a gathered operand, its results are kept instead.
+            # If this saves no operation, as for a gathered operand, all results are computed and kept instead.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
         wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there

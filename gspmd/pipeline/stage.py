@@ -1,4 +1,4 @@
-"""One stage of a pipeline in one stack of blocks: the work of its slots, and its permutes to neighbouring stages."""
+"""One stage of a pipeline in one stack of blocks: the work of its slots, and the permutes to neighbouring stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,16 +26,16 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Stages:
-    """The computations of a stack of blocks in stages: functions of global arrays of the other mesh axes.
+    """The computations of a stack of blocks in stages: functions of arrays that are global over the other mesh axes.
 
     Attributes:
         first: (shared, batch) -> x, the input of the first stage, such as an embedding.
         chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
-            scalar that is added to the last stage's. The figures are a tree of float32 arrays, one row for each layer.
-            In a stack after another one it has a further argument, the output of that stack.
+            scalar that is added to the loss of the last stage. The figures are a tree of float32 arrays with a row for
+            each layer. In a stack that follows another, `chunk` has a further argument, the output of the other stack.
         last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that another follows.
         chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. `chunk` then
-            takes them as its first argument: (shared, weights, x, batch, number).
+            gets them as its first argument: (shared, weights, x, batch, number).
     """
 
     first: Callable[[Tree, Tree], jax.Array]
@@ -49,16 +49,16 @@ class Stages:
 
 
 Streams = tuple[jax.Array, ...]
-"""The arrays that a stage sends to the next: the stream of its stack and, if any, the output of the previous stack."""
+"""The arrays that a stage sends to the next: the stack's stream and, if there is one, the previous stack's output."""
 
 
 class StackState(NamedTuple):
     """The carry of a stage from tick to tick, for one stack."""
 
     activation: Streams  # received from the previous stage
-    cotangent: Any  # received from the next stage, of the same streams
-    inputs: Any  # of chunks that still need their backward pass
-    residuals: Any  # of chunks that still need their gradients of weights
+    cotangent: Any  # cotangents of the same streams, received from the next stage
+    inputs: Any  # inputs of the chunks whose backward pass is still to come
+    residuals: Any  # residuals of the chunks whose gradients of weights are still to come
     figures: Tree
     weights: Tree
 
@@ -76,11 +76,11 @@ class StageOfStack:
 
     Attributes:
         stages: the functions to compute.
-        schedule: the order in which they run.
+        schedule: the order in which the functions run.
         axis: the mesh axis of the stages.
         streams: the specs of the arrays that a stage sends to the next.
         shapes: the shapes of these arrays.
-        batches: number of microbatches that the loss averages over.
+        batches: number of microbatches over which the loss is averaged.
         shared: the weights that every stage has.
         weights: [rounds, layers, ...], the weights of the stage in this stack.
         microbatches: the inputs, [M, ...].
@@ -147,7 +147,7 @@ class StageOfStack:
     def forward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ended: Streams
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's forward pass; `ended` is the output of the previous stack for the first stage, if any."""
+        """Compute a chunk's forward pass; for the first stage, `ended` is the previous stack's output, if any."""
         row = self._mine(rows)
         batch = row_of(self.microbatches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
@@ -156,7 +156,7 @@ class StageOfStack:
         weights = row_of(self.weights, row.round)
         y, loss, figures = self.stages.run_chunk(self.shared, weights, streams[0], batch, number, *streams[1:])
         state = state._replace(activation=self._sent((y, *streams[1:]), 1))
-        if state.inputs is not None:  # the backward pass computes the rest again
+        if state.inputs is not None:  # the backward pass computes everything else again from the input
             held = tuple(_put_at(into, row.input, x, row.active) for into, x in zip(state.inputs, streams))
             return state._replace(inputs=held), sums
         if self.stages.last is not None:
@@ -166,11 +166,11 @@ class StageOfStack:
     def backward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ending: jax.Array | None
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's backward pass; `ending` is the cotangent from the next stack for the last stage, if any."""
+        """Compute a chunk's backward pass; for the last stage, `ending` is the next stack's cotangent, if any."""
         row = self._mine(rows)
         number, _, is_last = self._chunk(row)
         x, *before = (row_of(held, row.input) for held in state.inputs)
-        # In a slot without a microbatch cotangents are 0, so it adds nothing to any gradient.
+        # In a slot without a microbatch cotangents are 0, so the slot adds nothing to any gradient.
         active = row.active == 1
         of_x, *of_before = state.cotangent
         of_x = jnp.where(active & ~is_last, of_x, jnp.zeros_like(x))
@@ -190,7 +190,7 @@ class StageOfStack:
         return self._added(state._replace(cotangent=self._sent(of_streams, -1)), sums, row, loss, figures)
 
     def gradients(self, state: StackState, sums: StageSums, rows: "TickSlots") -> tuple[StackState, StageSums]:
-        """Add the gradients of weights of a split backward pass. No stage waits in these slots, so none is masked."""
+        """Add a split backward pass's gradients of weights; no stage waits in these slots, so nothing is masked."""
         row = self._mine(rows)
         assert self._halves is not None
         kept = [row_of(each, row.residual) for each in state.residuals]
@@ -202,7 +202,7 @@ class StageOfStack:
         """Compute the backward pass of a chunk from its input.
 
         Returns:
-            (gradients of the streams, loss, figures), and (gradient of shared, gradient of weights).
+            The pairs (gradients of the streams, loss, figures) and (gradient of shared, gradient of weights).
         """
         streams, batch, number, (cotangent, *beyond), share = moving
         is_first, is_last = self._ends(number)
@@ -218,7 +218,7 @@ class StageOfStack:
 
         (_, loss), transposed, figures = jax.vjp(compute, *fixed, *streams, has_aux=True)
         of_shared, of_weights, of_x, *of_before = transposed((cotangent, share))
-        # Later stages have read the output of the stack before too.
+        # Later stages have read the output of the previous stack too, so their gradients are added.
         of_before = (mine + theirs for mine, theirs in zip(of_before, beyond))
         return ((of_x, *of_before), loss, figures), (of_shared, of_weights)
 
@@ -257,12 +257,12 @@ class StageOfStack:
         return tuple(self._sent_one(x, spec, by, around=end) for x, spec, end in zip(streams, self.streams, ends))
 
     def _sent_one(self, x: jax.Array, stream: Spec, by: int, *, around: bool) -> jax.Array:
-        """Send x in one permute, a step of the plan; `around` if the first stage follows the last one."""
+        """Send x by one permute, a step of the plan; with `around`, the first stage follows the last."""
         stages = self.schedule.stages
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         if not around:
             pairs = [(source, target) for source, target in pairs if target == source + by]
-        if stages == 1:  # the next chunk is on the same stage, or there is none
+        if stages == 1:  # the next chunk, if there is one, is on the same stage
             return x if pairs else jnp.zeros_like(x)
         ctx = context()
         sends = stream, x.shape, x.dtype.itemsize, ctx, self.axis, stages
@@ -278,7 +278,7 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the step that sends a stream to the next or previous stage, under the name of the tensor.
+    """Return the step that sends a stream to the next or previous stage, by the name of the tensor.
 
     Args:
         stream: the spec of the stream in a stage.
@@ -292,7 +292,7 @@ def sent(
     kind, mesh = "collective-permute", {axis: stages, **ctx.mesh}
     if (across := in_force.across_slices()).get(axis, 1) > 1:
         seconds = network_seconds(kind, stages, held, ctx.chip)
-    else:  # The mesh of a stage does not say where slices end, and this stays in one.
+    else:  # the mesh of a stage does not say where slices end; this permute stays in a slice
         chip = replace(ctx.chip, node_devices=0) if across else ctx.chip
         seconds = collective_seconds(kind, (axis,), mesh, held, chip)
     return {"stream": (Step(kind, (axis,), wire_bytes(kind, stages, held), seconds, stream, stream, "stream"),)}
@@ -311,8 +311,8 @@ class TickSlots(NamedTuple):
 def row_of(tree: Tree, index: jax.Array | int) -> Tree:
     """Return row `index` of every array.
 
-    If there is only one row, it is the same at every tick. Its index is then the constant 0, so that compilers and the
-    trace see that computations on it do not change: a stage with one layer gathers its weights once, before the loop.
+    If there is only one row, its index is the constant 0, so that compilers and the trace see that the row is the same
+    at every tick: a stage with one layer then gathers its weights once, before the loop.
     """
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else index, 0, keepdims=False), tree)
 
@@ -326,7 +326,7 @@ def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) 
 
 
 def wide_zeros(tree: Tree) -> Tree:
-    """Return zeros to which gradients are added, in float32 even for narrower weights, of which there are many."""
+    """Return zeros to which gradients are added; float32 even for narrower weights, since many gradients are added."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 

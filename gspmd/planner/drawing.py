@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
 
 _INDENT = "  "
-# The cells of a step before which a line may be broken, beginning with the fewest breaks.
+# The numbers of the cells before which a step's line may be broken; the first of these that fits is used.
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
@@ -30,7 +30,7 @@ def one_line(plan: Plan) -> str:
 
 
 def plain(plan: Plan) -> str:
-    """Return the figure without colors, in characters that standard output has."""
+    """Return the figure without colors, in characters that standard output can encode."""
     return printable(figure(plan).plain)
 
 
@@ -40,7 +40,7 @@ def figure(plan: Plan, *, gradients: bool = False, width: int | None = None) -> 
     Args:
         plan: the plan to draw.
         gradients: whether to draw the plans of the gradients too.
-        width: the available columns. Wider lines are broken, but never cut off: the heading between its figures, and a
+        width: the available columns. Longer lines are broken and never cut off: the heading between its figures, and a
             step before its arrow, before its figures, or before each of its cells.
     """
     drawn = [_one(plan, _heading(plan, width), width)]

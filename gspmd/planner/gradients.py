@@ -1,7 +1,7 @@
 """The gradient of a routine: the cotangents of its operands as one more routine, planned by the same search.
 
-The gradient of a product is a group, whose common operand is the cotangent; that of a sum is a larger group; that of a
-group is a sum.
+The gradient of a product is a group, whose common operand is the cotangent. The gradient of a sum is a larger group,
+and the gradient of a group is a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ def backward(
     cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
-        mirrored: whether every local einsum has the placements of the forward einsum: the cotangent is brought to the
-            placement of the forward result, and the residuals stay. So a gradient follows a layout that pins the
-            forward pass.
+        mirrored: whether local einsums use the placements of the forward einsums: the cotangent is brought to the
+            placement of the forward result, and the residuals are not moved. So if a layout pins the forward pass, the
+            gradients follow it.
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
@@ -39,8 +39,8 @@ def backward(
         return [_gradient_group(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
-    # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
-    # placement, added there, and reduced once; reducing each part separately would send every one of them.
+    # If an operand has several products, its cotangent is a sum with one part per product. The parts are brought to one
+    # placement, added there, and reduced once; reducing each part separately would send all of them.
     if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
@@ -76,13 +76,13 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 
 def _common_operand(routine: Routine) -> int | None:
-    """Return the operand that has several products; None if there is none."""
+    """Return the number of the operand that has several products; None if no operand has."""
     sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for each product with an output's cotangent, the move that it differentiates and the other one."""
+    """Return, for each product with an output's cotangent, the move of its operand and the move of the other factor."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -108,7 +108,10 @@ def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, 
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Return the placement in which local einsums leave an output, in the cotangent's order; None if terms differ."""
+    """Return the placement in which local einsums leave an output, in the cotangent's order.
+
+    None if the terms of the output have different placements.
+    """
     left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
     if len(left) != 1:
         return None
@@ -118,15 +121,15 @@ def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
 
 @dataclass(frozen=True)
 class GradientPart:
-    """One operand's part of a backward routine.
+    """The part of a backward routine that computes one operand's cotangent.
 
     Attributes:
-        equation: the equation that it computes.
+        equation: the equation that the part computes.
         routine: its moves, products and output.
         dtypes: the dtypes of its operands.
         inputs, outputs: its tensors.
-        overlap: the rings and stripes in it.
-        share: its share of the whole routine's seconds of sending.
+        overlap: its rings and stripes.
+        share: its share of the seconds in which the whole routine sends.
     """
 
     equation: Equation
@@ -141,11 +144,11 @@ class GradientPart:
 def parts(
     backward: Routine, held: Sequence[Tensor], targets: Sequence[Tensor], overlap: Overlap
 ) -> Iterator[GradientPart]:
-    """Divide a backward routine by operand. A step that several operands need belongs to the first of them only.
+    """Divide a backward routine by operand; a step that several operands need belongs only to the first of them.
 
     Args:
         backward: the routine of all cotangents.
-        held, targets: its tensors, as `backward_tensors` returns them.
+        held, targets: the tensors of the routine, as `backward_tensors` returns them.
         overlap: the overlap of the whole routine.
     """
     claimed: set[int] = set()

@@ -1,18 +1,19 @@
-"""The bytes that a routine holds at once: the lifetimes of its buffers, and their layouts in compiled programs.
+"""The largest number of bytes that a routine holds at a time, from the lifetimes and memory orders of its buffers.
 
 Operands and results are held for the whole run. Every step in between makes a buffer, which lives until the last step
-that reads it. The memory of a result is used for other buffers until the result is written. Compilers hold more where
-data are needed in another order:
+that reads it. Until a result is written, its memory is used for other buffers. Compiled programs hold more where data
+are needed in another order of dimensions:
 
-- a tensor is gathered or reduce-scattered along its first dimension: for other dimensions it is transposed before and
-  after;
+- collectives gather and reduce-scatter along the first dimension in memory, so for other dimensions the tensor is
+  transposed before and after;
 - an all-to-all cuts its operand into parts, sends them, and joins the parts that arrive;
-- a product needs batch, free and contracted dimensions each together, and leaves the order batch, left, right.
+- in a product's operands, batch, free and contracted dimensions must each stand together; its result has the order
+  batch, left, right.
 
-Slices, sums and joined parts are written in the order in which they are needed next, at no cost.
+Slices, sums and joined parts are written directly in the order in which they are needed next, at no cost.
 
 Buffers are counted as XLA's buffer assignment places them on host devices, under lowering `blocking`. If a ring gathers
-an operand, only the chunks that a device holds at once are counted, without copies.
+an operand, only the chunks that a device holds at a time are counted, without copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,11 +47,11 @@ class Intermediate:
     Attributes:
         spec: its spec.
         buffers: its memory; none for an operand as it was given, which is counted separately.
-        front: the dimension that is stored in front of the others, if it is not the first.
-        read: the values from which the tensor is made.
-        fused: whether a fusion makes the tensor, and writes it in any order at no cost. A fusion that reads it computes
-            it again, so it is never stored as a whole.
-        level: the length of the chain of instructions up to this one; those of one level run one after the other.
+        front: the dimension that comes first in memory, if it is not the tensor's first dimension.
+        read: the tensors from which it is made.
+        fused: whether a fusion makes the tensor, and so writes it in any order at no cost. Another fusion that reads
+            the tensor computes it again, and the tensor is then never stored as a whole.
+        level: the length of the chain of instructions up to this one. Instructions run level by level.
     """
 
     spec: Spec
@@ -92,7 +93,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the most bytes at a time outside of the memory of results; large buffers are placed first."""
+        """Return the most bytes at a time outside of the memory of results, in which large buffers are placed first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -105,10 +106,7 @@ class Footprint:
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
 
     def _schedule(self, results: Sequence[LiveBuffer]) -> None:
-        """Set the times of all buffers.
-
-        Every instruction runs as soon as it can, so operands are moved at the same time.
-        """
+        """Set the times of all buffers; instructions run by level, so the moves of several operands interleave."""
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
             for buffer in value.buffers:
@@ -121,13 +119,13 @@ class Footprint:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _make(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of an instruction; everything that it reads is held while it runs."""
+        """Make the value of an instruction; everything that the instruction reads is held while it runs."""
         made = tuple(LiveBuffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
         self.made.append(Intermediate(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of a fusion, which also reads everything that the fusions before it read."""
+        """Make the value of a fusion. If it reads another fusion, the two become one, which reads what both read."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -156,7 +154,7 @@ class Footprint:
         arrived = self._make(step.before, dtype, cut, parts=parts)
         pairs = zip(step.before.dims, step.before.axes, step.after.axes)
         split = next(dim for dim, old, new in pairs if len(new) > len(old))
-        if split == step.before.dims[-1]:  # pieces of rows are joined first, and then reordered
+        if split == step.before.dims[-1]:  # parts of rows are joined first, and then reordered
             arrived = self._make(step.after, dtype, arrived)
         return self._fuse(step.after, dtype, arrived)
 
@@ -185,7 +183,7 @@ class Footprint:
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
     def _ready(self, number: int, move: Move) -> Intermediate:
-        """Make an operand in the form in which the products that use it read it."""
+        """Make an operand in the memory order in which its products read it."""
         dtype, given = self._given(number), Intermediate(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
@@ -204,13 +202,13 @@ class Footprint:
         return self._copied(value, dtype) if scattered or value.front else value
 
     def _share_held(self, move: int) -> float:
-        """Return the share of a gathered operand that a device holds at once: two chunks each way, or stripes."""
+        """Return the share of a gathered operand that a device holds at a time: two chunks each way, or two stripes."""
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
                 return 1.0
             return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes))
-        both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # with halves, one direction has half a chunk
+        both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # under `halves` each direction has half a chunk
         return min(1.0, 2 * both_ways / prod(self.mesh[axis] for axis in ring.axes))
 
     def _order(self, product: Product) -> "_Order":
@@ -266,10 +264,10 @@ class _Order:
             self.results.append((*self.batch, *free[1], *free[0]))
 
     def scattered(self, side: int, wide: set[str]) -> bool:
-        """Return whether an operand must be copied before it is multiplied; dimensions of size 1 may be anywhere."""
+        """Return whether an operand must be copied to be multiplied; only dimensions in `wide` are longer than 1."""
         dims = (self.batch, self.contracted, self.free[side])
         batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]
-        if max(len(contracted), len(free)) > 1:  # they are merged, in this order
+        if max(len(contracted), len(free)) > 1:  # several dimensions are merged into one, in this order
             orders = orders[side : side + 1]
         return [dim for dim in self.sides[side] if dim in wide] not in [batch + order for order in orders]

@@ -11,11 +11,11 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """A way to send the shards of a tensor round a ring. It holds everything that defines a schedule.
+    """A way to send the shards of a tensor round a ring; the attributes define it completely.
 
     Attributes:
-        signs: the direction, +1 or -1, in which each part of a shard goes round; a shard has as many parts as signs.
-        both_ways: whether every part is sent both ways, each copy half-way round.
+        signs: the direction, +1 or -1, in which each part of a shard goes round; a shard has one part for each sign.
+        both_ways: whether every part is sent in both directions, half-way round in each.
         is_public: whether users may ask for it by name, as lowering `looped:<name>`.
     """
 
@@ -41,7 +41,7 @@ SCHEDULES = {
 }
 """The schedules by name.
 
-Among equal costs the first is taken; a tensor that is not overlapped with an einsum uses the last.
+Of schedules with equal costs the first is used; a tensor that is gathered apart from the einsum uses the last.
 """
 
 
@@ -50,12 +50,13 @@ class Ring:
     """A ring of permutes that gathers, or reduce-scatters, the shards of one tensor.
 
     Attributes:
-        axes: the mesh axes over which the loop goes, outermost first; if empty, the tensor is gathered before it is
-            used.
-        within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
+        axes: the mesh axes over which the loop goes, outermost first; if empty, the tensor is gathered before the
+            einsum.
+        within: the mesh axes whose shards together make one chunk: gathered before the loop, or scattered after it.
         schedule: one of `SCHEDULES`.
-        orders: the number of orders of `axes` in which parts of a shard are sent, to keep all links of the axes busy.
-        split: the dimension along which shards are cut into those parts, and into halves.
+        orders: the number of parts of a shard that are sent through `axes` in different orders, so that the links of
+            all axes are busy.
+        split: the dimension along which shards are cut into these parts, and into halves.
     """
 
     axes: tuple[str, ...]
@@ -80,7 +81,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The rings of a routine, of moves and of outputs by their numbers, and its stripes, if it has any."""
+    """The rings of a routine's moves and outputs, by the numbers of these, and the stripes if there are any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
     scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -94,14 +95,14 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """Return the part that belongs to one output and the moves that it needs, under their new numbers."""
+        """Return the rings and stripes of one output and of the moves that it needs, renumbered for these alone."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient: as its shard, if a ring gathers it."""
+    """Return the spec in which each moved operand is kept for the gradient: its shard's spec if a ring gathers it."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""A function that chooses the collectives to overlap in a routine; it returns them and the seconds that they hide."""
+"""A function that chooses which collectives of a routine overlap; it returns them and the seconds that are hidden."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
-    """Run one step after the other, as under lowering `blocking`."""
+    """Let no collective overlap, as under lowering `blocking`."""
     return Overlap(), 0.0
 
 
@@ -38,16 +38,16 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures that determine the seconds.
-        lowering: the lowering of the plan: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`,
-            the cheaper of `"blocking"` and `"looped"`.
+        lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper of
+            `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
-        pinned: the specs of `via`; the gradients of a pinned plan mirror it.
+        pinned: the specs of `via`; the gradients of a pinned plan use the same placements.
         loops: the gathers and reduce-scatters that run inside an einsum.
         hidden_seconds: the seconds that these loops save; negative if they cost time.
         asked: the lowering as it was requested; under `"auto"` each gradient chooses its own.
-        overlapping: the function that chooses what the lowering overlaps with the einsums of a routine; gradients use
-            it too.
+        overlapping: the function that chooses which collectives overlap with einsums; it is also applied to the
+            gradients.
     """
 
     equation: Equation
@@ -82,15 +82,15 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds; only the collectives in `loops` overlap."""
+        """Predicted seconds, in which only the collectives in `loops` overlap."""
         return sum(step.seconds for step in self.steps) - self.hidden_seconds
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that one device holds at once: operands, results, and intermediate buffers.
+        """The most bytes that one device holds at a time: operands, results, and intermediate buffers.
 
-        Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
-        devices. For the chip of the plan it is an estimate; docs/plans.md compares it with compiled programs.
+        A buffer is counted from the step that makes it to the last step that reads it, as XLA places buffers on host
+        devices. For the chip of the plan this is an estimate; docs/plans.md compares it with compiled programs.
         """
         from gspmd.planner.memory import Footprint
 
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """The environment on which its costs depend."""
+        """The environment on which the costs depend."""
         return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
 
     @cached_property
     def backward(self) -> Routine:
-        """The routine of all the operands' cotangents together, as it runs."""
+        """The routine that computes the cotangents of all operands together, as the backward pass runs it."""
         from gspmd.planner.gradients import backward
 
         mirrored = self.pinned is not None
@@ -133,10 +133,10 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for each operand's cotangent; a step that several plans need belongs only to the first of them.
+        """One plan for each operand's cotangent; a step that several of them need is only in the first.
 
-        The seconds hidden by the loops of the backward routine are divided among the plans in proportion to their
-        sending seconds.
+        The seconds that loops of the backward routine hide are divided among the plans, in proportion to the seconds
+        that each sends.
         """
         from gspmd.planner.gradients import parts
 
@@ -159,20 +159,21 @@ class Plan:
     def alternatives(self, count: int = 8) -> tuple["Plan", ...]:
         """Return the best plan of each choice that the search compared, cheapest first.
 
-        A choice says which dimension each mesh axis shards while the operands are multiplied, or that it shards none.
-        For a group, the choice concerns the operand that all members share; for a sum, the placement in which the
-        products are added; for a move, the collectives. The first is the plan that is made without `via`. The order is
-        that of the search, which overlaps nothing: under `"looped"` and `"auto"` a later plan may have fewer `seconds`.
+        A choice says which dimension, if any, each mesh axis shards while the operands are multiplied. For a group, the
+        choice is about the operand that all members share; for a sum, about the placement in which the products are
+        added; for a move, about the collectives. The first plan is the one that is made without `via`. The search
+        orders plans by their seconds without overlap, so under `"looped"` and `"auto"` a later plan may have fewer
+        `seconds`.
 
         Args:
-            count: the most plans to return.
+            count: the largest number of plans to return.
 
         Returns:
-            Plans of the same equation. `Plan.via` of each is what to write to have it. A sum may then still be added
-            in another placement if that is cheaper.
+            Plans of the same equation. To have one of them, pass its `Plan.via` as `via`. A sum may then still be added
+            in another placement if this is cheaper.
 
         Raises:
-            PlanError: `count` is not a positive whole number, or the plan is that of a gradient.
+            PlanError: `count` is not a positive whole number, or this is the plan of a gradient.
 
         Example:
             >>> import gspmd
@@ -195,7 +196,7 @@ class Plan:
         return tuple(map(self._with_routine, ranked))
 
     def _with_routine(self, routine: Routine) -> "Plan":
-        """Return a plan of the same equation by another routine, pinned to the specs that it brings the operands to."""
+        """Return a plan of the same equation with another routine, pinned to the specs of the operands in it."""
         overlap, hidden = self.overlapping(routine, self.inputs, self.outputs, self.environment)
         specs = {move.source: move.spec for move in routine.moves}
         flat = iter(range(len(self.inputs)))
@@ -216,16 +217,16 @@ class Plan:
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
-        """Write the plan as JSON: every figure, per device and execution, and the same for the gradients.
+        """Write the plan as JSON: every figure, per device and execution, and the plans of the gradients.
 
         Keys:
             equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
                 the attributes of the same names.
-            steps: a list in the order of execution, each with kind, axes, operand, before, other (null except for a
+            steps: a list in the order of execution; each step has kind, axes, operand, before, other (null except for a
                 product of two), after, wire_bytes, flops, seconds.
             mesh, sizes, chip, via: the request.
-            gradients: a list with one entry for each operand, which has all keys except those of the line above and
-                this one; empty without `gradients`.
+            gradients: a list with one entry for each operand, empty without `gradients`. Entries have the same keys,
+                except mesh, sizes, chip, via and gradients.
         """
         asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
         parts = [_record(each) for each in self.gradients] if gradients else []
@@ -235,10 +236,10 @@ class Plan:
         """Draw the plan as papers do: specs in boxes, a collective on every arrow, with its bytes and seconds.
 
         Args:
-            gradients: whether to draw the plans of the gradients below it.
+            gradients: whether to draw the plans of the gradients below.
 
         Returns:
-            A figure, which notebooks show, and `.save("plan.svg")` writes. Every number in it is one of the plan.
+            A figure, which notebooks show, and `.save("plan.svg")` writes. All numbers in it are figures of the plan.
 
         Example:
             >>> import gspmd
@@ -256,7 +257,7 @@ class Plan:
         """Draw the blocks that each device holds before and after every step.
 
         Returns:
-            A figure. On a mesh of more than 64 devices, the first ones and the last along each axis are drawn.
+            A figure. On a mesh of more than 64 devices, only the first and the last devices along each axis are drawn.
 
         Example:
             >>> import gspmd
@@ -284,7 +285,7 @@ class Plan:
 
 
 def _chosen(asked: str, overlap: Overlap) -> str:
-    """Return the requested lowering; for `"auto"`, the chosen one."""
+    """Return the requested lowering or, for `"auto"`, the lowering that was chosen."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
@@ -327,7 +328,7 @@ def plan_equation(
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
-    """Plan an equation whose request is resolved: a lowering by name, and a function that chooses what it overlaps."""
+    """Plan an equation, given a lowering by name and the function that chooses what this lowering overlaps."""
     for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
@@ -364,7 +365,7 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return operands and results as tensors of the planner; by default each is sent in its own dtype."""
+    """Return operands and results as tensors of the planner; without `wire_dtype` each is sent in its own dtype."""
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
@@ -403,7 +404,7 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
 
 def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
-    """Return one spec per operand: a via may give a group one spec if its members have the same dimensions."""
+    """Return one spec per operand. A via may have one spec for a whole group whose members have the same dimensions."""
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)
     return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]

@@ -1,4 +1,4 @@
-"""The time in which a plan keeps each resource of a device busy: the matrix unit, main memory, and the links."""
+"""The time for which a plan keeps each resource of a device busy: the matrix unit, main memory, and the links."""
 
 from math import prod
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from gspmd.planner.spans import local_shape
 
 
 class Roofline(NamedTuple):
-    """Seconds of a plan if a single resource limited it; the largest tells the resource that limits the plan.
+    """Seconds that a plan would take if only one resource limited it, for each resource; the largest limits the plan.
 
     Attributes:
         compute: the FLOPs of all local einsums, at the chip's peak for their dtypes.

@@ -2,10 +2,10 @@
 
     product   one search
     group     one search for several products of one operand, which is moved once
-    sum       a search for each product, all towards the placement in which adding them costs least, so that the partial
-    sums of all are reduced once
+    sum       one search per product; all end in the placement in which adding costs least, so partial sums are reduced
+              once
 
-The gradient of a product is a group, that of a sum a larger group, that of a group a sum (`gradients`).
+The gradient of a product is a group, the gradient of a sum a larger group, the gradient of a group a sum (`gradients`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def plan_routine(
         environment: sizes, mesh, chip.
         inputs: the operands, group members one by one, in reading order; their specs contain no mesh axis of size 1.
         outputs: the results.
-        via: the spec to which each operand is brought before the local einsum, or None to search for it.
+        via: for each operand, the spec to which it is brought before the local einsum, or None to search for it.
 
     Raises:
         PlanError: no assignment of mesh axes gives the outputs.
@@ -67,7 +67,7 @@ def _sum_routine(
 def ranked_routines(
     equation: Equation, environment: Environment, inputs: Sequence[Tensor], outputs: Sequence[Tensor], count: int
 ) -> list[Routine]:
-    """List the cheapest routine of each choice that the search weighs, cheapest first; see `Plan.alternatives`."""
+    """List the cheapest routine for each choice that the search compares, cheapest first; see `Plan.alternatives`."""
     free = [None] * len(inputs)
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
         return list(islice(_ranked_moves(environment, inputs[0], outputs[0]), count))
@@ -88,10 +88,10 @@ class ProductGroup:
     """The products of one operand, which is moved once for all of them.
 
     Attributes:
-        left: the number of that operand among the inputs.
-        tensor: the operand.
+        left: the number of the common operand among the inputs.
+        tensor: the common operand.
         rights: the numbers of the operands with which it is multiplied; None if it is only summed.
-        contractions: those operands, their results, and their pins.
+        contractions: the operands of `rights` with the results and pins of their products.
         pinned: the spec to which the common operand is brought, if it is not searched.
     """
 
@@ -110,7 +110,7 @@ class ProductGroup:
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
-        """Return a group of one product whose result is brought to that placement."""
+        """Return this group, which has one product, with its result brought to `placement`."""
         only = self.contractions[0]
         return replace(self, contractions=(replace(only, target=replace(only.target, spec=placement)),))
 
@@ -118,7 +118,7 @@ class ProductGroup:
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
     """Return a `ProductGroup` for each term.
 
-    If an operand of the term is a group, the other operand is the common one; otherwise the first operand is.
+    The common operand is the one beside the group if the term has a group, and otherwise the first.
     """
     groups, start = [], 0
     for term in equation.terms:
@@ -137,9 +137,9 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Find one placement of the common operand for all products, or one for each product if none serves all.
+    """Find one placement of the common operand for all products, or else one for each product.
 
-    None does if the results are partial sums over different mesh axes.
+    No placement is possible for all products if their results are partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -151,7 +151,7 @@ def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[P
 
 
 def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
-    """Plan one chain of steps, or two with a pin between them."""
+    """Plan a move as one chain of steps, or as two chains with the pinned spec between them."""
     arrived = _arrived(source, output)
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
@@ -160,12 +160,12 @@ def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinn
 
 
 def _arrived(source: Tensor, output: Tensor) -> Spec:
-    """Return the target of a move, its dimensions in the order of the source."""
+    """Return the target of a move with its dimensions in the order of the source."""
     return Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
 
 
 def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
-    """Yield the cheapest move with each list of collectives, by way of any placement, cheapest first."""
+    """Yield the cheapest move for each list of collectives, through any one placement, cheapest first."""
     dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
     paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
     ends = paths.number(source.spec), paths.number(_arrived(source, output))
@@ -189,8 +189,8 @@ def _collectives(routine: Routine) -> tuple[tuple[str, frozenset[str]], ...]:
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """Find the placement in which adding terms, and moving the sum to its target, costs least.
 
-    Return None if there is no such placement, or if a term lacks a dimension that others have: then each term is
-        reduced and broadcast by itself.
+    Return None if there is no such placement, or if a term lacks a dimension that others have. Each term is then
+    reduced and broadcast separately.
     """
     costs = _costs_of_adding(terms, target)
     if costs is None or not np.isfinite(least := costs.min()):
@@ -200,7 +200,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def _costs_of_adding(terms: Sequence[ResultCosts], target: Tensor) -> np.ndarray | None:
-    """Return the cost of adding terms in each placement, if they have the same dimensions and can be added."""
+    """Return the cost of adding the terms in each placement; None if they cannot be added before they are reduced."""
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
@@ -215,7 +215,10 @@ def _ranked_sums(
     output: Tensor,
     count: int,
 ) -> list[Routine]:
-    """List the cheapest routine for each placement in which the terms may be added; one if they are added apart."""
+    """List the cheapest routine for each placement in which the terms can be added.
+
+    There is one routine if the terms cannot be added before they are reduced.
+    """
     terms = [group.result_costs(environment) for group in groups]
     costs, dims, paths = _costs_of_adding(terms, output), terms[0].dims, terms[0].paths
     if costs is None or not np.isfinite(costs.min()):
@@ -223,13 +226,14 @@ def _ranked_sums(
     finite = np.flatnonzero(np.isfinite(costs)).tolist()
     ranked = sorted(finite, key=lambda number: (costs[number].real, costs[number].imag, str(paths.spec(dims, number))))
     kinds = paths.kinds
-    first = {int(kinds[number]): number for number in reversed(ranked)}  # of those that differ in the order of axes
+    # For each kind the cheapest placement: placements of one kind differ only in the order of axes.
+    first = {int(kinds[number]): number for number in reversed(ranked)}
     chosen = sorted(first.values(), key=ranked.index)[:count]
     return [_sum_routine(groups, environment, inputs, output, paths.spec(dims, number)) for number in chosen]
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """Return the steps from the placement of a sum's terms to that of the sum, without its broadcast dimensions."""
+    """Return the steps from the placement `common`, in which terms are added, to the target before any broadcast."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 
@@ -253,7 +257,7 @@ class RoutineBuilder:
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
             right = None
-            if source is not None and choice.right is not None:  # neither is None, or both
+            if source is not None and choice.right is not None:  # both or neither, but type checkers do not know it
                 right = self._move(source, choice.right, choice.right_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))

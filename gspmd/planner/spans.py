@@ -1,4 +1,4 @@
-"""Spans: the joint effect of consecutive gathers, or reduce-scatters, on a tensor, and the pieces of a tensor."""
+"""Spans: the joint effect of consecutive gathers, or consecutive reduce-scatters, on a tensor; and sizes of shards."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from gspmd.planner.steps import Move, Routine, Step
 
 @dataclass(frozen=True)
 class CollectiveSpan:
-    """The span of consecutive gathers or reduce-scatters: from shards to the unsharded tensor, or back.
+    """Consecutive gathers, or consecutive reduce-scatters, of a tensor.
 
     Attributes:
-        shard: the spec before a gather, or after a reduce-scatter.
+        shard: the spec before the gathers, or after the reduce-scatters.
         whole: the spec at the other end.
-        steps: the run, in the plan's order.
+        steps: the collectives, in the plan's order.
     """
 
     shard: Spec
@@ -25,13 +25,13 @@ class CollectiveSpan:
 
     @property
     def changed_axes(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions that change, each with the mesh axes that shard it at one end only, major first."""
+        """The dimensions that change, each with the mesh axes that shard it only at one end, major first."""
         pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
         return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it runs."""
+        """The mesh axes over which the collectives run."""
         return tuple(axis for axes in self.changed_axes.values() for axis in axes)
 
     def step_number(self, axis: str) -> int:
@@ -40,15 +40,15 @@ class CollectiveSpan:
 
 
 LONGEST = 96
-"""The most chunks for which a ring is unrolled, since programs and their compile times grow with the chunks: four
-stripes of 255 hops for each weight of Llama 2 70B took 50 s to trace, and over 19 min to compile: docs/looped.md."""
+"""The largest number of chunks for which a ring is unrolled. Programs and compile times grow with the chunks: with four
+stripes of 255 hops for each weight, Llama 2 70B took 50 s to trace, and over 19 min to compile (docs/looped.md)."""
 
 
 def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
-    """List what can be looped: gathers of operands that are multiplied, and reduce-scatters of products.
+    """List the collectives that can be looped: gathers of operands of products, and reduce-scatters of products.
 
     Returns:
-        The gathers by the number of their move, and the reduce-scatters by that of their output.
+        The gathers by the number of their move, and the reduce-scatters by the number of their output.
     """
     gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
     scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
@@ -59,8 +59,9 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
 
 
 def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """List every division of a collective's axes into those that a ring loops over and those within one of its chunks.
-    The ring loops over at least one axis, and over the major axes of each dimension.
+    """Yield every division of a collective's axes into the axes of a ring's loop and the axes within one of its chunks.
+
+    The ring loops over at least one axis; of each dimension, it loops over the major axes.
     """
     spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
     for counts in product(*(range(len(axes) + 1) for axes in spans)):
@@ -70,23 +71,23 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 
 
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Return whether each axis is short enough to unroll: at most `LONGEST` devices.
+    """Return whether every axis is short enough to be unrolled: at most `LONGEST` devices.
 
-    A gather along one axis is always short: it is a loop in the program.
+    A gather along one axis always is, because it becomes a loop in the program.
     """
     long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
     return not long or (long == [*looped] and span.steps[0].kind == "all-gather")
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:
-    """Return the gathers at the end of a move."""
+    """Return the gathers at the end of a move; None if it does not end in gathers."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
     return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
 def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
-    """Return the reduce-scatters at the beginning of the reduction of an output's added products."""
+    """Return the reduce-scatters with which the reduction of an output begins; None if it begins otherwise."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
@@ -107,7 +108,7 @@ def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """Return the chain after the sum of an output's products; none if each product has its own chain."""
+    """Return the steps after the sum of an output's products; none if each product is reduced by itself."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)
@@ -119,12 +120,12 @@ def _run(steps: Iterable[Step], kind: str) -> int:
 
 
 def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of each dimension of a device's piece."""
+    """Return the size of each dimension of one device's shard."""
     return {dim: sizes[dim] // prod(mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes)}
 
 
 def cut(size: int, number: int) -> list[tuple[int, int]]:
-    """Return start and length of each of `number` parts of a size, as equal as possible, without empty parts.
+    """Return the start and length of `number` parts of a size, as equal as possible, without empty parts.
 
     >>> cut(5, 2), cut(1, 2)
     ([(0, 3), (3, 2)], [(0, 1)])

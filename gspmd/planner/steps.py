@@ -14,15 +14,15 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One thing a device does: a collective, a slice, or the local einsum. Figures are per device and execution.
+    """One step of a device: a collective, a slice, or a local einsum. Figures are per device and execution.
 
     Attributes:
         kind: one of `KINDS`.
-        axes: the mesh axes over which it runs, major first; empty for an einsum.
-        wire_bytes: bytes one device sends.
-        seconds: its seconds by the chip's link and matrix-unit figures.
+        axes: the mesh axes over which the step runs, major first; empty for an einsum.
+        wire_bytes: bytes that one device sends.
+        seconds: the time it takes, by the chip's figures for links and matrix unit.
         before: the tensor's spec before the step.
-        after: its spec after the step.
+        after: the tensor's spec after the step.
         operand: the name of the tensor that moves: `"operand 1"`, `"result"`, ...
         flops: floating-point operations of a local einsum; 0 otherwise.
         other: the spec of a local einsum's second operand.
@@ -45,14 +45,14 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Its kind and mesh axes: `all-gather yz`."""
+        """The kind and the mesh axes as text: `all-gather yz`."""
         from gspmd.display.units import axes_text
 
         return f"{self.kind} {axes_text(self.axes)}".rstrip()
 
     @property
     def sources(self) -> tuple[Spec, ...]:
-        """The spec before the step, or those of both operands of a product."""
+        """The spec before the step; for a product, the specs of both operands."""
         return (self.before,) if self.other is None else (self.before, self.other)
 
     @property
@@ -86,10 +86,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Product:
-    """The local einsum of one or two moved tensors, then `steps` to bring it to `spec`.
+    """The local einsum of one or two moved tensors, then `steps` to bring its result to `spec`.
 
-    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. A single tensor with nothing to
-    sum is passed on unchanged, and its einsum is not counted as a step.
+    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. If there is only one tensor,
+    and nothing to sum, it is passed on unchanged, and the einsum is not counted as a step.
     """
 
     left: int
@@ -116,7 +116,7 @@ class Product:
 
 @dataclass(frozen=True)
 class RoutineOutput:
-    """The sum of `products` of one spec, and `steps` that follow it; dimensions that no product has are broadcast."""
+    """The sum of `products`, which have the same spec, and the `steps` after it; missing dimensions are broadcast."""
 
     products: tuple[int, ...]
     spec: Spec
@@ -144,7 +144,7 @@ class Routine:
 
 
 def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Add up the costs of steps. Picoseconds are whole numbers, so that ties are exact."""
+    """Add up the costs of steps: picoseconds, bytes and number; all are whole numbers, so that ties are exact."""
     return (
         sum(picoseconds(step.seconds) for step in steps),
         sum(step.wire_bytes for step in steps),
@@ -153,13 +153,13 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return whole picoseconds, rounded up, so that replacing one step by two never gains by rounding."""
+    """Return whole picoseconds; rounded up, so that two steps instead of one never cost less because of rounding."""
     return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment that costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
+    """The environment on which costs depend: the sizes, the mesh without axes of size 1, and the chip."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
@@ -169,16 +169,16 @@ class Environment:
     def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
         """Return the environment of a mesh, without its axes of size 1.
 
-        Sharding over them costs nothing, and each would multiply the placements to be searched.
+        Sharding over these axes costs nothing, and each would multiply the number of placements to search.
         """
         return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages.
+    """An operand or result: its spec, its dtype, its dtype on the wire, and its name in plans and messages.
 
-    Its gradient is a partial sum over the mesh axes `reduced`, which `spec` does not say.
+    The gradient of the tensor is a partial sum over the mesh axes `reduced`; `spec` itself has no `reduced`.
     """
 
     spec: Spec
@@ -195,7 +195,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contraction:
-    """One product of the left operand: the right operand (None: the left one alone), the result, and any pin."""
+    """One product of the left operand: the right operand (None if there is none), the result, and any pin."""
 
     right: Tensor | None
     target: Tensor
@@ -204,7 +204,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that run one after the other; the first is number `first` of its program."""
+    """Steps that run one after the other; in the program, the first has number `first`."""
 
     steps: tuple[Step, ...] = ()
     first: int = 0
@@ -212,7 +212,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class RoutineChains:
-    """The chains of a routine in its program.
+    """The chains of a routine, with their numbers in its program.
 
     Attributes:
         moves: the chain of each move.
@@ -228,13 +228,13 @@ class RoutineChains:
 
 
 class NumberedSteps:
-    """The steps of a program. Each gets its number here, which its scope, the trace and the ledger carry."""
+    """The steps of a program. Each step gets its number here; its scope, the trace and the ledger use this number."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
-        """Append steps that run on a share of the data for which they were planned."""
+        """Append steps; they run on a `share` of the data for which they were planned."""
         chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
         self.steps += chain.steps
         return chain

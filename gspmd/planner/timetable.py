@@ -1,4 +1,4 @@
-"""The steps of a plan in time, on the links and on the matrix unit of a device, as its lowering overlaps them."""
+"""A timetable of a plan's steps on a device's links and matrix unit, as the lowering overlaps them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,13 +9,13 @@ from gspmd.planner.steps import Step
 
 
 class Bar(NamedTuple):
-    """A step in time.
+    """The time of one step.
 
     Attributes:
-        number: its number in `plan.steps`.
+        number: the step's number in `plan.steps`.
         step: the step.
-        start, seconds: when it begins, and how long it takes; in a loop those of the loop, or its part of it.
-        looped: whether it runs in a loop with an einsum.
+        start, seconds: when the step begins, and how long it takes; in a loop, its part of the loop's time.
+        looped: whether the step runs in a loop with an einsum.
     """
 
     number: int
@@ -26,16 +26,15 @@ class Bar(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """Its lane: 0 for the links, 1 for the matrix unit."""
+        """The lane of the timetable: 0 for the links, 1 for the matrix unit."""
         return int(not self.step.is_collective)
 
 
 def bars(plan: Plan) -> list[Bar]:
     """Return the steps of a plan in time.
 
-    Steps outside loops follow one another. Everything that loops with an einsum runs at once, after the other moves, in
-    the seconds that the plan leaves for it: gathers from the beginning, reduce-scatters to the end, the einsums all the
-    time, in chunks.
+    Steps outside loops run one after the other. All loops are drawn as one block after the other moves, with the
+    seconds that the plan has for them: gathers begin with the block, reduce-scatters end with it, and einsums fill it.
 
     Args:
         plan: a `gspmd.Plan`.
@@ -79,7 +78,7 @@ def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) ->
 def _looped(plan: Plan) -> Iterator[int]:
     """Yield the numbers of the steps that run in loops: collectives, and the einsums that hide them."""
     routine, loops, number = plan.routine, plan.loops, 0
-    # Rings without axes run apart from the einsum, unless its stripes hide them.
+    # Rings without axes run before the einsum, unless stripes of the einsum hide them.
     gathers = {at for at, ring in loops.gathers.items() if ring.axes or loops.stripes}
     for at, move in enumerate(routine.moves):
         span = len(ring_gather(move).steps) if at in gathers else 0

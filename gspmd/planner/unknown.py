@@ -1,9 +1,9 @@
-"""Steps whose placements are still unknown: the work that a program does with a tensor, whatever its spec will be.
+"""Steps whose placements are still unknown: descriptions of a program's work that hold for any specs of its tensors.
 
 A search traces a program once, on an abstract mesh whose axes have size 1 and are placeholders: every dimension of
-every line of a layout is sharded over its own axis, an *unknown*. Then everything divides and nothing is sent. Each
-planned step says between which unknown placements it moves a tensor, or in which it multiplies. Its cost follows when
-mesh axes replace the unknowns (`gspmd.search`).
+every line of a layout is sharded over its own axis, an *unknown*. So all sizes divide, and nothing is sent. Each
+planned step says between which unknown placements it moves a tensor, or in which it multiplies. When mesh axes replace
+the unknowns, its cost can be computed (`gspmd.search`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,13 +14,13 @@ from gspmd.annotate.spec import Spec
 from gspmd.planner.steps import Step
 
 PREFIX = "unknown"
-"""The prefix of the names of such mesh axes."""
+"""The prefix of the names of unknowns."""
 
 MARK = "gspmd_mark"
-"""The primitive that stands in a program for such a step."""
+"""The name of the primitive that stands in a program for a step with unknown placements."""
 
 Known = Mapping[str, tuple[str, ...]]
-"""The mesh axes in place of each unknown, major first."""
+"""The mesh axes that replace each unknown, major first."""
 
 
 def is_unknown(mesh: Iterable[str]) -> bool:
@@ -30,11 +30,10 @@ def is_unknown(mesh: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class UnknownMove:
-    """Bring a tensor from one placement to another; if `before` has several placements, bring the tensors of each and
-    add them.
+    """A move of a tensor from one placement to another, or of several tensors, which are added on the way.
 
     Attributes:
-        before: the specs of the sources; more than one for the parts of a gradient, which may be added in the cheapest
+        before: the specs of the sources; more than one for the parts of a gradient, which are added in the cheapest
             placement.
         after: the target spec, with dimensions in any order.
         shape: the shape of the unsharded tensor, in the order of `before`.
@@ -51,11 +50,11 @@ class UnknownMove:
 
 @dataclass(frozen=True)
 class UnknownProduct:
-    """Multiply two tensors in their present placements.
+    """The product of two tensors in their present placements.
 
     Attributes:
         specs: the specs of both operands and of the result, which may be a partial sum.
-        dtypes: the dtypes of the three, as their elements are read and written.
+        dtypes: the dtypes of these three, as their elements are read and written.
         sizes: the sizes of all dimensions.
     """
 
@@ -66,14 +65,13 @@ class UnknownProduct:
 
 @dataclass(frozen=True)
 class UnknownSteps:
-    """The steps that an operation plans by itself, as a function from the specs of its tensors to the steps, by name.
+    """Steps that an operation plans by itself, by a function from the specs of its tensors to the steps.
 
     Attributes:
-        plan: the function from `arguments` to a mapping from names to steps; the specs and the context in them are
-            unknown.
-        arguments: its arguments, all hashable.
+        plan: the function from `arguments` to a mapping from names to steps.
+        arguments: the arguments, all hashable; specs and context in them have unknowns.
         name: the name of these steps in the mapping.
-        is_product: whether they are a local product, whose seconds include reading its operands.
+        is_product: whether these steps are a local product, whose seconds include reading its operands.
     """
 
     plan: Callable[..., Mapping[str, Any]]
@@ -84,11 +82,11 @@ class UnknownSteps:
 
 @dataclass(frozen=True)
 class UnknownMoves(UnknownSteps):
-    """A move that an operation plans by itself, as a function from the specs of its tensors to all its moves, by name.
+    """A move that an operation plans by itself, by a function from the specs of its tensors to all its moves, by name.
 
     Attributes:
-        before: the source spec of the tensor, or None if some move of the operation depends on that spec. With a
-            spec, the function is called once for all source specs, and the source in its answer is ignored.
+        before: the source spec of the tensor, or None if some move of the operation depends on this spec. If it is
+            given, the function is called only once for all source specs, and the source spec in its answer is ignored.
     """
 
     before: Spec | None = None
@@ -96,10 +94,10 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """The first steps that a chain shares with earlier chains of the same tensor; a program runs them once.
+    """The first steps of a chain that earlier chains of the same tensor have too; a program runs these steps once.
 
     Attributes:
-        chain: the chain that has these steps.
+        chain: the chain.
         others: the chains that have run before it.
     """
 
@@ -109,12 +107,12 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownReduction:
-    """The last step of a chain, if it is a reduction that a compiler may remove; nothing otherwise.
+    """The last step of a chain, if it is a reduction that a compiler may remove; otherwise no step.
 
     Attributes:
-        chain: the chain that ends in it.
-        others: chains whose results are only added to its own, and must end in the same reduction.
-        adds_up: whether a loop adds the results up, and an all-reduce behind the loop is enough.
+        chain: the chain that ends in the reduction.
+        others: chains whose results are only added to the result of `chain`; all must end in the same reduction.
+        adds_up: whether a loop adds up the results, so that one all-reduce after the loop is enough.
     """
 
     chain: "UnknownMove | UnknownSteps"
@@ -124,7 +122,7 @@ class UnknownReduction:
 
 @dataclass(frozen=True)
 class RequiredMove:
-    """A move that must be possible although it may never run: gradients of one equation are planned together."""
+    """A move that must be possible although it may never run: the gradients of an equation are planned together."""
 
     move: UnknownMove
 
@@ -134,31 +132,31 @@ Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownR
 
 @dataclass(frozen=True, repr=False)
 class UnknownStep(Step):
-    """A step that represents a whole chain which cannot be planned yet."""
+    """A step that stands for a whole chain that cannot be planned yet."""
 
     what: Unknown | None = None
 
     @classmethod
     def of(cls, what: Unknown, before: Spec, after: Spec, operand: str = "") -> "UnknownStep":
-        """Return the step that does this to a tensor."""
+        """Return the step that stands for `what`, done to a tensor."""
         return cls("unknown", (), 0, 0.0, before, after, operand, what=what)
 
 
 class Mark(str):
-    """The parameter of a marked operation: a short key, one for each mark, so that equal marks are equal operations."""
+    """The parameter of a mark's primitive: a short text that names the unknown step, so that equal steps are equal."""
 
     what: Unknown
 
     @classmethod
     def of(cls, what: Unknown, name: str) -> "Mark":
-        """Return the mark of an unknown step, called `name`."""
+        """Return the mark of an unknown step; every step has another `name`."""
         mark = cls(name)
         mark.what = what
         return mark
 
 
 def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
-    """Replace unknowns by mesh axes, in every spec of a nested tuple or frozen dataclass; known axes stay.
+    """Replace unknowns by mesh axes in every spec of a nested tuple or frozen dataclass; other axes stay.
 
     Args:
         value: a nested tuple or frozen dataclass with specs in it.
@@ -171,7 +169,7 @@ def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
     if isinstance(value, Spec):
         here = lambda name: known.get(name, () if name.startswith(PREFIX) else (name,))  # noqa: E731
         at = lambda axes: tuple(axis for name in axes for axis in here(name))  # noqa: E731
-        # a sum over several unknowns is over all of their axes
+        # A partial sum over several unknowns is one over all of their axes, each once.
         sums = (tuple(dict.fromkeys(at(names))) for names in (value.partial, value.reduced))
         return Spec(value.dims, tuple(map(at, value.axes)), *sums)
     if type(value) in others:

@@ -1,1 +1,1 @@
-"""Tracing: the planned steps of a whole function, less those that its compiler merges."""
+"""Tracing: the planned steps of a whole function, without the steps that its compiler merges with others."""

@@ -1,10 +1,10 @@
-"""Compilers' rules for common subexpressions, and for the operations they move out of loops.
+"""The rules of compilers for common subexpressions, and for operations that are moved out of loops.
 
 XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
-Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0 and, with the libtpu that belongs to each
-(0.0.42, 0.0.50), for TPU v4; tests/tracing check these rules against all of them. For GPUs programs compiled with JAX's
-plugin for CUDA 0.10.2, which tests/audit/offline checks.
+Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0, and for TPU v4 with the corresponding libtpu
+(0.0.42, 0.0.50); tests/tracing check the rules against all of these. For GPUs, programs compiled with version 0.10.2 of
+JAX's plugin for CUDA, which tests/audit/offline checks.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from gspmd.lowerings.in_force import chip_in_force
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler's treatment of equal and of loop-invariant values.
+    """A compiler's treatment of equal values and of loop-invariant values.
 
     Attributes:
-        is_host: whether it compiles for host devices (XLA:CPU). That compiler hoists everything invariant, conditionals
-            included, out of all loops around it. Any other compiler hoists an operation out of one loop, and only if
+        is_host: whether it compiles for host devices (XLA:CPU). This compiler hoists everything invariant, including
+            conditionals, out of all surrounding loops. Other compilers hoist an operation out of one loop, and only if
             its results are no larger than its operands (so no all-gather).
-        merges_across_barriers: whether it eliminates common subexpressions again, all-reduces excepted, once it has
-            expanded optimization barriers. XLA:CPU did so until jaxlib 0.10; no other compiler does.
+        merges_across_barriers: whether it eliminates common subexpressions (except all-reduces) again after it has
+            expanded optimization barriers. XLA:CPU did so up to jaxlib 0.10; no other compiler does.
         reduces_sums: whether it adds partial sums before it reduces them, if only their sum is used. XLA:GPU does.
     """
 
@@ -52,7 +52,7 @@ def compiler_for(chip: Chip) -> Compiler:
 
 
 def compiler_in_use() -> Compiler:
-    """Return the compiler of the devices of the current mesh; if they are unknown, that for the chip in force."""
+    """Return the compiler for the devices of the current mesh or, if they are unknown, for the chip in force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         chip = chip_in_force()
@@ -61,9 +61,9 @@ def compiler_in_use() -> Compiler:
 
 
 def _inflates_size(equation: Any) -> bool:
-    """Return whether results have more bytes than operands (XLA: `hoist_size_inflating_ops`); literals have none.
+    """Return whether results have more bytes than operands (XLA: `hoist_size_inflating_ops`); literals have 0 bytes.
 
-    An operation that broadcasts a literal inflates, whatever its other operands are.
+    An operation that broadcasts a literal counts as inflating, even if other operands are large.
     """
     arrays = [var.aval for var in equation.invars if not isinstance(var, Literal)]
     results = [var.aval for var in equation.outvars]

@@ -1,7 +1,7 @@
-"""The dataflow of a program: its operations in one list, where it uses each value, and the program that made it.
+"""The dataflow of a program: its operations in one list, with the makers and the users of every value.
 
-Compilers inline all calls, so the operations of called programs stand in the list, too, in place of their calls. A loop
-is one operation, and its body has a separate dataflow.
+Compilers inline all calls, so calls are replaced by the operations of the called programs. A loop is one operation, and
+its body has a separate dataflow.
 """
 
 from collections import defaultdict
@@ -18,10 +18,10 @@ from gspmd.tracing.steps import step_number
 from gspmd.tracing.value_numbering import StepKey
 
 Path = tuple[int, ...]
-"""The operations that contain another one, outermost first, by identity: one jaxpr may be called from many places."""
+"""The operations that contain an operation, outermost first, by identity: a jaxpr may be called from many places."""
 
 Value = Hashable
-"""A value: the calls around the operation that makes it, and its variable there."""
+"""A value: the calls around the operation that makes the value, and its variable there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +30,10 @@ class Operation:
 
     Attributes:
         equation: the operation in its jaxpr.
-        path: the operations that contain it, and itself.
-        operands: the values of its operands; None for literals.
-        results: its results.
-        program: the planned program that it belongs to; None outside of one.
+        path: the operations that contain this operation, and then itself.
+        operands: the values of the operands; None for literals.
+        results: the values of the results.
+        program: the planned program to which the operation belongs; None outside of planned programs.
         program_path: the path of the call of this program.
     """
 
@@ -46,24 +46,24 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
+        """The name of the primitive."""
         return self.equation.primitive.name
 
     @property
     def step(self) -> int | None:
-        """The number of the step that it belongs to; None outside of steps."""
+        """The number of the step to which the operation belongs; None outside of steps."""
         return step_number(self.equation)
 
     @property
     def step_key(self) -> StepKey:
-        """The equation of its program and the number of its step; it must be in a step."""
+        """The equation of the program and the number of the step, for an operation in a step."""
         assert self.program is not None
         assert self.step is not None
         return self.program.equation, self.step
 
     @property
     def is_mark(self) -> bool:
-        """Whether it stands for steps whose placements are unknown."""
+        """Whether the operation is a mark, which stands for steps whose placements are unknown."""
         return self.name == MARK
 
 
@@ -72,11 +72,11 @@ class Dataflow:
     """The operations of a program.
 
     Attributes:
-        operations: all of them, in order; without the calls.
-        arguments: the values of its arguments.
-        results: the values of its results; None for literals.
+        operations: all operations, in order, without calls.
+        arguments: the values of the arguments.
+        results: the values of the results; None for literals.
         makers: value -> the operation that makes it.
-        users: value -> the operations that use it, each as often as it does.
+        users: value -> the operations that use it, once for each use.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -95,7 +95,7 @@ def dataflow(jaxpr: Jaxpr, path: Path = ()) -> Dataflow:
 
     Args:
         jaxpr: the program.
-        path: the operations that contain it.
+        path: the operations that contain the program.
     """
     flow = Dataflow(arguments=[(path, var) for var in jaxpr.invars])
     flow.results.extend(_inlined(flow, jaxpr, path, flow.arguments, None, ()))

@@ -1,4 +1,4 @@
-"""Jaxprs: the programs that an equation calls, dead code, and the use that a loop makes of its operands."""
+"""Questions about jaxprs: the programs that an equation calls, dead code, and how a loop uses its operands."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _CALLS = ("jit", "pjit", jax_internals.CLOSED_CALL, "shard_map", "custom_partiti
 _CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
 
 RECOMPUTED = ("remat2", "checkpoint")
-"""Primitives that call a program again in the backward pass."""
+"""Primitives whose program is called again in the backward pass."""
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
@@ -44,18 +44,19 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 _WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Primitives that call a program and say how it is transformed, and the parameter that has the program."""
+"""Primitives that call a program and have rules for transforming it, with the parameter that contains the program."""
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that none of its results needs, with all of its arguments."""
+    """Return the program without the operations that no result needs; all its arguments stay."""
     return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """Return the program with plain calls in place of calls that have rules for transformations. JAX's elimination does
-    not look into a `custom_vmap_call`, and keeps all operands of the other two, used or not. Compilers inline all
-    three.
+    """Return the program with plain calls instead of calls that have rules for transformations.
+
+    JAX's elimination of dead code does not look into a `custom_vmap_call`, and keeps unused operands of the other two
+    primitives. Compilers inline all three.
     """
     if id(jaxpr) not in done:
         equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
@@ -88,26 +89,27 @@ def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def expression(equation: Any) -> tuple[str, str]:
-    """Return the operation of an equation: the primitive, and its parameters in one order (JAX's own varies)."""
+    """Return the operation of an equation: the primitive and its parameters, sorted, since JAX's order varies."""
     params = sorted(equation.params.items(), key=lambda item: item[0])
     return equation.primitive.name, str([(name, _text(value)) for name, value in params])
 
 
 def _text(value: Any) -> Any:
-    """Return a parameter, with a text in place of each program in it."""
+    """Return a parameter, with a text instead of each program in it."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
         return fingerprint(value)
-    # A rule of differentiation is a new object at each call, and does not run in this program: only its name counts.
+    # Only the name of a function counts: rules of differentiation are new objects at each call, and do not run here.
     is_function = callable(value) and not isinstance(value, type)
     return getattr(value, "__name__", type(value).__name__) if is_function else value
 
 
 def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
-    """Return a text that is equal for equal programs, whatever their variables are called. It has the content of the
-    program's own text, but reads each program that it calls once: JAX would write the text of nested loops again for
-    every loop around them.
+    """Return a text that is equal for programs that are equal up to the names of variables.
+
+    It has the content of JAX's own text of a program, but includes each called program once: JAX would write the text
+    of nested loops again for every loop around them.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     if jaxpr in _fingerprints:
@@ -138,12 +140,12 @@ def _type(aval: Any) -> str:
 
 
 def has_effects(equation: Any) -> bool:
-    """Return whether an equation has effects; naming a mesh axis does not count as one."""
+    """Return whether an equation has effects; the use of a mesh axis's name does not count as an effect."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 
 def is_call(equation: Any, inner: Jaxpr) -> bool:
-    """Return whether an equation only calls a program, with its own operands; compilers inline it."""
+    """Return whether an equation is a plain call of a program with the equation's operands; compilers inline it."""
     return equation.primitive.name in (*_CALLS, *RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
 
@@ -153,7 +155,7 @@ def runs_once(equation: Any) -> bool:
 
 
 def is_reshape(equation: Any) -> bool:
-    """Return whether an equation changes only the shape, in row-major order, as a broadcast to more dimensions may."""
+    """Return whether an equation only reshapes in row-major order, as some broadcasts to more dimensions do."""
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]
@@ -163,11 +165,11 @@ def is_reshape(equation: Any) -> bool:
 
 
 def is_stacked(outer: Any, inner: Any) -> bool:
-    """Return whether a scan takes or makes a variable slice by slice, rather than whole."""
+    """Return whether a scan reads or writes a variable slice by slice, rather than as a whole."""
     return len(getattr(outer.aval, "shape", ())) > len(getattr(inner.aval, "shape", ()))
 
 
 def is_carried_unchanged(body: Jaxpr, place: int, constants: int) -> bool:
-    """Return whether a loop's body returns its operand at this place as it is; the constants come first."""
+    """Return whether a loop's body returns its operand number `place`, after the constants, unchanged."""
     carried = place - constants
     return carried < len(body.outvars) and body.outvars[carried] is body.invars[place]

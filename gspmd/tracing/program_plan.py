@@ -31,14 +31,15 @@ class PlannedStep:
 
     Attributes:
         step: kind, mesh axes, bytes and seconds of one execution.
-        trips: the number of times that it runs.
-        equation: the equation to which it belongs.
-        number: its number among the steps of that equation.
+        trips: the number of times that the step runs.
+        equation: the equation to which the step belongs.
+        number: the number of the step in this equation.
         dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: equation and number of an earlier step, whose result this one uses instead of running: the same result,
-            or one reduction of the sum of both.
-        hidden_seconds: a collective's share of the seconds that the equation's loops hide, over all trips.
-        is_behind_loop: whether the compiler moves it behind the loop that adds its results up (`gspmd.tracing.sums`).
+        first: equation and number of an earlier step whose result this step uses instead of running, because both
+            results are the same, or because one collective reduces the sum of both.
+        hidden_seconds: a collective's share of the seconds that the equation's loops save, over all trips.
+        is_behind_loop: whether the compiler moves the step behind the loop that adds up its results
+            (`gspmd.tracing.sums`).
     """
 
     step: Step
@@ -52,7 +53,7 @@ class PlannedStep:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends, all trips together."""
+        """Bytes that one device sends in all trips together."""
         return self.step.wire_bytes * self.trips
 
     def __repr__(self) -> str:
@@ -65,13 +66,13 @@ class PlannedStep:
 class ProgramPlan(Printed):
     """All planned steps of a function, in program order; figures are per device and execution.
 
-    A conditional counts its largest branch; a while loop, whose trips are unknown before it runs, counts once. Under
-    vmap a step counts what the whole batch sends. Equations under lowering `xla` are forecasts: all their steps count.
+    A conditional counts as its largest branch, and a while loop, whose trip count is not known in advance, as one trip.
+    Under vmap a step counts for the whole batch. Equations under lowering `xla` are forecasts, and all their steps
+    count.
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an equal step among the entries; they send nothing, and no total counts
-            them.
+        shared: steps that use the result of an equal step among the entries; they send nothing, and are in no total.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: sentences about the parts that could not be counted.
     """
@@ -96,7 +97,7 @@ class ProgramPlan(Printed):
 
         Args:
             mesh: sizes of the mesh axes.
-            chip: its `node_devices` fill the mesh node by node, or slice by slice.
+            chip: the hardware; nodes (or slices) of `node_devices` devices fill the mesh one after the other.
         """
         if chip.nodes(mesh) == 1:
             return 0
@@ -104,7 +105,7 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds and operations: branches of a conditional are compared in this order."""
+        """Bytes, seconds and operations, by which branches of a conditional are compared, in this order."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
@@ -114,9 +115,10 @@ class ProgramPlan(Printed):
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds that loops save by sending during products, from the plan of each equation. If only a part of an
-        equation runs because the rest was sent before, the same part of its seconds counts. Experts, whose chunks
-        overlap with one another, count none.
+        """Seconds that loops save because they send during products, from the plan of each equation.
+
+        If only a part of an equation runs, since the rest has been sent before, the same part of its seconds counts.
+        The overlap of experts' chunks with one another does not count.
         """
         return sum(entry.hidden_seconds for entry in self.entries)
 
@@ -126,7 +128,7 @@ class ProgramPlan(Printed):
         return sum(entry.step.flops * entry.trips for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """Return the number of runs and the bytes sent for every collective kind and set of mesh axes."""
+        """Return the number of runs and the bytes sent for every kind of collective and its mesh axes."""
         counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for entry in self.entries:
@@ -184,7 +186,7 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 
 
 def of_equation(plan: Plan) -> ProgramPlan:
-    """Return the program plan of a single equation, forward, run once."""
+    """Return the program plan of the forward pass of a single equation that runs once."""
     routine, loops = plan.routine, plan.loops
     spans = [ring_gather(routine.moves[number]) for number in loops.gathers]
     spans += [ring_scatter(routine, number) for number in loops.scatters]

@@ -1,7 +1,7 @@
 """Regions of a program, and the values, collectives and products that are available in each.
 
-A region is a straight piece of a program: all of it except the bodies of its loops and conditionals, which are separate
-regions. See `gspmd.tracing.value_numbering`.
+A region is a program without the bodies of its loops and conditionals, which are regions of their own. So the
+operations of a region run one after the other. See `gspmd.tracing.value_numbering`.
 """
 
 import weakref
@@ -35,7 +35,7 @@ _REDUCTIONS = ("psum", "pmax")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS, MARK)
 _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
-"""Operations that compilers remove; `name` marks a value that `jax.checkpoint` may keep by its name."""
+"""Operations that compilers remove; `name` is the primitive of `checkpoint_name`."""
 
 _LOOPS = ("scan", "while")
 
@@ -44,12 +44,12 @@ class Value(NamedTuple):
     """A value of a program, by the numbers that it has at three moments of compilation.
 
     Attributes:
-        number: after common subexpression elimination.
-        barrierless: after optimization barriers are expanded and subexpressions are eliminated again, if the compiler
-            does so; otherwise `number`.
-        region: the outermost region in which it is available.
-        captured: before both, when loops take values from outside as operands. Two operands of a loop that become equal
-            later are still two values inside it.
+        number: its number after common subexpression elimination.
+        barrierless: its number after optimization barriers are expanded and subexpressions are eliminated again, if the
+            compiler does so; otherwise `number`.
+        region: the outermost region in which the value is available.
+        captured: its number before both, when loops take values from outside as operands. If two operands of a loop
+            become equal later, they are still two values inside the loop.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Value(NamedTuple):
     captured: int
 
     def numbers_in(self, region: "Region") -> tuple[int, int]:
-        """Its `number` and `barrierless` as an operation in this region sees them."""
+        """Return `number` and `barrierless` as an operation in this region sees them."""
         inside = region.depth > self.region.depth
         return (self.captured, self.captured) if inside else (self.number, self.barrierless)
 
@@ -71,13 +71,13 @@ class Occurrence(NamedTuple):
 
 
 class Region:
-    """A straight piece of a program.
+    """A program, or the body of one of its loops or conditionals, with the values that are available in it.
 
     Args:
         numbering: the value numbers of the program.
         parent: the region around this one.
-        length: the trips of the loop whose body it is, for each run of the loop.
-        is_loop: whether it is the body of a loop, rather than a branch.
+        length: the trips of the loop whose body this is, for each run of the loop.
+        is_loop: whether this is the body of a loop, rather than a branch.
     """
 
     def __init__(self, numbering: Numbering, parent: "Region | None" = None, length: int = 1, is_loop: bool = False):
@@ -88,10 +88,10 @@ class Region:
         self._available: dict[int, StepKey] = {}  # collectives and products, by value number
         self._bodies: dict[int, Region] = {}  # loops by their `barrierless` number
         self._loops: set[int] = set()  # the loops whose body this is, by `number`
-        self._is_uncertain = False  # whether the current loop is merged with the others only after barriers are gone
+        self._is_uncertain = False  # whether the current loop merges with the others only after barriers are expanded
 
     def ancestors(self) -> Iterator["Region"]:
-        """Yield this region, the one around it, and so on."""
+        """Yield this region, the region around it, and so on."""
         yield self
         if self.parent:
             yield from self.parent.ancestors()
@@ -99,7 +99,7 @@ class Region:
     # -- calls and loops -----------------------------------------------------------------------------------------------
 
     def enter(self, equation: Any, inner: Jaxpr) -> "Region":
-        """Return the region of a called program, which is this one if the program runs exactly once."""
+        """Return the region of a called program, which is this region if the program runs exactly once."""
         operands = [self._value(var) for var in equation.invars]
         call = self._call(equation, operands)
         region = self._entered(equation, inner, operands)
@@ -110,12 +110,12 @@ class Region:
     def bind_constants(self, constants: Iterable[tuple[Any, Any]]) -> None:
         """Bind the constants of a program, as pairs of variables and arrays: equal arrays are one value.
 
-        JAX writes an array that a function closes over into the program, as often as the function names it, and every
+        An array that a function closes over is written into the program as often as the function uses it, and every
         compiler merges constants of the same type and content.
         """
         for var, array in constants:
             if not isinstance(var.aval, jax.core.ShapedArray) or not getattr(array, "is_fully_addressable", True):
-                continue  # a reference, or an array that no single process could write
+                continue  # a mutable reference, or an array of which this process has only a part
             number = self.numbering.of("constant", str(var.aval), _content(array, var.aval.dtype))
             self._values[var] = Value(number, number, [*self.ancestors()][-1], number)
 
@@ -159,7 +159,7 @@ class Region:
         return None
 
     def _loop_body(self, equation: Any, inner: Jaxpr, operands: Sequence[Value]) -> "Region":
-        """Return the body of a loop, with its invariants bound: constants, and what it carries unchanged."""
+        """Return the region of a loop's body, with its invariants bound: constants, and carries that stay unchanged."""
         length = equation.params.get("length", 1)  # the trips of a while loop are unknown and counted as one
         is_scan = equation.primitive.name == "scan"
         loop = self._loop(equation, operands)
@@ -184,7 +184,7 @@ class Region:
             return region._new()
         what = expression(equation)
         captured = self._captured(equation, operands)
-        # A device's place in the mesh is invariant in all loops, but each loop captures it from the surrounding loop.
+        # A device's position in the mesh is invariant in all loops, but each loop captures it from the loop around it.
         apart = (captured,) if region.is_loop and "axis_index" in what[1] else ()
         number, barrierless = (self.numbering.of(*what, id(region), *apart, *side) for side in _sides(operands, region))
         return Value(number, barrierless, region, barrierless)
@@ -195,7 +195,7 @@ class Region:
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """Return the operands of a call; recomputed operands of a backward pass come after an optimization barrier."""
+        """Return the operands of a call; in recomputation for a backward pass they are behind a barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
@@ -203,8 +203,10 @@ class Region:
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
-        """Return operands as they are inside a call, or results as they are outside: a shard_map turns arrays into
-        shards, or back, by their specs."""
+        """Return operands as they are inside a call, or results as they are outside.
+
+        A shard_map turns arrays into shards, or back, by their specs.
+        """
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
             return list(values)
@@ -228,7 +230,7 @@ class Region:
             self._bind(equation.outvars, [self._reshaped(equation, operands[0])])
             return Occurrence(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):
-            # New values each time: a jaxpr may be called from many places with the same variables.
+            # The values are new each time, because a jaxpr may be called from many places with the same variables.
             self._bind(equation.outvars, [self._new() for _ in equation.outvars])
             return Occurrence(self)
         region = self._hoisted(operands, self.numbering.compiler.hoists(equation))
@@ -242,12 +244,13 @@ class Region:
         return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
-        """Reshape a value. A compiler merges consecutive reshapes into one, and drops it if the original shape is
-        restored. JAX itself reshapes scalars: one half of a differentiated shard_map passes them to the other as
-        vectors of one element.
+        """Reshape a value.
+
+        A compiler merges consecutive reshapes, and drops them if the original shape is restored. JAX itself reshapes
+        scalars: one half of a differentiated shard_map passes them to the other half as vectors of one element.
         """
         shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        region = self._hoisted([value])  # it is as large as before
+        region = self._hoisted([value])  # hoisted by every compiler, since the size stays the same
         number, barrierless = (self._reshaped_number(side, *shapes) for side in value.numbers_in(region))
         return Value(number, barrierless, region, self._captured(equation, [value]))
 
@@ -257,7 +260,7 @@ class Region:
         return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
     def _computed(self, result: Value, step: StepKey) -> Occurrence:
-        """Make a collective or a product available; if it is already, return the step that has computed it."""
+        """Make a collective or a product available; if it already is, return the step that has computed it."""
         number, barrierless, available = result.number, result.barrierless, self._available
         first = available.get(number, available.get(barrierless))
         if_fused = number not in available and barrierless in self.numbering.if_fused
@@ -268,14 +271,14 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Note results that are equal, once barriers are gone, only if the compiler has fused them in the same way."""
+        """Note results that become equal after barriers are expanded only if the compiler has fused them alike."""
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
             noted.update(value.barrierless for value in results if value.number != value.barrierless)
 
     def _behind_barrier(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Return values behind an optimization barrier: none is available before all are.
+        """Return values behind an optimization barrier, none of which is available before all are.
 
         Two barriers of the same values are one: every compiler eliminates the second as a common subexpression.
         """
@@ -289,7 +292,7 @@ class Region:
         return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(results, values)]
 
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
-        """Return the region in which an operation runs: outside the loops in which all its operands are invariant."""
+        """Return the region in which an operation runs: outside of loops in which all its operands are invariant."""
         needed, region = max((value.region.depth for value in operands), default=0), self
         all_loops = self.numbering.compiler.is_host
         while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):
@@ -324,7 +327,8 @@ class Region:
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
         """Return the number of an operation's result before any subexpressions are eliminated.
 
-        Outside of planned programs JAX itself lowers equal operations to one; inside them every call has its own.
+        Outside of planned programs JAX itself lowers equal operations to one; inside them every call has its own
+        operations.
         """
         call = self.numbering.calls[-1]
         if call is not None:
@@ -332,7 +336,7 @@ class Region:
         return self.numbering.of("captured", *expression(equation), *(value.captured for value in operands))
 
     def _elements(self, what: str, whole: Value, count: int) -> list[Value]:
-        """Return the results of an operation, or what a loop carries in one trip."""
+        """Return the results of an operation, or the carries of a loop in one trip, as values."""
         numbers = (whole.number, whole.barrierless, whole.captured)
         sides = zip(*([self.numbering.of(what, one, place) for place in range(count)] for one in numbers))
         return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
@@ -342,7 +346,7 @@ _contents: dict[int, tuple[weakref.ref, bytes]] = {}  # hashes of living arrays,
 
 
 def _content(array: Any, dtype: Any) -> bytes:
-    """Hash the contents of an array. The hash of a JAX array, which is immutable, is kept as long as the array."""
+    """Hash the contents of an array; the hash of a JAX array, which is immutable, is kept as long as the array."""
     key = id(array)
     if key in _contents and _contents[key][0]() is array:
         return _contents[key][1]
@@ -355,6 +359,6 @@ def _content(array: Any, dtype: Any) -> bytes:
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
-    """Return the `number` of each operand as this region sees it, and the `barrierless` of each."""
+    """Return the `number` of each operand, and the `barrierless` of each, as this region sees them."""
     seen = [value.numbers_in(region) for value in operands]
     return [tuple(pair[side] for pair in seen) for side in (0, 1)]

@@ -1,4 +1,4 @@
-"""The steps that are left in a traced program: bytes and operations inside their named scopes."""
+"""The steps that remain in a traced program: the bytes and operations inside their named scopes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,17 +28,16 @@ def step_number(equation: Any) -> int | None:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The operations in the scope of one step; `a + b` has those of both.
+    """The operations in the scope of one step; `a + b` has the operations of both.
 
     Attributes:
-        buffer: bytes of the larger side of its largest collective, on one device.
-        flops: the operations of its products, without products that another step has computed already.
+        buffer: bytes of the larger side of the step's largest collective, on one device.
+        flops: the FLOPs of the step's products, without products that another step has computed already.
         dtype: the dtype that this collective sends, as HLO names it.
-        itemsize: the bytes of one of its elements.
-        first: the step that has run the same collective before (or, in a step without a collective, the same product),
-            if any has.
+        itemsize: the bytes of one element of this dtype.
+        first: the step that has run the same collective before (or, without a collective, the same product), if any.
         permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
-        again: bytes of its other permutes, by the step that has sent the same data before.
+        again: bytes of the step's other permutes, by the step that has sent the same data before.
     """
 
     buffer: int = 0
@@ -57,26 +56,26 @@ class TracedStep:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a collective nor a product in it."""
+        """Whether the step has neither a collective nor a product."""
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the operations in a loop of so many trips; loops have only permutes and products."""
+        """Return the operations of a loop with this many trips; such loops have only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the collective in another dtype; None keeps its own dtype."""
+        """Return the step with its collective in another dtype; None keeps the dtype."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)
         return replace(self, dtype=name, buffer=self.buffer * dtype.itemsize // self.itemsize)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
-        """Yield the planned step with the traced figures, each with the step whose result it shares, if any.
+        """Yield the planned step with the traced figures, and the step whose result it shares, if any.
 
-        Under vmap figures exceed the planned ones, since a plan is for one example. A looped step is split into the
-        permutes that only it sends, and the permutes that each other step has sent before.
+        Under vmap the traced figures exceed the planned figures, since a plan is for one example. A looped step yields
+        several steps: the permutes that only it sends, and the permutes that each other step has sent before.
         """
         permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
         permutes += [(sent, first) for first, sent in self.again.items()]
@@ -99,14 +98,14 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """Return the steps of one planned program, by number and by the times that they run.
+    """Return the steps of one planned program, by number and by how often they run.
 
-    A step has more than one entry if a part of it is hoisted out of the loop around the program.
+    A step has several entries if a part of it is hoisted out of the loop around the program.
 
     Args:
-        call: the call of the program in the jaxpr around it.
-        region: the region in which it is called.
-        equation: the equation that it computes.
+        call: the call of the program in the surrounding jaxpr.
+        region: the region of the call.
+        equation: the equation that the program computes.
     """
     around = {*region.ancestors()}
     found: dict[tuple[int, int], TracedStep] = {}
@@ -121,14 +120,14 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """Yield the operations of a program that are in steps, each with the step's number and the region it runs in."""
+    """Yield the operations of a program that are in steps, each with the step's number and the region where it runs."""
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:
             number = step_number(each)
             placed = inside.visit(each, ("", 0) if number is None else (equation, number))
-            # An operation that reads nothing, such as an iota of rows, is not part of the step: JAX hoists it by
-            # itself.
+            # Operations that read nothing, such as an iota of rows, do not count for the step: JAX may hoist them
+            # alone.
             if number is not None and any(not isinstance(var, Literal) for var in each.invars):
                 yield number, placed.region, _operation(each, placed.first)
             yield from _operations(each, inside, equation)

@@ -1,15 +1,15 @@
-"""Reductions that a compiler merges or moves, because only a sum of their results is used.
+"""Reductions that a compiler merges or moves because only a sum of their results is used.
 
     all-reduce(a) + all-reduce(b) = all-reduce(a + b)
 
-A tied embedding has such a gradient: one part from the logits, and one from each look-up, of which an encoder–decoder
-has two. So a sum of reductions that are merged counts as a reduction in a further sum. If the results are converted to
-a wider dtype before they are added, the sum is reduced in that dtype. XLA calls the passes `AllReduceReassociate` and
+The gradient of a tied embedding is such a sum: it has one part from the logits, and one from each look-up (two in an
+encoder–decoder). So a sum of merged reductions can itself be merged in a further sum. If the results are converted to a
+wider dtype before they are added, the sum is reduced in this dtype. XLA calls the passes `AllReduceReassociate` and
 `ReduceScatterReassociate`.
 
-If a loop adds the results of its trips up, and uses the sum for nothing else, one all-reduce behind the loop is enough.
-A loop over microbatches adds gradients up in this way, and so does the backward pass of layers that share a weight. XLA
-calls this pass, which comes after the other two, `WhileLoopAllReduceCodeMotion`.
+If a loop only adds up the results of its trips, and uses the sum for nothing else, one all-reduce behind the loop is
+enough. A loop over microbatches adds up gradients in this way, and so does the backward pass of layers that share a
+weight. XLA's pass for this, which comes after the other two, is `WhileLoopAllReduceCodeMotion`.
 """
 
 from collections import defaultdict
@@ -39,10 +39,10 @@ class Change(NamedTuple):
     """A compiler's change of a planned reduction.
 
     Attributes:
-        first: the operation that reduces the sum of both; None if the reduction is not merged into another one.
+        first: the operation that reduces the sum of both; None if the reduction is not merged into another.
         merged: the reductions that are merged into this one.
-        dtype: the dtype of the sum that it reduces, if that is wider than its own; otherwise None.
-        trips: the trips of the loops behind which it is moved.
+        dtype: the dtype of the sum that is reduced, if it is wider than the reduction's own dtype; otherwise None.
+        trips: the trips of the loops behind which the reduction is moved.
     """
 
     first: Operation | None = None
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 Changes = Mapping[int, Change]
-"""The changes in one call of a planned program, by the number of the step; a mark has the number 0."""
+"""The changes in one call of a planned program, by the number of the step; for a mark the number is 0."""
 
 
 Found = dict[Path, dict[int, Change]]
@@ -63,9 +63,9 @@ class _Reduction:
     """The reduction that makes a value.
 
     Attributes:
-        place: the place of its operation in the program.
+        place: the place of the reduction's operation in the program.
         steps: this operation, and the operations that are merged into it.
-        cuts: the slices that each device keeps of the result.
+        cuts: the slices of the result that each device keeps.
         converted: the narrower dtype that is reduced, if the result is converted; otherwise empty.
     """
 
@@ -76,15 +76,15 @@ class _Reduction:
 
     @property
     def how(self) -> tuple:
-        """The operation, and what is done with its result."""
+        """The kind of reduction and the uses of its result; reductions can be merged if these are equal."""
         first = self.steps[0]
         return first.name if first.is_mark else expression(first.equation), self.cuts, self.converted
 
 
 def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
-    """Return the changes of reductions, by the path of the planned program's call, or of a mark.
+    """Return the changes of reductions, by the path of a planned program's call or of a mark.
 
-    A mark may stand for a reduction, so it gets the changes that the reduction would have.
+    A mark may stand for a reduction, so it has the changes that the reduction would have.
     """
     found: Found = defaultdict(dict)
     _Program(dataflow(jaxpr), found)
@@ -95,8 +95,8 @@ class _Program:
     """The reductions of a program without its loops, whose bodies are separate programs.
 
     Args:
-        flow: the program.
-        found: the changes; the changes of this program and of all programs that it calls are added.
+        flow: the dataflow of the program.
+        found: the changes found so far, to which those of this program and of the programs that it calls are added.
     """
 
     def __init__(self, flow: Dataflow, found: Found):
@@ -136,14 +136,14 @@ class _Program:
             self.sums[operation.results[0]] = replace(first, steps=first.steps + second.steps)
 
     def _planned(self, value: Value | None) -> _Reduction | None:
-        """Return the step that reduces to a value, maybe cut or converted; None if something else makes the value."""
+        """Return the reduction whose result, maybe cut or converted, is a value; None if it is made otherwise."""
         cuts: list[str] = []
         made, dtypes = self.flow.makers.get(value), []
         while made is not None and made.name == _CONVERTED:
             dtypes.append(made.equation.outvars[0].aval.dtype)
             made = self._maker_for_this_alone(made.operands[0])
         while made is not None and made.name == _CUT and made.program:
-            # Each device keeps its part, which the axes of the step determine.
+            # Each device keeps its own slice, which the axes of the step determine.
             axes = "" if made.step is None else str(made.program.steps[made.step].axes)
             cuts += [str(made.equation.outvars[0].aval.shape), axes]
             made = self._maker_for_this_alone(made.operands[0])
@@ -151,24 +151,26 @@ class _Program:
             return None
         own = made.equation.outvars[0].aval.dtype
         if any(jnp.promote_types(own, dtype) != dtype for dtype in dtypes):
-            return None  # The result is rounded.
+            return None  # the conversion rounds the result
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return the operation that makes a value if this is its only use, otherwise None."""
+        """Return the operation that makes a value if the value has only one use, otherwise None."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
-        """Return whether a planned program makes a value by adding rows to zeros, the gradient of a look-up whose rows
-        are gathered. XLA:GPU adds the rows to the other part of a sum instead, maybe a reduction that it merges
-        later."""
+        """Return whether a planned program makes a value by adding rows to zeros.
+
+        This is the gradient of a look-up whose rows are gathered. XLA:GPU adds the rows to the other part of a sum
+        instead of zeros, and this part may be a reduction that is merged later.
+        """
         made = self.flow.makers.get(value)
         return made is not None and made.name == _SCATTER and made.program is not None
 
     # -- reductions that a loop adds up --------------------------------------------------------------------------------
 
     def _move_behind(self, loop: Operation, body: "_Program") -> None:
-        """Move all-reduces of a loop's body behind the loop, if it only adds them up."""
+        """Move those all-reduces of a loop's body behind the loop whose results the loop only adds up."""
         constants, carried = scan_operands(loop.equation)
         for place in range(carried):
             reduction = body._added_up(constants + place, place)
@@ -179,9 +181,9 @@ class _Program:
             self.moved[loop.results[place]] = loop.operands[constants + place], reduction
 
     def _added_up(self, argument: int, result: int) -> _Reduction | None:
-        """Return the all-reduce of which this result is the sum with this argument; None if it is not such a sum.
+        """Return the all-reduce if the result is its sum with the argument, and the argument has no other use.
 
-        The argument must not be used otherwise.
+        Otherwise return None.
         """
         buffer, total = self.flow.arguments[argument], self._reshaped(self.flow.results[result])
         added = self.moved.get(total) or self._sum(total)
@@ -203,7 +205,7 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value from which this one is made by a change of shape or dtype, if it has no other use."""
+        """Return the value from which a value is made by changes of shape or dtype, if it has no other use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             if made.name in _RESHAPES or is_reshape(made.equation) or _is_whole(made.equation):
                 value = made.operands[made.name == _PUT]
@@ -212,7 +214,7 @@ class _Program:
         return value
 
     def _uses(self, value: Value | None) -> int:
-        """Return the number of uses of a value, without uses as the place of a slice that covers it."""
+        """Return the number of uses of a value, except uses that write a slice that covers it."""
         covered = (each for each in self.flow.users[value] if each.name == _PUT and _is_whole(each.equation))
         return self.flow.uses(value) - sum(each.operands[0] == value for each in covered)
 
@@ -225,12 +227,12 @@ def _is_planned(operation: Operation) -> bool:
 
 
 def _place(operation: Operation) -> tuple[Path, int]:
-    """Return the place of the changes of a reduction: see `changed_reductions`."""
+    """Return the place of a reduction's changes in the result of `changed_reductions`."""
     return (operation.path, 0) if operation.is_mark else (operation.program_path, operation.step_key[1])
 
 
 def _is_whole(equation: Any) -> bool:
-    """Return whether a slice that is read or written covers the whole array: compilers remove both."""
+    """Return whether a slice that is read or written covers the whole array; compilers remove such operations."""
     name, operands = equation.primitive.name, equation.invars
     whole = {_CUT: equation.outvars[:1], _PUT: operands[1:2]}.get(name, ())
     return any(part.aval.shape == operands[0].aval.shape for part in whole)

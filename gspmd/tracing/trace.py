@@ -1,8 +1,8 @@
 """`gspmd.trace`: the planned steps of a whole function, forward and backward, times its loop trips.
 
-The function is traced to a jaxpr and dead code is eliminated. Planned programs are recognized by the names under which
-`gspmd.lowerings.program.run` calls them. A step counts if its named scope still holds operations: under
-`jax.checkpoint`, recomputation keeps only the moves that the backward pass needs.
+The function is traced to a jaxpr, and dead code is eliminated. Planned programs are recognized by the names under which
+`gspmd.lowerings.program.run` calls them. A step counts if its named scope still contains operations: under
+`jax.checkpoint`, for instance, recomputation keeps only the moves that the backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
 
     Args:
         fn: any function that JAX traces, on the current mesh.
-        abstract: its arguments, arrays or `jax.ShapeDtypeStruct`; under Explicit axes with their shardings.
-        keywords: its keyword arguments.
+        abstract: the arguments of `fn`: arrays or `jax.ShapeDtypeStruct`, under Explicit axes with shardings.
+        keywords: the keyword arguments of `fn`.
 
     Returns:
-        A `ProgramPlan`. Collectives that the compiler of the mesh's devices runs only once count once: it merges equal
-        ones, hoists some loop-invariant ones, and on GPUs adds partial sums before it reduces them, those of a loop's
-        trips too.
+        A `ProgramPlan`. It counts collectives as the compiler for the mesh's devices runs them: equal collectives are
+        merged, some loop-invariant collectives are hoisted, and on GPUs partial sums are added before they are reduced,
+        also over the trips of a loop.
 
     Raises:
-        PlanError: `fn` is not a function, or an argument is neither an array nor stands for one.
+        PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -68,12 +68,12 @@ def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any
     """Check that a function and its arguments can be traced.
 
     Raises:
-        PlanError: `fn` is not a function, or an argument is neither an array nor stands for one.
+        PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.
     """
     if not callable(fn):
         raise PlanError(
             f"cannot {doing} {article(type(fn).__name__)}: it is not a function.\n"
-            "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
+            "  Give a function and its arguments, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
         )
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **(keywords or {})}
     leaves = (
@@ -114,7 +114,7 @@ def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
-    """Yield a note of the steps that the compiler may compute twice."""
+    """Yield a note about the steps that the compiler may compute twice."""
     steps = [step for step in shared if (step.first, (step.equation, step.number)) in numbering.uncertain]
     sent = sum(step.wire_bytes for step in steps)
     if sent:
@@ -128,10 +128,7 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 def _steps(
     jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
 ) -> Iterator[PlannedStep]:
-    """Yield a program's planned steps; a conditional counts as its largest branch.
-
-    A scan of no trips has none.
-    """
+    """Yield a program's planned steps; a conditional counts as its largest branch, and a scan of 0 trips has none."""
     for equation in jaxpr.eqns:
         here = (*path, id(equation))
         backward = _is_backward(equation, is_backward)
@@ -160,7 +157,7 @@ def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
 
 
 def _is_backward(equation: Any, inherited: bool) -> bool:
-    """Return whether an operation belongs to a backward pass; recomputation inside one is forward again."""
+    """Return whether an operation belongs to a backward pass; recomputation in a backward pass counts as forward."""
     scopes = str(equation.source_info.name_stack).split("/")
     if "rematted_computation" in scopes:
         return False
@@ -170,7 +167,7 @@ def _is_backward(equation: Any, inherited: bool) -> bool:
 def _steps_of_program(
     call: Any, program: PlannedProgram, region: Region, is_backward: bool, changes: Changes
 ) -> Iterator[PlannedStep]:
-    """Yield the steps of one planned program that are left in it."""
+    """Yield the steps of one planned program that remain in it."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
         sent = sum(step.seconds for step in program.steps if step.is_collective)
@@ -183,13 +180,13 @@ def _steps_of_program(
                 runs, first = trips // behind, same or (change.first.step_key if change.first else None)
                 hidden = share * step.seconds * runs if step.is_collective else 0.0
                 yield PlannedStep(step, runs, program.equation, number, each.dtype, first, hidden, behind > 1)
-    elif _computes(call, program):  # the compiler chooses the collectives, so there are no scopes and all steps count
+    elif _computes(call, program):  # under `xla` there are no scopes, so all steps count
         for number, step in enumerate(program.backward if is_backward else program.steps):
             yield PlannedStep(step, region.trips, program.equation, number)
 
 
 def _computes(call: Any, program: PlannedProgram) -> bool:
-    """Return whether a part of an `xla` program computes anything: JAX splits off parts that only pass values on."""
+    """Return whether a part of an `xla` program computes anything; JAX splits off parts that only pass values on."""
     has_einsums = any(step.kind == "einsum" for step in program.steps)
     names = {each.primitive.name for inner in inner_jaxprs(call) for each in all_equations(inner)}
     return not has_einsums or bool(names & {"dot_general", "reduce_sum", "mul"})

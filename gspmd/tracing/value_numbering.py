@@ -2,11 +2,11 @@
 
 Two operations get the same value number if they are the same primitive, with the same parameters, of operands with the
 same numbers: XLA's common subexpression elimination (`HloCSE`) merges them. Numbers pass through calls, recomputation,
-and loops of a single trip, which XLA unrolls. An operation that is invariant in a loop belongs to the region outside,
-as far as the compiler hoists it (`gspmd.tracing.compilers`), and may equal an expression that is available there.
-Conditionals and operations with effects make new values, and so does an optimization barrier, though two barriers of
-the same values are one. `gspmd.tracing.regions` walks a program in this way; this file has the tables that all its
-regions share.
+and loops of a single trip, which XLA unrolls. If the compiler hoists a loop-invariant operation
+(`gspmd.tracing.compilers`), it belongs to the region outside of the loop, and may equal an expression that is available
+there. Conditionals and operations with effects make new values, and so do optimization barriers, except that two
+barriers of the same values are one. `gspmd.tracing.regions` walks a program by these rules; this file has the tables
+that all regions share.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from typing import Any
 from gspmd.tracing.compilers import Compiler
 
 StepKey = tuple[str, int]
-"""An equation and the number of its step; ("", 0) for an operation outside of all steps."""
+"""An equation and the number of a step in it; ("", 0) for an operation outside of all steps."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Numbering:
         expressions: value number -> expression.
         calls: the calls around the current operation, outermost first, by number; None outside of planned programs.
         if_fused: `barrierless` numbers of values that are merged only if the compiler has fused them in the same way.
-        uncertain: pairs (first, later) of steps; the later one is merged only in that case.
+        uncertain: pairs (first, later) of steps, where the later step is merged only in this case.
     """
 
     compiler: Compiler
@@ -49,7 +49,7 @@ class Numbering:
     def inverse(self, made: str, name: str, number: int, *how: str) -> int:
         """Return the number of operation `name` on a value.
 
-        If `made` made the value, return its operand: the two cancel.
+        If operation `made` has made the value, the two cancel, and the result is the operand of `made`.
         """
         made_by = self.expressions[number]
         return made_by[1] if made_by[0] == made and made_by[2:] == how else self.of(name, number, *how)

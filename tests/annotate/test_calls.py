@@ -106,7 +106,8 @@ MESH_TEXT = "the mesh has x=4, y=2."
 REFUSED = {
     "no axes make so many parts": (
         lambda mesh: split(VALUE, 0, 3),
-        f"split: no mesh axes make 3 parts; {MESH_TEXT}\n  Split into as many parts as some of its axes multiply to.",
+        f"split: no mesh axes make 3 parts; {MESH_TEXT}\n"
+        "  Split into a number of parts that is the product of some of its axes' sizes.",
     ),
     "no such dimension": (
         lambda mesh: split(VALUE, 2, 4),
@@ -148,7 +149,7 @@ REFUSED = {
     ),
     "split and unspecified": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 1], unspecified_dims=[1]),
-        "mesh_split: dimension 1 is split by the mapping, and unspecified as well.\n"
+        "mesh_split: the mapping splits dimension 1, and unspecified_dims leaves it to the compiler.\n"
         "  Write -1 for it in tensor_split_dims_mapping.",
     ),
     "manual": (
@@ -172,7 +173,7 @@ def test_several_choices_of_axes_are_refused(make_mesh):
         split(VALUE, 0, 4)
     assert str(error.value) == (
         "split: several mesh axes make 4 parts; the mesh has x=2, y=2, z=2.\n"
-        "  Say which by annotate(), here 'A_xy', 'A_xz' or 'A_yz'."
+        "  Choose with annotate(), here 'A_xy', 'A_xz' or 'A_yz'."
     )
 
 

@@ -212,7 +212,11 @@ UNREADABLE = {
         ),
     ],
     "A, B, (C, D) -> (A, A)": [
-        ("      ^^^^^^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
+        (
+            "      ^^^^^^",
+            "a product has two operands, and this has 3.",
+            "Write products of two operands, one equation after the other.",
+        ),
     ],
     "A,, B -> A": [
         (" ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
@@ -289,7 +293,11 @@ UNREADABLE = {
     "A (A, A) -> (A, A)": [(" ^", "a comma is missing between 'A' and '(A, A)'.", "Write 'A, (A, A)'.")],
     "A, (A, A) B -> (A, A)": [
         ("         ^", "a comma is missing between '(A, A)' and 'B'.", "Write '(A, A), B'."),
-        ("          ^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
+        (
+            "          ^",
+            "a product has two operands, and this has 3.",
+            "Write products of two operands, one equation after the other.",
+        ),
     ],
     "BLE_xyz E_xF_yz -> BLF": [
         ("       ^", "a comma is missing between 'BLE_xyz' and 'E_xF_yz'.", "Write 'BLE_xyz, E_xF_yz'."),

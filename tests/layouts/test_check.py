@@ -88,7 +88,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
             "attention.key_via brings the residual to 'BLE', and attention.in_via brings it to 'B_xLE'.",
         ),
         ({"optimizer__ffn__w_in": "E_qF"}, "[optimizer] ffn.w_in = E_qF"),
-        ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which this section does not take."),
+        ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which this section cannot override."),
         (
             {"cache__attention__key": "BLKD"},
             "attention.key must have dimensions B, T, K and D, and this has B, L, K and D.",
@@ -269,8 +269,8 @@ def test_query_heads_that_part_groups_are_refused():
             {"cross.key": "B_xTK_zD"},
             "key/value heads are sharded over z, and query heads ('B_xLH_yzD') sharded over y and z.",
         ),
-        ({"encoder.cross.key": "B_xTKD"}, "cross.key is an activation, which this section does not take."),
-        ({"encoder.embedding.table": "VE"}, "embedding.table is a parameter, which this section does not take."),
+        ({"encoder.cross.key": "B_xTKD"}, "cross.key is an activation, which this section cannot override."),
+        ({"encoder.embedding.table": "VE"}, "embedding.table is a parameter, which this section cannot override."),
     ],
 )
 def test_one_written_line_of_two_stacks_is_held_against_the_defaults_of_others(lines, fact):

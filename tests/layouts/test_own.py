@@ -67,7 +67,7 @@ def test_a_section_encoder_is_a_custom_models_or_overrides(load):
     unknown = fault(load('base = "megatron-1d"\n[encoder]\ntokens = "B_xL"\n"attention.w_q" = "EHD"\n'))
     assert 'Write "embedding.tokens".' in unknown
     message = fault(load('base = "megatron-1d"\n[encoder]\nw_q = "EHD"\n'))
-    assert "a key of [encoder] names the section of the line that it overrides, and 'w_q' does not." in message
+    assert "a key of [encoder] begins with the section of the line that it overrides; 'w_q' does not." in message
     assert 'Write "attention.w_q".' in message
 
 

@@ -38,7 +38,7 @@ def test_inside_another_shard_map(make_mesh, axis_type, arrays):
         )
         x = gspmd.annotate(arrays[0], "B_xE")
         assert _raised(PlanError, lambda: inside(x)) == (
-            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are pieces.\n"
+            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are shards.\n"
             "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
         )
 

@@ -45,7 +45,7 @@ def test_dispatch_takes_the_sizes_of_the_routing(shape, experts, capacity, fact,
         assert str(error.value).splitlines() == [
             f"cannot dispatch tokens to their slots: x [G, L, E] = {shape} does not fit the routing.",
             f"  {fact}",
-            "  Take both from one config: capacity = config.capacity(tokens), as gspmd.moe.route took it.",
+            "  Use one config for both: capacity = config.capacity(tokens), as gspmd.moe.route did.",
         ]
 
 

@@ -309,8 +309,8 @@ def test_a_router_refuses_the_config_of_another():
     with pytest.raises(ValueError) as error:
         gshard.route(jnp.zeros((1, 8, 8)), MoEConfig(experts=8))
     assert str(error.value) == (
-        "cannot route: this is router gshard, and the config's is switch.\n"
-        "  Call gspmd.moe.route, which takes the config's."
+        "cannot route: this is router gshard, and the config names switch.\n"
+        "  Call gspmd.moe.route, which uses the router of the config."
     )
 
 

@@ -162,7 +162,10 @@ def test_the_ledger_of_a_ring_is_its_plan(make_mesh, place):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((np.ones((4, 6), int), None), "segments are not a pair.\n  Give those of the queries and those of the keys"),
+        (
+            (np.ones((4, 6), int), None),
+            "segments are not a pair.\n  Give one array for the queries and one for the keys",
+        ),
         (np.ones((4, 6), int), "segments are not a pair"),
         ((np.ones((4, 6), int), np.ones((4, 6), int)), "the segments of the keys have shape (4, 6), not (4, 8)."),
         ((np.ones((4, 8), int), np.ones((4, 8), int)), "the segments of the queries have shape (4, 8), not (4, 6)."),

@@ -220,7 +220,7 @@ def test_refuses_what_does_not_agree(make_mesh):
     scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
     assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)
     assert "the cache is int8, and has no scales" in message(q, k, v, cached_k, int8[1])
-    assert "the cache is float32, and scales are those of int8: give none." in message(
+    assert "the cache is float32, and only an int8 cache has scales: give none." in message(
         q, k, v, cached_k, cached_v, **scales
     )
     sharded = message(q, k, v, cached_k, cached_v, specs=("BLHD", "BLKD", "BTKD_x"), kind=gspmd.PlanError)

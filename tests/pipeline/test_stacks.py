@@ -151,7 +151,7 @@ def test_what_a_stage_takes_of_another_stack_was_sent_in_the_tick_before(name):
 
 def test_a_spec_for_each_stack():
     stages = [stack_of(number, 2, True) for number in range(2)]
-    with pytest.raises(PlanError, match="the number of stacks is 2, and that of streams 1"):
+    with pytest.raises(PlanError, match="stacks: 2, streams: 1"):
         pipelined(stages, Schedule.of("1f1b", 2, 2), axis="p", stream="BLE_x", shared={})
 
 

@@ -39,7 +39,7 @@ def test_a_large_tensor_whose_pieces_are_small_is_planned():
 
 def test_more_mesh_axes_than_can_be_searched_are_refused():
     mesh = dict.fromkeys("abcdefg", 2)
-    with pytest.raises(PlanError, match=r"cannot plan on 7 mesh axes .*\n.*\n  Make one mesh axis of two"):
+    with pytest.raises(PlanError, match=r"cannot plan on 7 mesh axes .*\n.*\n  Merge two mesh axes"):
         gspmd.plan("BE_a -> BE", {"B": 1024, "E": 1024}, mesh)
 
 

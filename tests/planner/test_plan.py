@@ -351,7 +351,7 @@ ERRORS = [
         {"via": "BE_x, E_yF"},
         PlanError,
         "cannot plan: no steps bring 'BE_x' via 'BE_x' to 'BF'.\n"
-        "  The specs of via must place every dimension that the operands share on the same mesh axes.",
+        "  The specs of via must shard every dimension that the operands share over the same mesh axes.",
     ),
     (
         {"equation": "BE, BE -> BE partialsum-x"},

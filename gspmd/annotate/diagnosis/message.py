@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 MOST_FAULTS = 12
-"""The most faults that an error lists. It counts the rest, and its `.faults` holds them all."""
+"""The most faults that an error's message lists; it counts the rest, and `.faults` of the error holds them all."""
 _WIDEST = 160  # characters of a notation
 _LONGEST = 400  # characters of a sentence
 
 
 def message(doing: str, faults: Sequence[object]) -> str:
-    """Return the message: the action that failed, then every fault as `str` draws it."""
+    """Return the message: what was being done, then every fault as `str` draws it."""
     head = _cut(doing) if len(faults) < 2 else f"{_cut(doing)}: {len(faults):,} faults"
     more = len(faults) - MOST_FAULTS
     rest = [f"  … and {more:,} more."] if more > 0 else []

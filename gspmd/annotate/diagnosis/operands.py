@@ -17,9 +17,9 @@ class EquationReader(Reader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        # A spec may have spaces, as may the result to the right of the arrow.
+        # Whether the text has several specs, so that a space may stand for a missing comma.
         self.has_others, self.depth = True, 0
-        # Found once, since a text of thousands of '=' would otherwise be searched thousands of times.
+        # Searched once here: searching at every '=' would take quadratic time on a text with thousands of them.
         self.has_arrow = ARROW.search(text) is not None
 
     def sides(self) -> list[list[LocatedTerm]]:

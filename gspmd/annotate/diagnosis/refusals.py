@@ -1,7 +1,7 @@
 """The error of a text that the parser refuses: read it again, and list every fault.
 
-If this reader finds no fault in a text that the parser refuses, one of the two is wrong: that is an AssertionError
-which names the text. A property test compares the two.
+If this reader finds no fault in a text that the parser refuses, one of the two has a bug, and an AssertionError names
+the text. A property test compares the two.
 """
 
 import string
@@ -43,14 +43,14 @@ def unreadable(what: str, text: object) -> SpecError:
 
 
 def _of_jax(given: Any) -> str:
-    """Return what a PartitionSpec, a sharding, or a tuple of names is, and the spec that it means; "" for others.
+    """Return the fault and the remedy if a PartitionSpec, a sharding or a tuple of names is given; "" otherwise.
 
     >>> print(_of_jax(("batch", "length")))
     a spec is one string, with a capital letter for each dimension.
       Write 'BL', with the mesh axes that shard them, such as 'B_xL'.
     """
     given = getattr(given, "spec", given)  # of a NamedSharding
-    is_jax = type(given).__name__ in ("P", "PartitionSpec")  # which need not be imported to read specs
+    is_jax = type(given).__name__ in ("P", "PartitionSpec")  # by its name, to read specs without importing JAX
     if not (is_jax or isinstance(given, tuple)):
         return ""
     entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in given]
@@ -73,7 +73,7 @@ _LETTERS = {
     "feed_forward": "F", "vocab": "V", "kv": "K", "kv_heads": "K", "head_size": "D", "head_dim": "D", "expert": "X",
     "experts": "X", "layers": "N",
 }  # fmt: skip
-"""The letters of dimensions by the names that Flax's logical axes usually have."""
+"""The letter of a dimension for each usual name of one of Flax's logical axes."""
 
 
 def _axes(axes: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from gspmd.annotate.parser import dim_text
 
 
 def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
-    """Every fault of an equation's form; `outputs=None` for a text that is a left side only."""
+    """Every fault in the form of an equation; `outputs` is None if the text is only a left side."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
@@ -47,7 +47,7 @@ def _product_faults(text: str, term: LocatedTerm, terms: list[LocatedTerm], outp
 
 def _split_product(text: str, term: LocatedTerm, terms: list[LocatedTerm], outputs: list | None) -> str:
     if outputs is None or len(terms) > 1 or any(o.group or o.broken for o in [*term, *outputs[0]]):
-        return "Write an equation for each two of them."
+        return "Write products of two operands, one equation after the other."
     return "Write one equation after the other: " + " and ".join(f"'{e}'" for e in _chain(text, term, outputs[0])) + "."
 
 

@@ -1,6 +1,7 @@
 """Faults of the sizes or shapes of arrays for a spec or an equation on a mesh.
 
-Here a spec is any object with the fields of a `Spec`: `Spec` imports this module, which cannot import it in turn.
+Functions here take a spec as any object with the fields of a `Spec`: the module of `Spec` imports this module, which
+therefore cannot import `Spec`.
 """
 
 import math
@@ -16,7 +17,7 @@ from gspmd.annotate.validation import LARGEST, whole, whole_sizes
 
 
 def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> tuple[Fault, ...]:
-    """Every fault of a spec that does not fit: axes that the mesh lacks, another rank, sizes that are not divided.
+    """Every fault of a spec that does not fit: axes that the mesh lacks, a wrong rank, sizes that do not divide.
 
     Args:
       spec: a `Spec`.
@@ -36,7 +37,7 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
 
 def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
-    """A fault with the caret under dimension number `at` of the canonical text; past the last, the partial sum."""
+    """A fault with the caret under dimension number `at` of the canonical text; after the last is the partial sum."""
     pieces = [dim_text(dim, axes) for dim, axes in zip(spec.dims, spec.axes)]
     text = str(spec)
     if at == len(pieces):
@@ -175,7 +176,7 @@ def _are_sequences(values: Sequence) -> bool:
 
 
 def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: int) -> Fault:
-    """The fault of spec number `at`, which points into its canonical text, with its place in the equation."""
+    """A fault of spec number `at`, moved from that spec's canonical text to its place in the equation."""
     if not spans:  # an equation that was not read from text, such as a gradient's
         return Fault(str(equation), 0, len(str(equation)), fault.fact, fault.remedy)
     start, end = spans[at]
@@ -185,7 +186,7 @@ def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: i
 
 
 def _one_for_each_cause(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the first fault of every cause: a wrong size is a fault of every spec that has its dimension."""
+    """Return the first fault of every cause: one wrong size makes a fault in every spec that has the dimension."""
     found: dict[tuple, list[Fault]] = {}
     for fault in faults:
         found.setdefault(fault.cause or (fault.fact,), []).append(fault)

@@ -1,4 +1,4 @@
-"""Rules across lines: tensors without an equation between them are sharded alike; a mesh axis has one purpose."""
+"""Rules across lines: tensors that no equation moves are sharded alike, and each mesh axis has one purpose."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +20,10 @@ _INPUT = "moe.expert_input"
 
 
 def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], serves: str) -> Iterator[Fault]:
-    """Yield a fault for every two tensors that have to be sharded alike and are not.
+    """Yield a fault for every two tensors that must be sharded alike and are not.
 
     Args:
-      section: the overriding section of the table; empty for the layout's own.
+      section: the overriding section of the table; empty for the layout's own table.
       table: key to text.
       specs: key to spec, without the lines that cannot be read.
       serves: the phase of the layout; empty for training.
@@ -44,7 +44,7 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
 
 
 def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
-    """Add the default of the queries or of the keys of cross-attention, if the layout writes only the other line."""
+    """Add the default spec of cross-attention's queries or keys if the layout writes only one of the two."""
     names = ("cross.query", "cross.key")
     if not any(name in specs for name in names):
         return specs
@@ -60,8 +60,8 @@ def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[s
 def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
     """Yield a fault if a device lacks the key heads to which its query heads attend.
 
-    Query head h uses key head h // (H/K), and major axes cut a dimension into runs: if K is sharded over the first axes
-    of H, a device has the key heads of its query heads.
+    Query head h uses key head h // (H/K), and the first (major) mesh axes of a dimension cut it into runs. So if K is
+    sharded over the first mesh axes of H, a device has the key heads of its query heads.
     """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
@@ -85,29 +85,30 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: str) -> Iterator[Fault]:
-    """Yield a fault for keys whose length is sharded differently from the queries', or sharded in serving.
+    """Yield a fault if the length of keys is sharded otherwise than that of queries, or sharded in serving.
 
     Args:
       line: the line of the keys.
       query, key: the specs of queries and keys; None if there are no queries.
-      length: the dimension of the keys' length; T for the keys of a source.
+      length: the dimension of the keys' length; T for keys of the encoder's output.
       serves: the phase of the layout; empty for training.
     """
-    # A device attends with the queries of its own chunk, while chunks of keys go round a ring of the devices.
+    # Chunks of keys go round a ring of devices, while each device attends with the queries of its own chunk.
     axes, whole = key.axes_of(length), str(key.with_axes(length, ()))
     if axes and serves and length == "L":
-        fact = f"dimension L of {line.name} is {over(axes)}, and stays whole in serving: one position cannot be cut."
+        fact = f"dimension L of {line.name} is {over(axes)}, but must be whole in serving: one position cannot be cut."
         yield line.at_dim(key, "L", fact, f"Write '{whole}' in [serving]; [cache] may shard the cached length T.")
     elif axes and query and query.axes_of("L") != axes and not serves:
         cut = f"dimension {length} of {line.name} is {over(axes)}"
         fact = f"{cut}, and of queries ('{query}') {over(query.axes_of('L'))}."
-        yield line.at_dim(key, length, fact, f"Cut both alike, or leave the keys whole: '{whole}'.")
+        yield line.at_dim(key, length, fact, f"Shard both alike, or leave the keys whole: '{whole}'.")
 
 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault for a length that zigzag order cannot cut into two chunks for each device of a ring.
 
-    The first tokens attend to few keys and the last to all, so device i of n has chunks i and 2n - 1 - i of the 2n.
+    The first tokens attend to few keys and the last to all. For equal work, device i of n has chunks i and 2n - 1 - i
+    of 2n.
 
     Args:
       line: the line of attention.key.
@@ -124,12 +125,13 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault if query heads are split so that a device has parts of two groups, each with its own key head.
 
-    A device must have complete groups, or a part of one group: its attention is one product of query heads, in groups
-    of equal size, with their key heads.
+    A device must have complete groups, or a part of one group: it computes attention as one product of groups of query
+    heads, all of one size, with their key heads.
 
     Args:
-      line: the line of the queries. query, key: the specs; K is sharded over the first of the mesh axes of H. given:
-      sizes and mesh; there is no fault if they lack H and K.
+      line: the line of the queries.
+      query, key: the specs of queries and keys; K is sharded over the first of the mesh axes of H.
+      given: sizes and mesh; without sizes of H and K there is no fault.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
@@ -157,7 +159,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if key_via and in_via pin the residual to two specs: it is moved only once, for both."""
+    """Yield a fault if key_via and in_via bring the residual to two specs: it is moved once, for both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
@@ -168,7 +170,7 @@ def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the spec of the activation in a via; None if it is absent, or unreadable, which is reported elsewhere."""
+    """Return the activation's spec in a via; None if the via is absent, or unreadable (another rule reports this)."""
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
@@ -183,10 +185,10 @@ def stages_faults(
 ) -> Iterator[Fault]:
     """Yield a fault for every tensor sharded over the mesh axis of the stages, and one if stages have several axes.
 
-    Devices along this axis hold different layers, so none of them has another piece of the same layer's tensor.
+    Devices along this axis hold different layers, so they cannot hold shards of one layer's tensor.
 
     Args:
-        section: the overriding section of the table; empty for the layout's own.
+        section: the overriding section of the table; empty for the layout's own table.
         table: key to text.
         specs: key to spec, without the lines that cannot be read.
         base: the specs of the layout itself, which may have `pipeline.layers`.
@@ -208,10 +210,10 @@ def stages_faults(
 
 
 def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every line of [moe] by which a product would move the rows of dispatch `dropless`.
+    """Yield a fault for every line of [moe] with which a product would move the rows of dispatch `dropless`.
 
-    Rows are sorted by expert. The router decides how many rows an expert has, so no collective of a fixed size can
-    move them again; and C, the room for rows, must be whole on every device.
+    Rows are sorted by expert. The router decides how many rows an expert has, so no collective of a fixed size can move
+    the rows again, and C, the room for rows, must be whole on every device.
 
     Args:
         layout: a layout without alternatives or faults.
@@ -241,6 +243,6 @@ def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that are sharded differently, ignoring mesh axes of size 1."""
+    """Return the dimensions of rows that `specs` and `stay` shard differently, ignoring mesh axes of size 1."""
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

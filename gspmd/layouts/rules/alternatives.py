@@ -1,4 +1,4 @@
-"""Keys with a list of specs, from which sizes and mesh choose one: a batch is sharded over as many axes as it fills."""
+"""Keys with a list of alternative specs, one of which sizes and mesh choose, such as a batch over all axes it fills."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,18 +16,18 @@ Lists = Mapping[str, tuple[str, ...]]
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults of its lists.
 
-    The lists of one section have one length, and the first position at which all of them divide is chosen. In an
-    overriding section, the keys of each part are chosen separately. Lists in [prefill] and [decode] are kept: they are
-    chosen in the layout of that phase, for the sizes of that phase.
+    All lists of a section have the same length, and the first position at which all of them divide is chosen. In an
+    overriding section, this is done separately for the keys of each part. Lists in [prefill] and [decode] are kept for
+    the layout of that phase, which has the sizes for the choice.
 
     Args:
       layout: a layout, with lists or without.
       faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
-        with a `cause` are sizes that do not divide; any other is a fault of the notation, whatever is chosen.
+        with a `cause` are sizes that do not divide; all others are faults of the notation, for any choice.
 
     Returns:
-      The layout, whose `chosen` names the specs taken, with the first spec of each list if nothing divides; and the
-      faults.
+      The layout, with the first spec of each list if nothing divides, and the faults. `chosen` of the layout names the
+      choices.
     """
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
@@ -47,8 +47,8 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield, for every section, the layout with the first spec of each of its lists, with the second, and so on.
 
-    Which alternatives of two sections occur together depends on the sizes. So the lists of all other sections are left
-    out; in an overriding section they are kept as they are.
+    Lists of all other sections are left out, because the sizes decide which alternatives of two sections occur
+    together. In an overriding section, other lists are kept as they are.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -63,7 +63,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that agree with no alternative of another section that they must agree with.
+    """Yield the faults of alternatives that agree with no alternative of a line in another section that must agree.
 
     Args:
       layout: a layout, with lists or without.
@@ -92,7 +92,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """Return the first position at which all lists divide; and the faults of notation, or the fault that none does."""
+    """Return the first position at which all lists divide, and the faults of notation or of sizes that never divide."""
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:

@@ -1,4 +1,4 @@
-"""Check a layout: find every fault of its declarations, of single lines, and of lines that have to agree."""
+"""Check a layout: find every fault of its declarations, of single lines, and of lines that must agree."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,9 @@ Specs = Mapping[str, Spec]
 def faults_of(
     layout: LayoutTable, sizes: Mapping[str, int], mesh: Any, dropless: bool = False, trained: Collection[str] = ()
 ) -> list[Fault]:
-    """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause.
+    """Return a layout's faults for these sizes on this mesh, one fault for every cause.
+
+    Without a mesh all axes have size 1.
 
     `dropless` and `trained` are as for `Layout.check`.
     """
@@ -40,7 +42,7 @@ def faults_of(
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
     faults += [*padding_faults(layout.padding), *microbatch_faults(layout, sizes), *of_lists]
     faults += [*_faults(single, given), *_faults_of_alternatives(layout)]
-    # These rules are for the equations of the models that come with gspmd. Serving has no gradients.
+    # Rules for gradients are about the equations of the models that come with gspmd, and serving has no gradients.
     if not (faults or layout.serves or layout.own):
         faults += partial_faults(single, given.mesh, given.microbatches)
         faults += row_faults(single, given.mesh, given.microbatches, trained)
@@ -50,7 +52,7 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return the faults of alternatives for any sizes: texts that cannot be read, or that agree with no alternative."""
+    """Return the faults that alternatives have for any sizes: unreadable texts, and lines that can never agree."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -71,14 +73,14 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a layout whose alternatives have been chosen, except those of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen, except faults of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
 def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of single lines, and of lines that have to agree."""
+    """Yield the faults of single lines, and of lines that must agree."""
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
@@ -92,9 +94,10 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
             yield from parted_groups(line, query, key, given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
-        # The layout of a phase has the phase's section in its table; the other phase's batch and length are not known.
+        # The layout of one phase already has the lines of its section in its table. The section of the other phase
+        # cannot be checked for sizes, since batch and length of that phase are not known.
         known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
-        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # phases resolve lists
+        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # `phase` resolves the lists
         base = {key: spec for key, spec in specs.items() if key in table or key not in lines}
         yield from _override_faults(section, {**layout.table, **table}, table, base, known, more)
 
@@ -175,14 +178,15 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
     section, dot, _ = line.name.partition(".")
     if line.section and not dot:
         meant = [f'"{name}"' for name in keys if name.endswith(f".{line.name}")]
-        fact = f"a key of [{line.section}] names the section of the line that it overrides, and {line.name!r} does not."
+        begins = "begins with the section of the line that it overrides"
+        fact = f"a key of [{line.section}] {begins}; {line.name!r} does not."
         return line.at_key(fact, f"Write {listed(meant, 'or')}." if meant else 'Write a key such as "attention.w_q".')
     if line.name in KEYS:
         kind = KEYS[line.name].kind
-        fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which this section does not take."
+        fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which this section cannot override."
         return line.at_key(fact, f"It holds {', '.join(keys)}.")
     known = (*dict.fromkeys([*own.KNOWN, *own.sections(keys)]),)
-    if line.name in known:  # `lowering = "xla"` above all tables of a file: the section itself, with a value
+    if line.name in known:  # a value for the section itself, such as `lowering = "xla"` before all tables of a file
         fact = f"{section!r} is a section, and here it has a value."
         return line.at_key(fact, f"Write [{section}], and lines below.")
     if section not in (*PARTS, PIPELINE, *known[len(own.KNOWN) :]):
@@ -192,7 +196,7 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 
 
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault if a via is not two specs with the dimensions of its operands that can be multiplied locally."""
+    """Yield a fault unless a via is two specs, with the dimensions of its operands, that can be multiplied locally."""
     try:
         via = parse_via(line.text)
     except SpecError as error:
@@ -247,7 +251,7 @@ def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
 def _override_faults(
     section: str, whole: Mapping, table: Mapping, base: Specs, sizes: GivenSizes, more: Mapping[str, Key]
 ) -> list[Fault]:
-    # Whether user-defined tensors are parameters is up to the model: any section may override them.
+    # Only the model knows which user-defined tensors are parameters, so any section may override them.
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
     faults += stages_faults(section, table, specs, base)
     if section in PHASES:

@@ -1,4 +1,4 @@
-"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`; faults with one cause are merged."""
+"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`. Faults with the same cause are merged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,13 +50,13 @@ class Line:
         return self.moved(Fault(str(spec), start, end, fact, remedy))
 
     def moved(self, fault: Fault) -> Fault:
-        """Move a fault of a spec alone to its place in this line."""
+        """Move a fault that points into a spec to the place of the spec in this line."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)
 
 
 def over(axes: Sequence[str]) -> str:
-    """Describe how a dimension is sharded, in the words of a sentence.
+    """Describe in a sentence's words how a dimension is sharded.
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'whole')
@@ -67,8 +67,8 @@ def over(axes: Sequence[str]) -> str:
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
     """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
 
-    For example, a batch that does not divide is one mistake, in however many tensors. Faults have one cause if their
-    `Fault.cause` is equal; without a `cause`, if their `fact` is.
+    For example, a batch that does not divide is one mistake, however many tensors have a batch. Faults have the same
+    cause if their `Fault.cause` is equal or, without a `cause`, their `fact`.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

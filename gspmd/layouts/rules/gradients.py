@@ -1,4 +1,4 @@
-"""Partial gradients: the specs with which a step's loss takes parameters, and the rows that a gradient sums over."""
+"""Gradients as partial sums: the specs of parameters in a step's loss, and the rows over which gradients are summed."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.table import LayoutTable, parameters_of
 
-#: For each via, its parameters; a model uses one of the two tables.
+#: The parameters of each via. For output.in_via a model uses one of the two tables.
 WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
@@ -25,8 +25,8 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters outside einsums, the activations over whose rows the gradient is summed: over one or both if there are
-#: two.
+#: For parameters outside einsums, the activations over whose rows the gradient is summed; a model may use one of two,
+#: or both.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),
@@ -65,7 +65,7 @@ ROWS = {
     "output.bias": ("output.logits",),
 }
 
-#: For each tensor other than the residual stream, the parameters that produce it, consume it, or are added to it.
+#: For each activation except the residual stream, the parameters that produce it, consume it, or are added to it.
 _BESIDE = {
     "attention.query": (
         "attention.w_q", "attention.b_q", "attention.q_norm", "attention.q_norm_all", "attention.sinks",
@@ -87,13 +87,13 @@ _BESIDE = {
 
 
 def loss_specs(layout: LayoutTable, microbatches: int) -> dict[str, Spec]:
-    """Return the spec with which the loss of a training step takes each parameter; see `Layout.for_loss`."""
+    """Return the spec of each parameter in the loss of a training step; see `Layout.for_loss`."""
     specs = {}
     for key, text in parameters_of(layout):
         own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
         at_once = key in layout.overrides.get("gradients", {}) and gradient == own
-        # An axis that shards the weight cannot be an axis of the partial sum, because a spec has each axis once. A
-        # weight gathered over this axis has its gradient reduce-scattered over it in every microbatch, as in zero-3.
+        # A mesh axis that shards the weight cannot be an axis of the partial sum, because a spec has each axis once. If
+        # the weight is gathered over this axis, its gradient is reduce-scattered in every microbatch, as in zero-3.
         summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 and not at_once else ()
         specs[key] = (gradient if gradient.partial else own.with_partial(tuple(summed))).cotangent
     return specs
@@ -105,11 +105,11 @@ def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
         return set()
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
     if beside and key in ROWS:
-        # A vector is moved to its tensor; all other dimensions of the tensor are rows, even the heads for a norm.
+        # A vector is moved to its activation, whose other dimensions are all rows, including the heads for a norm.
         spec = layout.spec(beside)
         return {axis for dim in spec.dims if dim not in KEYS[key].dims for axis in spec.axes_of(dim)}
     of_section = {
-        "embedding": ["embedding.tokens", "output.logits"],  # a tied table is used with both
+        "embedding": ["embedding.tokens", "output.logits"],  # a tied table is used twice
         "output": ["output.logits"],
         "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
     }
@@ -119,17 +119,18 @@ def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
     names = of_blocks if in_blocks else of_section.get(key.partition(".")[0], of_blocks)
     specs = [layout.spec(name) for name in names]
     axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
-    # An axis that splits the rows of only one of the tensors is left out: if a product is computed in the sharding of
-    # the other, or a tied table is used a second time, the gradient is not a partial sum over this axis.
+    # A mesh axis that splits the rows of only some of these tensors is left out: the product may be computed in the
+    # sharding of another one, or a tied table may be used twice, and the gradient is then no partial sum over this
+    # axis.
     return set.intersection(*axes)
 
 
 def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
     """Yield a fault for every via that prevents a gradient from being the partial sum that a training step adds up.
 
-    The gradient of a weight is summed over its rows: the dimensions that only the activation has. It is a partial sum
-    over the mesh axes that shard rows during the product, and over no other axis. A via fixes this sharding; without a
-    via the planner chooses it.
+    The gradient of a weight is summed over rows: the dimensions that only the activation has. It is a partial sum over
+    exactly those mesh axes that shard rows during the product. A via fixes this sharding; without a via the planner
+    chooses it.
 
     Args:
         layout: a `Layout` without alternatives or faults.
@@ -146,11 +147,11 @@ def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: i
         rows = [dim for dim in activation.dims if dim not in weight.dims]
         split = {axis for dim in rows for axis in activation.axes_of(dim)}
         if name == "attention.in_via" and "attention.key_via" not in layout.table:
-            keys = (*keys, *WEIGHTS["attention.key_via"])  # both weights are multiplied with the same residual
+            keys = (*keys, *WEIGHTS["attention.key_via"])  # all these weights are multiplied by one residual
         owed = {key: [a for a in taken[key].reduced if mesh[a] > 1 and a not in split] for key in keys if key in taken}
         wrong = [key for key in owed if owed[key]]
         if name == "output.in_via" and "output.table" in layout.table and len(wrong) < len(owed):
-            continue  # it is not known here which of the two tables the model uses
+            continue  # the layout does not say which of the two tables the model uses
         if wrong:
             yield _fault(layout, Line(name, text), rows, wrong, owed[wrong[0]])
 
@@ -160,7 +161,7 @@ def row_faults(
 ) -> Iterator[Fault]:
     """Yield a fault for every gradient written as a partial sum over mesh axes that shard none of its rows.
 
-    Vectors are moved to their activation, and a table is looked up in the sharding of its tokens or of the residual.
+    A vector is moved to its activation, and a table is looked up in the sharding of the tokens or of the residual.
 
     Args:
         layout, mesh, microbatches: as for `partial_faults`.
@@ -188,7 +189,7 @@ def row_faults(
 
 
 def _in_stages(layout: LayoutTable) -> bool:
-    """Return whether the stages of a pipeline reduce the gradients, which has its own rules (`gspmd.pipeline`)."""
+    """Return whether a pipeline's stages sum the gradients, by rules of their own (`gspmd.pipeline`)."""
     layers = layout.get("pipeline.layers")
     return layers is not None and bool(Spec.parse(layers).used)
 

@@ -14,7 +14,7 @@ from gspmd.annotate.errors import listed, shown, suggestion
 _NAMED = 4
 
 Text = str | tuple[str, ...]
-"""A spec, or alternatives from which sizes and mesh choose one."""
+"""A spec, or alternatives of which sizes and mesh choose one."""
 
 #: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
@@ -30,7 +30,7 @@ PARTS = ("embedding", "attention", "cross", "ffn", "moe", "output")
 #: The section that splits the stacked layers into the stages of a pipeline.
 PIPELINE = "pipeline"
 
-#: Sections whose quoted keys override those of the parts: the purpose of each, and the function that reads it.
+#: Sections whose quoted keys override lines of the parts: the purpose of each section, and the function that reads it.
 OVERRIDES = {
     "optimizer": (
         "the optimizer state of a parameter. Without a line, it is sharded like the parameter. Training stores the "
@@ -39,7 +39,7 @@ OVERRIDES = {
     ),
     "gradients": (
         "the gradient of a parameter, on its way to the optimizer. Without a line, it is sharded like the parameter. "
-        "The training step moves a gradient from its parameter's spec to this spec, and then to that of [optimizer] "
+        "The training step moves a gradient from its parameter's spec to this spec, then to the spec in [optimizer] "
         "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the second "
         "move; see below."
     ),
@@ -80,10 +80,10 @@ class Key:
       dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
       kind: `"parameter"`, `"activation"`, `"stack"` (of layers) or `"via"`; `"tensor"` in a user-defined section.
       meaning: one line for docs/layouts.md.
-      default: the key whose spec is used if this one is absent, restricted to the dimensions of this one; None if
+      default: the key whose spec, restricted to the dimensions of this key, is used if this key is absent; None if
         there is no default.
       local: dimensions that must not be sharded, because the code between einsums needs them whole.
-      optional: whether it may be absent without a default; the planner then chooses.
+      optional: whether the key may be absent without a default; the planner then chooses.
     """
 
     name: str
@@ -112,8 +112,8 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
     return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
-# By default a bias, or the scales of an int8 matrix, are sharded like the tensor to which they are applied, so that no
-# move is needed. A gate is sharded like the matrix beside it, so that one move of the residual serves both matrices.
+# By default biases and the scales of int8 matrices are sharded like the tensor to which they are applied, so that no
+# move is needed. A gate is sharded like w_in beside it, so that one move of the residual serves both matrices.
 _ALL = (
     Key(
         "pipeline.layers",
@@ -181,15 +181,20 @@ _ALL = (
     _parameter(
         "attention.b_o", "E", "Bias of attention's output; scales of an int8 w_o.", default="attention.residual"
     ),
-    _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
+    _via("attention.in_via", "attention.residual", "attention.w_q", "Specs in which residual and w_q are multiplied."),
     _via(
         "attention.key_via",
         "attention.residual",
         "attention.w_k",
-        "Where residual and w_k (and w_v) meet; the residual must be sharded as in in_via. "
+        "Specs in which residual and w_k (and w_v) are multiplied; the residual must be sharded as in in_via. "
         "If only in_via is given, E is sharded as in its w_q, and K as in attention.key.",
     ),
-    _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
+    _via(
+        "attention.out_via",
+        "attention.query",
+        "attention.w_o",
+        "Specs in which the core's result and w_o are multiplied.",
+    ),
     _parameter(
         "attention.relative", "RH", "Table of the relative position bias of every head.", default="attention.query"
     ),
@@ -220,13 +225,19 @@ _ALL = (
     _parameter(
         "cross.b_o", "E", "Bias of cross-attention's output; scales of an int8 w_o.", default="attention.residual"
     ),
-    _via("cross.in_via", "attention.residual", "cross.w_q", "Where residual and w_q meet.", default="attention.in_via"),
-    _via("cross.key_via", "cross.memory", "cross.w_k", "Where memory and w_k (and w_v) meet."),
+    _via(
+        "cross.in_via",
+        "attention.residual",
+        "cross.w_q",
+        "Specs in which residual and w_q are multiplied.",
+        default="attention.in_via",
+    ),
+    _via("cross.key_via", "cross.memory", "cross.w_k", "Specs in which memory and w_k (and w_v) are multiplied."),
     _via(
         "cross.out_via",
         "cross.query",
         "cross.w_o",
-        "Where the core's result and w_o meet.",
+        "Specs in which the core's result and w_o are multiplied.",
         default="attention.out_via",
     ),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
@@ -243,8 +254,8 @@ _ALL = (
     _parameter(
         "ffn.b_out", "E", "Bias of the feed-forward block's output; scales of an int8 w_out.", default="ffn.residual"
     ),
-    _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
-    _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
+    _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Specs in which residual and w_in (and w_gate) are multiplied."),
+    _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Specs in which hidden and w_out are multiplied."),
     _parameter("moe.router", "EX", "The router's matrix."),
     _parameter("moe.router_noise", "EX", "The matrix of noisy-top-k's noise widths.", default="moe.router"),
     _parameter("moe.router_bias", "X", "Bias of the router's logits.", default="moe.router"),
@@ -272,8 +283,13 @@ _ALL = (
     _parameter(
         "moe.b_out", "XE", "Bias of every expert's output; scales of an int8 w_out.", default="moe.expert_input"
     ),
-    _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
-    _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
+    _via(
+        "moe.in_via",
+        "moe.expert_input",
+        "moe.w_in",
+        "Specs in which expert_input and w_in (and w_gate) are multiplied.",
+    ),
+    _via("moe.out_via", "moe.hidden", "moe.w_out", "Specs in which hidden and w_out are multiplied."),
     _parameter(
         "moe.shared_in",
         "EF",
@@ -301,14 +317,14 @@ _ALL = (
         "moe.shared_in_via",
         "ffn.residual",
         "moe.shared_in",
-        "Where residual and shared_in (and shared_gate) meet.",
+        "Specs in which residual and shared_in (and shared_gate) are multiplied.",
         default="ffn.in_via",
     ),
     _via(
         "moe.shared_out_via",
         "moe.shared_hidden",
         "moe.shared_out",
-        "Where shared_hidden and shared_out meet.",
+        "Specs in which shared_hidden and shared_out are multiplied.",
         default="ffn.out_via",
     ),
     _parameter("output.norm", "E", "Scale of the last norm."),
@@ -318,7 +334,7 @@ _ALL = (
     _parameter(
         "output.bias", "V", "Bias of the logits; scales of int8 tables, one for each row.", default="output.logits"
     ),
-    _via("output.in_via", "ffn.residual", "output.table", "Where residual and table meet."),
+    _via("output.in_via", "ffn.residual", "output.table", "Specs in which residual and table are multiplied."),
 )
 
 #: Every key by name, in the order of the forward pass.
@@ -334,10 +350,10 @@ CACHE = {
     ),
 }
 
-#: Keys of earlier releases, and what they are called now.
+#: Keys of earlier releases, and their present names.
 RENAMED = {"moe.scale_in": "moe.b_in", "moe.scale_out": "moe.b_out", "moe.shared_scale": "moe.shared_bias"}
 
-#: Lines that only feed-forward layers without experts need. Layers with experts also use norm and residual of [ffn].
+#: Lines that only feed-forward layers without experts need. (Layers with experts also use norm and residual of [ffn].)
 DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
 
 #: Lines that every layout writes, whatever its model.
@@ -380,14 +396,14 @@ def dims_of(key: str) -> str:
 
 
 def keys_of_override(section: str) -> dict[str, Key]:
-    """Return the keys of an overriding section: parameters for gradients and optimizer, the cache's key, or all keys.
+    """Return the keys of an overriding section: parameters for gradients and optimizer, `CACHE`, or all keys.
 
     >>> list(keys_of_override("cache"))
     ['attention.key', 'cross.key']
     """
     if section == "cache":
         return CACHE
-    if section == ENCODER:  # no memory; tables and logits are the decoder's
+    if section == ENCODER:  # an encoder has no cross-attention, and shares the decoder's tables
         shared = (
             "embedding.table",
             "embedding.positions",
@@ -415,7 +431,7 @@ def is_override(name: str) -> bool:
 
 
 class UnresolvedError(LayoutError):
-    """An error for a key that has alternatives, from which none has been chosen yet."""
+    """An error for a key that has alternatives, none of which has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
@@ -465,7 +481,7 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _same_name(section: str, name: str, known: Iterable[str]) -> str:
-    """Propose the key of this name in another section, if possible one with a similar name; empty if there is none."""
+    """Propose the key of this name in another section, if possible a similar section; empty if there is no such key."""
     sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
     near = get_close_matches(section, sections, n=1) or sections[:1]
     return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""
@@ -495,7 +511,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec in other dimensions: common dimensions are sharded alike, T as its L, and others are unsharded."""
+    """Return a spec of other dimensions: common ones are sharded as in `spec`, T like its L, the others not at all."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

@@ -1,4 +1,4 @@
-"""Custom sections, such as `[ssm]`: a key keeps the dimensions of its first spec."""
+"""Custom sections, such as `[ssm]`, whose keys are declared by their first spec, which fixes their dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -65,8 +65,8 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
 def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
     """Return whether a line belongs to a custom model's section `[encoder]`, not to the overriding section.
 
-    The keys of the overriding section have a dot, `"attention.w_q"`. A key without one is a slip in a layout with the
-    sections of a transformer's blocks, and a line of a custom model in any other layout.
+    The keys of the overriding section have a dot, `"attention.w_q"`. A key without a dot is a mistake in a layout with
+    the sections of a transformer's blocks; in any other layout it is a line of a custom model.
 
     >>> is_own_encoder("encoder", "w_q", ["embedding", "head"]), is_own_encoder("encoder", "w_q", ["attention"])
     (True, False)
@@ -85,10 +85,10 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section that this one misspells, if it has a similar name and a similar key; otherwise empty.
+    """Return the known section that this one misspells: it has a similar name and a similar key. Otherwise empty.
 
     Any name can be a custom section. Without this check, a slip such as `[fnn]` would silently declare a section and
-    leave [ffn] as in the base. A layout without the sections of a transformer's blocks is for another model, whose
+    leave [ffn] as in the base. A layout without the sections of a transformer's blocks is for a custom model, whose
     sections may have any name.
 
     Args:
@@ -115,16 +115,16 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
 
 
 def _one_slip(name: str, known: str) -> bool:
-    """Return whether names of equal length differ by one replaced letter, or by swapped letters.
+    """Return whether names of equal length differ by one replaced letter, or by swapped letters; True for others.
 
-    Names of other lengths are accepted. `get_close_matches` counts letters in common, so for it `mem` is like `moe`.
+    `get_close_matches` is not enough: it counts common letters, so it takes `mem` for `moe`.
     """
     others = sum(one != other for one, other in zip(name, known))
     return len(name) != len(known) or others <= 1 or sorted(name) == sorted(known)
 
 
 def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every bad name: in [dimensions], a letter without a meaning, a line named like a method."""
+    """Yield faults of names: those in [dimensions], letters without a meaning, and lines named like a method."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
@@ -147,7 +147,7 @@ def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Ma
 
 def _key(name: str, dims: Dims) -> Key:
     if name.endswith(_VIA):
-        return Key(name, dims, "via", "Where two custom tensors meet.", optional=True)
+        return Key(name, dims, "via", "Specs in which two custom tensors are multiplied.", optional=True)
     return Key(name, dims, "tensor", "A custom tensor.")
 
 

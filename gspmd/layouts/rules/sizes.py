@@ -1,4 +1,4 @@
-"""The sizes that specs are checked for: padded to multiples, for one microbatch, and on a mesh."""
+"""The sizes for which specs are checked: padded to multiples, for one microbatch, and on a mesh."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from gspmd.layouts.table import LayoutTable
 
 # -- padding ----------------------------------------------------------------------------------------------------------
 
-#: The dimensions that may be padded, and how `gspmd_models` masks the padding so that it has no effect. Heads may be
-#: padded because of PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
+#: The dimensions that may be padded, and how `gspmd_models` keeps the padding without effect. Heads may be padded for
+#: PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
 PADDED = {
     "H": "the attention core's result is 0 there; every key/value head has at least as many query heads as before",
     "K": "padded together with H, so that each real key/value head keeps its query heads; treated as H",
@@ -42,7 +42,8 @@ _REFUSED = {
 def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes with every dimension of `padding` rounded up to its multiple.
 
-    K is rounded up by itself. H is rounded up to a multiple of its own multiple and of K; H/K never decreases.
+    K is rounded up independently. H is rounded up to a common multiple of its own multiple and K, and H/K never
+    decreases.
 
     >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
     {'H': 64, 'K': 1, 'F': 16}
@@ -51,7 +52,7 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
     """
     result = {dim: _up(size, padding.get(dim, 1)) for dim, size in sizes.items()}
     if "H" in sizes and "K" in sizes and {"H", "K"} & set(padding) and sizes["K"]:
-        # At least as many query heads per key/value head as there are real ones, so no query head changes its group.
+        # At least as many query heads per key/value head as without padding, so that no query head changes its group.
         enough = sizes["H"] // sizes["K"] * result["K"]
         result["H"] = _up(enough, lcm(padding.get("H", 1), result["K"]))
     return result
@@ -64,7 +65,7 @@ class Padded:
     Attributes:
       runs: the number of runs of real entries; one for each key/value head in H, one in every other dimension.
       length: the number of real entries in each run.
-      wide_runs, wide_length: the same with the padding.
+      wide_runs, wide_length: the number of runs and their length with the padding.
 
     Example:
       >>> Padded(2, 2, 2, 3).origins.tolist()
@@ -78,7 +79,7 @@ class Padded:
 
     @property
     def size(self) -> int:
-        """Number of entries, padding included."""
+        """Number of entries, including padding."""
         return self.wide_runs * self.wide_length
 
     @property
@@ -95,7 +96,7 @@ class Padded:
 
 
 def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Padded]:
-    """Return every dimension that is longer in `wide`; query heads stay with their key/value head.
+    """Return the padding of every dimension that is longer in `wide`; query heads stay with their key/value head.
 
     >>> paddings({"H": 4, "K": 2, "V": 3}, {"H": 6, "K": 2, "V": 3})
     {'H': Padded(runs=2, length=2, wide_runs=2, wide_length=3)}
@@ -123,7 +124,7 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence that proposes the line of [padding] for `parts` shards; empty if that would double the size."""
+    """Return a sentence that proposes a line of [padding] for `parts` shards; empty if it would double the size."""
     fits = dim in PADDED and _up(size, parts) <= 2 * size
     of_model = f", or vocabulary_multiple = {parts} in [model] (--model.vocabulary-multiple)" if dim == "V" else ""
     return f"Or pad it: {dim} = {parts} in [padding]{of_model}." if fits else ""
@@ -137,7 +138,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def microbatches(layout: LayoutTable, sizes: Mapping[str, int]) -> int:
-    """Return the number of microbatches in `sizes`: M, unless M is a custom dimension; 1 if left out."""
+    """Return the number of microbatches: M of `sizes`; 1 if it is not given, or if M is a custom dimension."""
     return 1 if "M" in layout.dimensions else sizes.get("M", 1)
 
 
@@ -167,7 +168,7 @@ class GivenSizes:
     """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
-        # Groups are the sequences by default; a model without experts has no groups.
+        # By default every sequence is a group; a model without experts has no groups.
         self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
         self.mesh, self.microbatches, self.pads = dict(mesh), microbatches, pads
 
@@ -179,7 +180,7 @@ class GivenSizes:
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
         """Return the fault of a size that does not divide, with its cause, and padding as one of the remedies."""
-        # G is the batch unless it is given, so a batch that does not divide is one cause for both.
+        # G is the batch unless it is given, so if the batch does not divide, both faults have this cause.
         caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
         remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]
         if self.microbatches > 1 and caused_by == "B":
@@ -188,11 +189,11 @@ class GivenSizes:
 
 
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
-    """Return the sizes, padded as the layout says, and the mesh with every axis of the layout (None: all have size 1).
+    """Return the sizes, padded as the layout says, and the mesh with every axis of the layout.
 
-    If the sizes have a number of microbatches M, the result is for one microbatch.
+    Without a mesh all axes have size 1. If the sizes have a number of microbatches M, the result is for one microbatch.
     """
-    # An axis that the layout does not declare is one fault of the mesh, not a fault of every spec.
+    # Undeclared axes are left out: they are reported once as faults of the mesh, not with every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}
     sizes, count = of_microbatch(layout, sizes), microbatches(layout, sizes)
     wide = {} if any(padding_faults(layout.padding)) else padded(sizes, layout.padding)

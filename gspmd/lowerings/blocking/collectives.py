@@ -1,4 +1,4 @@
-"""Steps as they run inside a shard_map body: public JAX collectives under a scope that names the step."""
+"""Planned steps inside a shard_map body: each becomes public JAX collectives, in a scope that names the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,35 +16,35 @@ from gspmd.planner.steps import Chain, Step
 from gspmd.planner.unknown import UnknownStep
 
 After = Sequence[jax.Array]
-"""Arrays for which gathers round each axis of a TPU's torus wait (`blocking.tpu.all_gather`)."""
+"""Arrays that must be computed before a gather round each axis of a TPU's torus starts (`blocking.tpu.all_gather`)."""
 
 
 def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", after: After = ()) -> jax.Array:
-    """Run a chain of steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
+    """Run a chain of steps on a device's shard of a tensor, inside a shard_map over the whole mesh.
 
     Args:
         chain: the steps and their numbers, which name their scopes.
-        x: the local piece, its dimensions in the order of the first step's `before`.
+        x: the shard, with its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
-        reduce: what an all-reduce computes, `"sum"` or `"max"`.
-        after: what gathers round each axis of a torus wait for.
+        reduce: the operation of an all-reduce, `"sum"` or `"max"`.
+        after: the arrays that must be computed before gathers round each axis of a torus start.
     """
     for number, step in enumerate(chain.steps, chain.first):
         with step_scope(number, _as_sent(step, x, mesh)):
-            # XLA:CPU ends the process, or hangs, in a collective of no elements.
+            # XLA:CPU ends the process, or hangs, in a collective of an empty array.
             x = _EMIT[step.kind](step, x, mesh, reduce, after) if x.size else _nothing(step, x, mesh)
     return x
 
 
 def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
-    """Return the result of a step on a piece without elements."""
+    """Return the result of a step on an empty shard."""
     sizes = zip(x.shape, step.before.axes, step.after.axes)
     shape = [size * prod(mesh[axis] for axis in old) // prod(mesh[axis] for axis in new) for size, old, new in sizes]
     return jnp.zeros(shape, x.dtype)
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return the step as it is sent and named: a gather round several axes of a TPU's torus is sent as permutes."""
+    """Return the step under the name with which it is sent: a gather round several torus axes is sent as permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -58,7 +58,7 @@ def _changed_dimension(step: Step) -> int:
 
 
 def _whole_bytes(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> int:
-    """Return the bytes of the whole tensor of which a device holds `x` before a step."""
+    """Return the bytes of the whole tensor, from the shard `x` before a step."""
     return x.nbytes * prod(mesh[axis] for axes in step.before.axes for axis in axes)
 
 
@@ -79,7 +79,7 @@ def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: s
 
 
 def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
-    if reduce == "max":  # The maximum cancels in every result, so it needs no derivative.
+    if reduce == "max":  # No result depends on the maximum (it cancels), so it needs no derivative.
         return lax.pmax(lax.stop_gradient(x), step.axes)
     if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
@@ -113,7 +113,7 @@ def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, aft
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
-    # Over all mesh axes, not `step.axes` alone: `permutation` numbers the devices of the whole mesh.
+    # All mesh axes are named, and not only `step.axes`: `permutation` numbers the devices of the whole mesh.
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
 
@@ -130,10 +130,10 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of devices by which pieces move; each device is one source and one target.
+    """Return the (source, target) pairs of devices of a permute; each device is source once and target once.
 
-    A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
-    along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.
+    A device that already holds its new shard keeps it, and summands of a partial sum stay on their devices. Nothing
+    moves along a mesh axis whose dimension and stride stay the same, or that shards nothing before and after.
 
     Example:
         >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
@@ -157,7 +157,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the dimension that an axis shards, and the number of pieces between neighbours along the axis."""
+    """Return the dimension that an axis shards, and the number of shards between neighbours along the axis."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
@@ -169,7 +169,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return the piece of a tensor that a device holds: its index along each dimension, its summand, its fixed axes."""
+    """Return what identifies a device's shard: its index in each dimension, its summand, and its place on `still`."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

@@ -1,4 +1,4 @@
-"""Run a routine on the pieces that a device holds, one step after the other."""
+"""Run a routine on the shards of one device, one step after the other."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -13,22 +13,22 @@ from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, NumberedSteps, Routine, RoutineChains, Step
 
 Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
-"""Pieces of arrays by number."""
+"""Local arrays by number."""
 
 
 class Executor:
     """Runs moves, then local einsums with the steps after them, then sums with the steps after the sums.
 
-    Built once per program, called while its shard_map is traced. Local products accumulate in float32 (or wider) and
-    cross the wire in the tensors' wire dtypes.
+    It is built once per program, and called while the program's shard_map is traced. Local products accumulate in
+    float32 (or wider), and are sent in the wire dtypes of their tensors.
 
     Args:
         routine: the routine to run.
-        inputs, outputs: its tensors.
+        inputs, outputs: the tensors of the routine.
         sizes, mesh: the sizes of the dimensions of the whole tensors, and of the mesh axes.
-        chains: the numbers of its steps, if it is a part of a larger program.
+        chains: the numbers of the routine's steps, if it is part of a larger program.
         precision: the precision of the local products.
-        multiply: a custom local einsum, from (step, *pieces) to a piece.
+        multiply: a custom local einsum, (step, *local operands) -> local result.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Executor:
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the pieces of the outputs, and the pieces of the operands after their moves."""
+        """Return the shards of the outputs, and the shards of the operands after their moves."""
         moved = self.move_all(range(len(self.routine.moves)), pieces)
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
@@ -57,9 +57,9 @@ class Executor:
     def move_all(
         self, numbers: Iterable[int], pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None
     ) -> list[jax.Array]:
-        """Run the moves with these numbers, each up to step `stop(number)`; return their results in this order.
+        """Run the moves with these numbers, each up to step `stop(number)`; return their results in the same order.
 
-        Gathers over several axes come last. Gathers round each axis of a torus wait for all moves before them;
+        Gathers over several axes run last. Gathers round each axis of a torus also wait for all moves before them;
         `blocking.tpu.all_gather` explains why.
         """
 
@@ -79,7 +79,7 @@ class Executor:
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire, after)
 
     def send(self, chain: Chain, x: jax.Array, wire: str, after: After = ()) -> jax.Array:
-        """Run a chain of steps on a piece, which is sent in dtype `wire`."""
+        """Run a chain of steps on a local array, which is sent in dtype `wire`."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
             return emit(chain, x.astype(wire), self.mesh, after=after).astype(x.dtype)
         return emit(chain, x, self.mesh, after=after)
@@ -90,7 +90,7 @@ class Executor:
         return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
     def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
-        """Run the local einsum of a product, of whole operands or of parts of them."""
+        """Run the local einsum of a product on local operands or on parts of them."""
         product = self.routine.products[number]
         if product.passes_through:
             return _transposed(operands[0], product.einsum.before.dims, product.einsum.after.dims)
@@ -114,14 +114,14 @@ class Executor:
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)
-        if len(set(dims)) > 1:  # then no product is a partial sum, and each is broadcast by itself
+        if len(set(dims)) > 1:  # in this case no product is a partial sum, and each is broadcast by itself
             first, *rest = (self.arrange(x, held, output.spec) for x, held in zip((first, *rest), dims))
             return sum(rest, first).astype(tensor.dtype)
         total = self.send(self.chains.outputs[number], sum(rest, first), tensor.wire)
         return self.arrange(total, dims[0], output.spec).astype(tensor.dtype)
 
     def arrange(self, x: jax.Array, dims: tuple[str, ...], spec: Spec) -> jax.Array:
-        """Transpose to the output's order and broadcast the dimensions that no operand has."""
+        """Transpose to the output's order, and broadcast dimensions that no operand has."""
         x = _transposed(x, dims, tuple(dim for dim in spec.dims if dim in dims))
         if len(dims) == len(spec.dims):
             return x

@@ -1,4 +1,4 @@
-"""Lowering `blocking`: a plan's steps inside one shard_map, and the steps of its gradient inside another."""
+"""Lowering `blocking`: the steps of a plan inside one shard_map, and those of its gradient inside another."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,21 +19,21 @@ def lower(call: Call) -> Passes:
 
 
 def passes(call: Call, executor: Callable) -> Passes:
-    """Make both passes of a plan from an executor, which runs a routine on local pieces.
+    """Make both passes of a plan from an executor, which runs a routine on local arrays.
 
-    An operand that was moved is kept for the backward pass in its moved form, so that it need not be moved again. An
-    operand that was not moved is kept as it was given.
+    Operands that are moved are kept for the backward pass as they are after the move, so that they need not be moved
+    again. Other operands are kept as they were given.
 
     Args:
         call: the call whose plan is run.
-        executor: from (routine, inputs, outputs, overlap) to a function of local pieces, such as an `Executor`.
+        executor: (routine, inputs, outputs, overlap) -> a function of local arrays, such as an `Executor`.
     """
     plan, ctx, specs = call.plan, call.context, call.operands
     equation, title, moves = plan.equation, str(plan.equation), plan.routine.moves
     moved = [n for n, (move, spec) in enumerate(zip(moves, plan.kept)) if spec != plan.inputs[move.source].spec]
     run_forward = executor(plan.routine, plan.inputs, plan.outputs, plan.loops)
 
-    @cache  # planned when it is differentiated
+    @cache  # the gradient is planned only when it is needed
     def run_backward():
         residuals = [plan.inputs[move.source] for move in moves]
         return executor(plan.backward, [*plan.outputs, *residuals], plan.inputs, plan.backward_loops)

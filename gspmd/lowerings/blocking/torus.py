@@ -1,18 +1,19 @@
 """A gather over several axes of a 3D torus, as permutes that keep the links of all these axes busy.
 
-On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, with the links of
-one axis. Here every shard is cut into two parts for each axis. The two parts go round in opposite directions: first
-round one axis, then, together with the blocks received there, round the next. Parts begin with different axes, so at
-any time they use different links. Each block that arrives is written to its place while the next ones are sent.
+On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, and uses the
+links of one axis. Here every shard is cut into two parts for each axis. The two parts go round in opposite directions:
+first round one axis, and then, together with the blocks received there, round the next. Different parts begin with
+different axes, so at any time they use different links. Each block that arrives is written to its place while the next
+blocks are sent.
 
-What makes it fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`):
+It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), for these reasons:
 
-- what arrives along one axis is sent round the next as one block. Shard by shard there are more permutes than the
-  compiler lets run at the same time, and it does not choose those that use different links;
-- all parts are equally large, also where axes are not. Parts that would keep all links busy equally long wait for one
-  another (4x4x8: 11.8 ms instead of 9.8);
-- blocks are written into the result itself. Stacked and joined at the end, they are copied once more;
-- the places of blocks are whole tiles. Otherwise every block is reordered as it arrives.
+- everything that arrives along one axis is sent round the next axis as one block. If shards were sent separately, there
+  would be more permutes than the compiler runs at a time, and it would not choose permutes that use different links;
+- all parts have the same size, even if axes have different sizes. With parts that would keep all links busy for the
+  same time, the permutes wait for one another (4x4x8: 11.8 ms instead of 9.8);
+- blocks are written directly into the result. If they were stacked and joined at the end, they would be copied twice;
+- the places of blocks are whole tiles. Otherwise every block would be reordered when it arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from gspmd.planner.spans import cut
 
 _LANES = 128
 _COLUMN = 32
-"""Bytes of one lane of a tile: 8 rows of four-byte numbers, or 16 rows of two-byte numbers."""
+"""Bytes in one lane of a tile: 8 rows of four-byte numbers, or 16 rows of two-byte numbers."""
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
@@ -48,7 +49,7 @@ def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) ->
     """
     tile = _tile(len(shape), itemsize)
     if shape[dimension] < tile[dimension]:
-        return None  # Permutes would also send the padding of the tiles.
+        return None  # permutes would also send the padding of tiles
     others = (place for place in range(len(shape)) if place != dimension)
     return next((place for place in others if shape[place] // tile[place] >= 2 * axes), None)
 
@@ -61,10 +62,10 @@ def gather(
     mesh: Mapping[str, int],
     zero: jax.Array | int = 0,
 ) -> jax.Array:
-    """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
+    """Gather a dimension over mesh axes, major first, tiled; shards are cut along the dimension `along`.
 
     Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
-    `zero` is known; this zero is computed from the work that has to be done first.
+    `zero` is known: the caller computes it from arrays that must be computed first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
@@ -93,12 +94,12 @@ def gather(
 
 @dataclass
 class _Walk:
-    """The way of one part of every shard.
+    """The way of one part of every shard round the axes.
 
     Attributes:
-        block: the part, gathered over the axes so far, in the order of the whole.
-        start: where the part begins, along the dimension that shards are cut along.
-        axes: the axes in the order in which it is sent round them.
+        block: the part, gathered over the axes so far, with shards in their final order.
+        start: where the part begins, along the dimension along which shards are cut.
+        axes: the axes in the order in which the part is sent round them.
         sign: the direction, +1 or -1.
     """
 
@@ -114,7 +115,7 @@ def _round(
     """Send the blocks of all walks round one axis each, at the same time.
 
     Yields:
-        The number of a walk, a place along the gathered dimension, and the piece of a block that belongs there.
+        The number of a walk, a place along the gathered dimension, and the part of a block that belongs there.
     """
     blocks = [walk.block for walk in walks]
     for hop in range(max(mesh[walk.axes[stage]] for walk in walks)):
@@ -126,7 +127,7 @@ def _round(
                 to = [(place, (place + walk.sign) % size) for place in range(size)]
                 blocks[number] = lax.ppermute(blocks[number], axis, to)
             origin = (lax.axis_index(axis) - hop * walk.sign) % size
-            # Shards along outer axes lie apart in the whole: the shards along this axis are between them.
+            # Shards along outer axes are not adjacent in the result: the shards along this axis are between them.
             outer = prod(mesh[each] for each in walk.axes[:stage] if axes.index(each) < axes.index(axis))
             length = blocks[number].shape[dimension] // outer
             for place in range(outer):
@@ -145,7 +146,7 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of equal parts: whole tiles if there are enough, and the rest in the last part."""
+    """Return start and length of equal parts: whole tiles if there are enough of them; the last part has the rest."""
     size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
     unit = tile if size // tile >= parts else 1
     starts = [start * unit for start, _ in cut(size // unit, parts)]

@@ -1,30 +1,31 @@
-"""Collectives written so that the TPU compiler keeps them; it would rewrite some that are emitted as planned.
+"""Collectives written so that the TPU compiler keeps them; emitted plainly, it would rewrite some of them.
 
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
-benchmarks/ledgers.py` shows the differences that are left:
+benchmarks/ledgers.py` shows the differences that remain. Each rule says what the compiler does, and what is written
+instead:
 
-- many gathers and reduce-scatters over all devices of a slice become all-reduces, with twice the bytes
-  (`hardware.links.stays_whole`). As two collectives, over a part of the devices and then over the rest, they send the
-  planned bytes and are compiled as written;
-- a collective over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many
-  bytes over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather
-  of many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
-- a reduce-scatter of two-byte numbers along the last dimension stays if its pieces are multiples of 256, two rows of
-  lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
-  they stay, and the transpose costs about what the bytes would. Narrower pieces stay if another dimension fills the
-  lanes instead;
-- a reduce-scatter along the first dimension is padded, and permutes send the data that cross the borders of the pieces.
-  With the pieces along a separate dimension it stays, at no cost. But then a product whose rows are split in this way
-  is rewritten too. If its rows fill the lanes and its columns do not (16 columns of keys), its other operand is
-  transposed first, whatever its size. A barrier between the product and its pieces prevents that;
-- an all-to-all that cuts one dimension and joins the pieces along another is decomposed only after the order in memory
-  is chosen. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the padding by sums
-  over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads nothing;
-- the rows of several experts arrive from each device in turn. Transposed, they are copied twice, since those of one
-  expert from one device fill no tile; a gather of rows, by numbers that are known, moves each of them once;
-- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
-- a tensor that is gathered along the last dimension in pieces that are not multiples of 128 is reordered after the
-  gather. This costs less if the pieces have a separate dimension, unless another dimension fills the lanes.
+- it turns many gathers and reduce-scatters over all devices of a slice into all-reduces, with twice the bytes
+  (`hardware.links.stays_whole`). Two collectives, one over some of the devices and one over the rest, send the planned
+  bytes and are compiled as written;
+- it sends a collective over several torus axes round a single ring through all their devices. Axis by axis the same
+  bytes take fewer hops, which is faster for few bytes; for many bytes, putting the parts in order costs more. A gather
+  of many bytes is written as permutes round all axes at the same time (`blocking.torus`);
+- it keeps a reduce-scatter of two-byte numbers along the last dimension if its shards are multiples of 256, two rows of
+  lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
+  dimensions flattened it keeps these too; the transpose costs about as much as the bytes would. It keeps narrower
+  shards if another dimension fills the lanes;
+- it pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by permutes.
+  If the shards have a separate dimension, it keeps the collective, at no cost. But then it also rewrites a product
+  whose rows are split in this way: if the rows fill the lanes and the columns do not (16 columns of keys), it
+  transposes the other operand first, of any size. A barrier between the product and the shards prevents this;
+- it decomposes an all-to-all that cuts one dimension and joins the parts along another only after it has chosen the
+  order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the padding by
+  sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads nothing;
+- rows of several experts arrive from one device after the other. If they are transposed, it copies them twice, since
+  the rows of one expert from one device do not fill a tile. A gather of rows by constant indices moves each row once;
+- dimensions of size 1 (`L` of `[B, 1, E]`) prevent it from keeping any of these forms, so they are dropped in between;
+- if the shards of a gather along the last dimension are not multiples of 128, it reorders the result. This costs less
+  if the shards have a separate dimension, unless another dimension fills the lanes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,43 +42,44 @@ from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import torus
 
 LANES = 128
-_TILE = 8  # rows; pieces that are not a whole number of tiles are rewritten again
+_TILE = 8  # rows; the compiler also rewrites shards that are not whole tiles
 _PACKED = 16  # rows of two-byte numbers in a tile
 SMALL = 2**20  # bytes that two links of a v4 send in about the time of 12 hops
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
-"""Mesh axes, the number of devices that take part together, and the places along the axis, if not all take part."""
+"""Mesh axes, the number of devices in a group, and the groups of places along the axis if they do not span it."""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
     """Return a zero computed from `x`: adding it to an index makes a product wait for `x`.
 
-    The compiler drops barriers before it orders instructions, but it does not notice that these bits are zero.
+    A barrier would not do, because the compiler drops barriers before it orders instructions. It does not notice that
+    the bits of this number are always zero.
     """
     if not in_force.is_tpu():
         return 0
 
     def zero(x: jax.Array) -> jax.Array:
-        x = lax.optimization_barrier(x)  # otherwise a part of a product becomes a product of parts
+        x = lax.optimization_barrier(x)  # otherwise the slice moves into the product that makes `x`
         first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
         bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
         return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
-    # One zero for a whole batch. With one zero per element, the waiting array would be sliced and sent once per
-    # element.
+    # A batch has one zero. If each element of the batch had its own, the waiting array would be sliced and sent element
+    # by element.
     made = jax.custom_batching.custom_vmap(zero)
     made.def_vmap(lambda size, batched, x: (made(x), False))
     return made(lax.stop_gradient(x))
 
 
 class OverSlices(NamedTuple):
-    """A collective of several slices: its part over the network, its parts within a slice, and the order of pieces.
+    """A collective over several slices: its part over the network, its parts within a slice, and the order of shards.
 
     Attributes:
         between: the part over the network; None if all devices of a group are in one slice.
         inside: the parts within a slice, major first.
-        sizes: number of devices along each axis, first between slices and then within them, in the order of the axes,
-            such as ((2, 4), (1, 8)) for two axes, the first of which spans two slices.
+        sizes: for each axis, the number of slices along it and the number of devices along it within a slice. For two
+            axes, the first of which spans two slices: ((2, 4), (1, 8)).
     """
 
     between: CollectivePart | None
@@ -86,12 +88,12 @@ class OverSlices(NamedTuple):
 
     @property
     def parts(self) -> list[CollectivePart]:
-        """All parts in the order of a reduce-scatter: the network carries the least bytes, last."""
+        """All parts in the order of a reduce-scatter: the network comes last, when the fewest bytes are left."""
         return [*self.inside, *([self.between] if self.between else [])]
 
     @property
     def in_order(self) -> bool:
-        """Whether the axes over slices are the minor ones, so that pieces arrive in order."""
+        """Whether the axes over slices are the minor axes, so that shards arrive in order."""
         away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
         near = [number for number, (_, inner) in enumerate(self.sizes) if inner > 1]
         return not away or not near or max(near) < min(away)
@@ -105,20 +107,20 @@ def all_gather(
     whole_bytes: int = 0,
     after: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major.
+    """Gather over mesh axes, major first, tiled; if the gather is split, over the minor part first.
 
-    Many bytes go round each axis of a 3D torus (`blocking.torus`), once all of `after` are available. The compiler
-    would start permutes as soon as it can: the permutes of several gathers would share the links, and the blocks of all
-    gathers would be held at once. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, waited 147 ms for links instead
-    of 33.
+    Many bytes go round each axis of a 3D torus (`blocking.torus`), after all of `after` are computed. Without this wait
+    the compiler would start permutes as early as possible: the permutes of several gathers would share the links, and
+    the blocks of all gathers would be held at the same time. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, then
+    waited 147 ms for links instead of 33.
 
-    Over several slices it gathers over the network first, so that the network carries each byte once, and then within
-    the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
+    Over several slices the gather runs over the network first, so that the network carries each byte once, and then
+    within the slices. If the axes over slices are not the minor axes, the shards are put in order at the end.
 
     Args:
-        x, axes, dimension, mesh: the shard, the axes and the dimension that are gathered, and the sizes of all axes.
-        whole_bytes: bytes of the whole tensor, if a part of it is gathered (`gathers_round_each_axis`).
-        after: arrays that have to be there first.
+        x, axes, dimension, mesh: the shard, the mesh axes, the gathered dimension, and the sizes of all mesh axes.
+        whole_bytes: bytes of the whole tensor, if only part of it is gathered (`gathers_round_each_axis`).
+        after: arrays that must be computed first.
     """
     along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:
@@ -142,9 +144,9 @@ def all_gather(
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter over mesh axes, major first, tiled; if in parts, over the major part first.
+    """Reduce-scatter over mesh axes, major first, tiled; if the reduce-scatter is split, over the major part first.
 
-    Over several slices it is the reverse of a gather: the pieces are put in order, scattered within the slices, and
+    Over several slices it is the reverse of a gather: the shards are put in order, and scattered within the slices and
     then over the network.
     """
     kind = "reduce-scatter"
@@ -166,8 +168,8 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
 def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> jax.Array:
     """All-reduce over mesh axes.
 
-    Over several slices, many bytes are scattered within each slice, reduced over the network, and gathered. The
-    compiler would do the same, but pad the pieces, and reduce a whole slice twice.
+    Over several slices, many bytes are reduce-scattered within each slice, reduced over the network, and gathered. The
+    compiler would do the same, but would pad the shards, and would reduce a whole slice twice.
     """
     over = _over_slices(axes, mesh, "reduce-scatter", x.nbytes)
     if over is None or over.between is None or not over.inside or x.nbytes < SMALL:
@@ -194,7 +196,7 @@ def goes_round_each_axis(
 def _cut_along(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> int | None:
-    """Return the dimension along which shards are cut to go round each axis; None if they do not go round each axis."""
+    """Return the dimension along which shards are cut for a gather round each axis; None for any other gather."""
     chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
     if chip is None or in_force.slices() > 1:
         return None
@@ -223,7 +225,7 @@ def _gather_round_each_axis(
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
-    """Gather in parts, major first; the minor one runs first."""
+    """Gather in several parts, which are listed major first; the minor part runs first."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -246,8 +248,8 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices; None if it is not split.
 
-    It is not split on one slice, or if one axis lies both over slices and within them while another axis also lies over
-        slices: JAX cannot name such groups, so the compiler chooses how the collective runs.
+    A collective is not split on one slice. Nor is it split if one axis is both over slices and within them, and another
+    axis is over slices too: JAX cannot name such groups, so the compiler decides.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -267,10 +269,10 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
         between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
         near = tuple(axis for axis in wide if axis not in away)
         return OverSlices(between, _parts(near, within, kind, size) if near else [], sizes)
-    # The places of an axis that lies over slices and within them are numbered slice by slice.
+    # The places of an axis that is both over slices and within them are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
-    minor = 1 if whole else _ring(inner)  # As in `_parts`: over all devices, in two parts.
+    minor = 1 if whole else _ring(inner)  # as in `_parts`, two parts if over all devices
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))
@@ -298,13 +300,14 @@ def all_to_all(
 ) -> jax.Array:
     """Exchange parts of a dimension over mesh axes, tiled.
 
-    Parts get a separate dimension, in front, and are exchanged by rows. libtpu 0.0.42 would reorder parts of the last
-    dimension itself: bfloat16 [4, 8, 8192] takes 107 µs on a v5e that way, and 8 µs in rows. Parts that are not whole
-    lanes, and parts that arrive along the last dimension, are left to libtpu, which is as fast there.
+    The parts get a separate first dimension, and are exchanged row by row. libtpu 0.0.42 itself would reorder parts of
+    the last dimension: bfloat16 [4, 8, 8192] takes 107 µs on a v5e in this way, and 8 µs in rows. Parts that are not
+    whole rows of lanes, and parts that arrive along the last dimension, are left to libtpu, which is as fast there.
 
-    For slots, whose dimensions are GXCE, the order in memory on either side is known. If only two dimensions are longer
-    than 1, as in the residual of a decoding step, a matrix is exchanged. With more, dropping those of size 1 gained
-    nothing: [16, 1, 64, 128] cut along the last takes 17.2 µs, and [16, 64, 128] 20.6.
+    For slots, whose dimensions are GXCE, the order in memory is known on both sides (`slots_to_all`). If only two
+    dimensions are longer than 1, as in the residual of a decoding step, a matrix is exchanged. With more long
+    dimensions, dropping those of size 1 gains nothing: [16, 1, 64, 128], cut along the last, takes 17.2 µs, and [16,
+    64, 128] 20.6.
     """
     if dims == tuple("GXCE") and {split, concat} == {0, 1}:
         return slots_to_all(x, axes, split, mesh)
@@ -323,9 +326,9 @@ def all_to_all(
 
 
 def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[str, int]) -> jax.Array:
-    """`all_to_all` of slots `[G, X, C, E]` to their experts (`split` is 1), or of their answers back to groups (0).
+    """Exchange slots `[G, X, C, E]`: send them to their experts (`split` is 1), or results back to the groups (0).
 
-    On either side slots are stored expert by expert, as dispatch gathers them and products read them.
+    On both sides slots are stored expert by expert, as dispatch gathers them and products read them.
     """
     parts, (groups, experts, *rest) = prod(mesh[axis] for axis in axes), x.shape
     x = x.swapaxes(0, 1)
@@ -337,13 +340,13 @@ def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[
 
 
 def _exchanged(pieces: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Send piece i of `[parts, ..., E]` to device i, and replace it by the piece from device i."""
+    """Send part i of `[parts, ..., E]` to device i, and replace it by the part from device i."""
     rows = pieces.reshape(-1, pieces.shape[-1])
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True).reshape(pieces.shape)
 
 
 def _reordered(pieces: jax.Array) -> jax.Array:
-    """Swap the first two of `[X, parts, G, C, E]`, row by row."""
+    """Swap the first two dimensions of `[X, parts, G, C, E]` by a gather of rows."""
     first, second, *rest, width = pieces.shape
     if first == 1 or second == 1:
         return pieces.swapaxes(0, 1)
@@ -353,8 +356,11 @@ def _reordered(pieces: jax.Array) -> jax.Array:
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> list[CollectivePart]:
-    """Return the parts of a collective on one slice, major first: axis by axis if small, two if over all devices,
-    otherwise one."""
+    """Return the parts of a collective on one slice, major first.
+
+    A collective over all devices has two parts (unless it may stay whole), a small one has one part for each axis, and
+    all others have one part.
+    """
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
     if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:
@@ -376,7 +382,7 @@ def _stays_whole(kind: str, group: int, size: int) -> bool:
 
 
 def _ring(devices: int) -> int:
-    """Return the divisor of a number of devices closest to the side of a cube, or square: one ring of the torus."""
+    """Return the likely size of one ring of the torus: the divisor of `devices` closest to its square or cube root."""
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
@@ -401,10 +407,10 @@ def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
 
 
 def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
-    """Reduce-scatter along the first dimension, with the pieces along a separate dimension, in whole tiles."""
+    """Reduce-scatter along the first dimension; the shards have a separate dimension, and are whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
-    if x.ndim > 2 and x.shape[-2] % _TILE:  # pieces that fill no whole tiles become slices of an all-reduce
+    if x.ndim > 2 and x.shape[-2] % _TILE:  # without whole tiles it becomes an all-reduce and slices
         rest = (prod(rest),)
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
     x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x
@@ -414,7 +420,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Return whether the compiler would all-reduce the whole tensor instead, for pieces along the last dimension."""
+    """Return whether the scattered dimension is put first: if it is last, and the compiler would all-reduce instead."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

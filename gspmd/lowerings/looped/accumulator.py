@@ -1,4 +1,4 @@
-"""The product of an operand whose chunks arrive round a ring: parts of the result, or summands added up."""
+"""The product with an operand whose chunks arrive round a ring: each gives a part of the result, or a summand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, part_of, put, to
 
 
 class Accumulator:
-    """One product, as the chunks of one of its operands arrive.
+    """One product that is computed as the chunks of one of its operands arrive.
 
-    The result of a chunk depends on the dimension that is cut. A chunk of a free dimension gives a part of the result,
-    and a chunk of a contracted dimension a summand. A chunk of a batch dimension gives a part of the result, from a
-    part of the other operand.
+    The result of a chunk depends on the dimension along which chunks are cut. A chunk of a free dimension gives a part
+    of the result, and a chunk of a contracted dimension a summand. A chunk of a batch dimension gives a part of the
+    result, and needs only a part of the other operand.
 
     Args:
         transfer: the transfer of the operand that arrives in chunks.
         other: the complete other operand; None if there is none.
-        other_dims, dims: the dimensions of that operand, and of the product.
-        multiply: (chunk, part of the other operand) to their local einsum.
-        stored: the dtype of a finished part; None to keep float32 for parts that will still be sent or added.
+        other_dims, dims: the dimensions of the other operand, and of the product.
+        multiply: (chunk, part of the other operand) -> their local einsum.
+        stored: the dtype of a finished part; None for float32, for parts that will still be sent or added.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Accumulator:
 
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
         """Multiply chunks that have arrived together, as one product if all need the same part of the other operand.
-        Host devices multiply them separately: they have no matrix unit to fill, and would hold the chunks twice.
+
+        Host devices multiply chunks separately: they have no matrix unit to fill, and would hold the chunks twice.
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
@@ -68,28 +69,28 @@ class Accumulator:
         return None if self.other is None else part_of(self.other, self.other_dims, region)
 
     def _store(self, region: Region, value: jax.Array) -> None:
-        if not self.placed:  # only for static parts, each with its own sum
+        if not self.placed:  # then regions are static, and each has its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
-            start = jnp.zeros if self.adds else blank  # parts are written everywhere; sums start at 0
+            start = jnp.zeros if self.adds else blank  # sums start at 0; parts will cover the whole result
             self.result = start(self.shape, value.dtype if self.adds or self.stored is None else self.stored)
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
     def state(self):
-        """Return the carry of a loop: the product so far."""
+        """Return the product so far, for the carry of a loop."""
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:
-        """Continue from the product so far."""
+        """Continue from the product so far, from the carry of a loop."""
         if self.placed:
             self.result = state
         else:
             self.parts = dict(zip(self.parts, state))
 
     def value(self) -> jax.Array:
-        """Return the product with the whole operand."""
+        """Return the product, after all chunks have been added."""
         if self.result is not None:
             return self.result
         if len(self.parts) == 1:

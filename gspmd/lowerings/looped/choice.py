@@ -1,19 +1,18 @@
-"""The gathers and reduce-scatters of a routine that run inside its einsums, and by which schedule: the cheapest by
-cost.
+"""The cheapest choice of gathers and reduce-scatters that run inside the einsums of a routine, and of their schedules.
 
-A ring pays if
+A ring is worth it if
 
     inner gather + max(chunked products, permutes) + first chunk  <  whole product + collective
 
-Its candidates differ in which of the tensor's mesh axes the loop goes over and which make one chunk together (so that
-chunks are not too thin for the matrix unit), in the schedule, and in whether parts of the shards are sent round the
-axes in different orders (so that the links of all axes are busy).
+The candidates differ in three choices: which of the tensor's mesh axes the loop goes over, while the other axes make
+one chunk (so that chunks are not too thin for the matrix unit); the schedule; and whether parts of the shards are sent
+round the axes in different orders (so that the links of all axes are busy).
 
-Instead, a dimension that no collective changes, such as the batch, can be cut into stripes: while one is multiplied,
-the next is gathered and the one before it reduce-scattered. Products then keep their whole contracted dimension, and
-both an operand and a result can be sent meanwhile.
+Instead of rings, a dimension that no collective changes, such as the batch, can be cut into stripes: while one stripe
+is multiplied, the next is gathered and the previous one is reduce-scattered. Products then keep their whole contracted
+dimension, and both operands and results can be sent during products.
 
-Source: Wang et al. 2023 (ASPLOS), §5.5, for the gate.
+Source: Wang et al. 2023 (ASPLOS), §5.5, for the condition.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,28 +28,29 @@ from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, lo
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
-"""The median error of the model of a product, as a share: no loop and no stripes are chosen for a smaller gain.
+"""The median relative error of the product model: loops and stripes are not chosen for a smaller gain.
 
-For Llama 2 70B's feed-forward layer under zero-3 on 256 TPU v5p the model predicts that stripes gain 1.9%; compiled,
-they lose 18% of a step.
+For Llama 2 70B's feed-forward layer under zero-3 on 256 TPU v5p the model predicts a gain of 1.9% by stripes; in the
+compiled program they cost 18% of a step.
 """
 
 SUMMED_MARGIN = 0.12
-"""The margin for rings whose chunks are of a contracted dimension. Their sums wait for nothing, so the TPU compiler may
-send every chunk before it multiplies the first (PaLM, 512 tokens, second product: 10% predicted, nothing gained).
+"""The same margin for rings whose chunks are cut along a contracted dimension. Nothing makes permutes wait for their
+sums, so the TPU compiler may send every chunk before it multiplies the first (second product of PaLM with 512 tokens: a
+predicted gain of 10%, and none in the compiled program).
 """
 
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """The collectives to overlap, and the seconds of the whole equation if these are overlapped."""
+    """The collectives to overlap, and the seconds of the whole equation if they overlap."""
 
     overlap: Overlap
     seconds: float
 
     @property
     def rank(self) -> float:
-        """The seconds, increased by the model's error for `halves`, which makes twice as many products."""
+        """The seconds; for `halves`, which has twice as many products, increased by the model's error."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -64,8 +64,8 @@ def plan_overlap(
         routine: the routine to run.
         inputs, outputs: its tensors.
         environment: sizes, mesh, chip.
-        lowering: `"looped"` loops everything that can be looped, each by its cheapest schedule; `"looped:<schedule>"`
-            uses the named schedule; `"auto"` loops only where it is cheaper.
+        lowering: `"looped"` loops every collective that can be looped, each by its cheapest schedule;
+            `"looped:<schedule>"` uses this schedule; `"auto"` loops only where this is cheaper.
 
     Returns:
         The overlap, and the seconds that it saves compared with `blocking`.
@@ -97,18 +97,18 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds of everything that may be looped, without any loop."""
+        """Return the seconds, without loops, of all products and of all collectives that can be looped."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds of `blocking` if the looped moves had the links of all their axes.
+        """Return the seconds of `blocking`, with the looped collectives timed as if they used the links of all axes.
 
-        On v4 and v5p a gather over several axes uses the links of one axis. Permutes could use the links of all axes,
-        and the model of a loop assumes that they do; compiled, they seldom do. The model expects the loops of 14
-        products of gathered weights on these two (8,192 x 28,672, 4,096 to 4,194,304 rows) to gain 9 to 29% of
-        `blocking`. Four gain 5 to 15% once they are compiled, and the others lose 3 to 85%.
+        On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all
+        axes, and the model of a loop assumes that they do, but in compiled programs they seldom do. For 14 products
+        with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains of 9 to
+        29% of `blocking`. In compiled programs four of them gain 5 to 15%, and the others lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -132,10 +132,10 @@ class _Chooser:
         return SUMMED_MARGIN if summed else MARGIN
 
     def choices(self) -> Iterator[OverlapChoice]:
-        """Yield the rings in the einsums, and every number of stripes.
+        """Yield the choice of rings, and a choice for every number of stripes.
 
-        Under `looped` no operand is gathered completely before its product. If both operands of a product are
-        gathered, a ring could loop over only one of them, so stripes are used, however thin.
+        Under `looped` no operand may be gathered completely before its product. If both operands of a product are
+        gathered, and a ring can loop over only one of them, stripes are used instead, even thin ones.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         spans = (*self.gathers.values(), *self.scatters.values())
@@ -143,7 +143,7 @@ class _Chooser:
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
-        if self.forced and not apart and not self._both():  # rings need less memory at once
+        if self.forced and not apart and not self._both():  # rings need less memory than stripes
             return
         if dim is None or (not self.forced and not all(is_short(span, (), span.axes, self.mesh) for span in spans)):
             return
@@ -162,7 +162,7 @@ class _Chooser:
         scatters: dict[int, Ring] = {}
         done: list[Product] = []
         seconds = 0.0
-        # Tensors with the most bytes come first: a ring can bring only one of the two operands of a product.
+        # Tensors that send the most bytes come first, because a ring can bring only one operand of a product.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
             others = {move for p in products for move in p.operands if move != number}
@@ -183,14 +183,14 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return the best ring of a tensor, and the seconds of ring and products; no ring if blocking is as good."""
+        """Return the best ring of a tensor with the seconds of ring and products; no ring if it is no faster."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Yield every choice of looped axes, schedule and axis orders; under `auto`, those with a short program."""
+        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only those with short programs."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):
@@ -203,9 +203,9 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """Return the ring that gathers a whole tensor by permutes before its product, or scatters it after.
+        """Return the ring that gathers a whole tensor by permutes before its product, or scatters it afterwards.
 
-        Without a schedule it uses the last allowed one: the last of `SCHEDULES`, if none is requested.
+        By default its schedule is the requested one, or else the last of `SCHEDULES`.
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
@@ -224,7 +224,7 @@ class _Chooser:
             yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """Return the ring of a stripe's result, inside the products unless that makes a product too thin."""
+        """Return the ring that scatters a stripe's result: inside the products, unless they would become too thin."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))
@@ -232,7 +232,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts, if possible a free one that does not change."""
+    """Return the dimension along which shards are cut into parts: if possible a free one that no collective changes."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

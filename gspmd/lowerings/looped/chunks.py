@@ -17,7 +17,7 @@ from gspmd.planner.overlap import Ring, RingSchedule
 from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
-"""The place of a chunk in a local tensor: first index and length by dimension; other dimensions are complete."""
+"""A part of a local tensor: first index and length by dimension; dimensions that are not listed are complete."""
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
@@ -33,11 +33,12 @@ def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
 
 
 def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Array:
-    """Prepare an operand of which `part_of` slices several regions, along these dimensions.
+    """Prepare an operand from which `part_of` will slice several regions, along these dimensions.
 
-    A TPU reorders one-byte numbers before they are cut in a loop. Its compiler shares the reordered copy among the
-    regions and takes it from where the operand comes from, so that in a scan over layers every layer copied the weights
-    of all layers: 450 ms instead of 10 for a step of PaLM 62B. Behind a barrier only this operand is copied.
+    A TPU reorders one-byte numbers before they are cut in a loop. The compiler makes one reordered copy for all
+    regions, and makes it of the array from which the operand was sliced. In a scan over layers every layer then copied
+    the weights of all layers: 450 ms instead of 10 for a step of PaLM 62B. With a barrier, only the operand itself is
+    copied.
     """
     if in_force.is_tpu() and x.dtype.itemsize == 1 and not set(dims).isdisjoint(cut):
         return lax.optimization_barrier(x)
@@ -58,11 +59,11 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """The ring gather or reduce-scatter of a tensor: the sizes and places of its chunks, and its permutes.
+    """The gather or reduce-scatter of a tensor by a ring: the sizes and places of chunks, and the permutes.
 
     Attributes:
-        span: the collectives that it replaces.
-        ring: its axes and schedule.
+        span: the collectives that the ring replaces.
+        ring: the ring's axes and schedule.
         mesh: mesh axis sizes.
         shard: local sizes of a shard, by dimension.
         first: the number of the span's first step in its plan.
@@ -90,20 +91,20 @@ class RingTransfer:
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
-        """Return the place in the whole tensor of the chunk of the devices `offset` behind.
+        """Return the region, in the whole tensor, of the chunk from the devices at distance `offset`.
 
-        `zero` is added to the indices, so that every use of the region waits for it.
+        `zero` is added to the indices, so that every use of the region waits for this number.
         """
         dims = [dim for dim in self.span.changed_axes if self._over(dim, self.ring.axes)]
         index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Return the place of the piece, of this size, of the device `offset` behind along one axis."""
+        """Return the region of the part, of this size, from the device at distance `offset` along one axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
-        """Return the coordinate, along one axis, of the device `offset` behind."""
+        """Return the coordinate along one axis of the device at distance `offset`."""
         return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
@@ -111,7 +112,7 @@ class RingTransfer:
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """Return the part of a region along the dimension that shards are cut along."""
+        """Return part of a region, cut along the dimension along which shards are cut."""
         split = self.ring.split
         if split is None:
             return region
@@ -122,18 +123,18 @@ class RingTransfer:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
-        """Return the number of a chunk along a dimension: the axes' places, major first."""
+        """Return the number of a chunk along a dimension, from the coordinates on its axes, major first."""
         index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)
         return index
 
     def hops(self, part: ShardPart) -> tuple[Hop, ...]:
-        """Return the hops of one part of the chunks round the loop's axes."""
+        """Return the hops of one part of the shards round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """Permute under the scope of the planned step to which this belongs; an empty piece is not sent."""
+        """Permute an array by a hop, in the scope of the planned step that it replaces; an empty array is not sent."""
         if not x.size:
             return x
         number, size, by = self.span.step_number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
@@ -143,7 +144,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
-    """Gather a chunk: a shard (or a part of it) and those along the axes within, axis by axis."""
+    """Gather a chunk, axis by axis: a shard, or part of it, together with the shards along the axes `within`."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)
@@ -158,12 +159,12 @@ def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
 
 
 def spread(transfer: RingTransfer, part: ShardPart, chunk: jax.Array) -> jax.Array:
-    """Reduce-scatter a chunk along the axes within, axis by axis."""
+    """Reduce-scatter a chunk over the axes `within`, axis by axis."""
     for axis in transfer.ring.within:
         at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
-        # Pieces are moved to the front: if narrow ones were cut out of the last dimension, the compiler would
-        # transpose the product.
+        # Parts are moved to the front: if narrow parts were cut out of the last dimension, the compiler would transpose
+        # the product.
         pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
         summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, transfer.place(a, offset), 0, False)  # noqa: E731
         chunk = reduce_back(transfer, walk([axis], transfer.mesh, part.schedule, part.sign), summand, chunk.dtype)
@@ -176,13 +177,13 @@ def reduce_back(
     """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
 
     Args:
-        summand: from an offset, and a zero for which its product waits, to this device's summand for the device
-            `offset` behind.
+        summand: (offset, a zero for which the product waits) -> this device's summand for the device at distance
+            `offset`.
         wire: the dtype in which sums are sent; they are added in the dtype of the summands.
-        schedule: the schedule of the ring if summands are products, some of which must be made while a sum is sent. A
-            compiler adds the arriving sum inside the product, which then waits for it. With two directions one side is
-            multiplied while the other is sent. Only the last summand has no transfer beside it: it is made after the
-            last sum has been sent off.
+        schedule: the schedule of the ring if summands are products, which should be computed while sums are sent. A
+            compiler adds an arriving sum inside the next product, so this product waits for the sum. With two
+            directions one side is multiplied while the other side is sent. Only the last summand has no such partner:
+            it is computed after the last sum has been sent.
     """
     partial: dict[int, list[jax.Array]] = {}
     sent, cut = None, schedule is not None and schedule.is_cut

@@ -1,6 +1,6 @@
-"""The cost of rings and stripes: products in chunks, the busiest link, and the parts of both that hide nothing.
+"""The cost of rings and stripes: products in chunks, the busiest link, and the parts of both that do not overlap.
 
-Not modelled: links that other equations use at the same time, and overlap that the compiler's scheduler misses.
+Not modelled: other equations that use the links at the same time, and overlap that the compiler's scheduler misses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,27 +15,27 @@ from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 CUT_COPIES, LANE_COPIES = 8, 6
-"""Passes over main memory to cut data and add pieces up, or to join pieces along the lanes, in compiled programs."""
+"""Passes over main memory in compiled programs, to cut data and add up the parts, or to join parts along the lanes."""
 
 NESTED_WAVE = 3e-6
-"""Seconds of a wave of a ring over several axes besides its products and permutes, in programs compiled for TPU v4."""
+"""Additional seconds of a wave of a ring over several axes, besides products and permutes, as compiled for TPU v4."""
 
 REORDERED_PASSES = 8
-"""Passes over main memory in which a TPU puts an operand of one-byte numbers into the order in which it is cut.
+"""Passes over main memory to reorder an operand of one-byte numbers on a TPU, before parts are cut out of it.
 
-In memory a tile has 32 rows of such numbers, and a place that is known only while the program runs may be cut out of
-tiles of 8 rows only. Compiled for four chips, one reordering of `s8[8192,2048]` takes the time of 8.0 passes (v4), 5.7
-(v6e), 4.9 (v5e) and 4.5 (v5p).
+In memory a tile has 32 rows of one-byte numbers, but a part whose place is known only when the program runs can be cut
+only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192,2048]` takes as long as 8.0 passes (v4),
+5.7 (v6e), 4.9 (v5e) and 4.5 (v5p).
 """
 
 NEAR = 64e6
-"""Bytes read and written of a float32 sum that stays in a TPU's on-chip memory; sums of twice the size do not stay."""
+"""A float32 sum with at most this many bytes read and written stays in a TPU's on-chip memory; twice that does not."""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
 """A collective, its ring, and the products with which it overlaps."""
 
 Sent = tuple[float, Mapping[Link, int]]
-"""Bytes of each hop of a walk, and the number of hops over each link."""
+"""The bytes of each hop of a walk, and the number of hops over each link."""
 
 
 class Costs:
@@ -51,19 +51,19 @@ class Costs:
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
     def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a ring all-gather and its products: inner gather + max(communication, compute)."""
+        """Return the seconds of a gather by a ring with its products: inner gather + max(communication, compute)."""
         before, loop, compute = self._ring(span, ring, products)
         inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a ring reduce-scatter and those of its products that no other ring has taken."""
+        """Return the seconds of a reduce-scatter by a ring with `products`, those that no other ring overlaps."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
-        """Return the seconds to cut a chunk into pieces, and to add those that arrive."""
+        """Return the seconds to cut a chunk into parts, and to add the parts that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.stream_bandwidth if ring.within else 0.0
 
@@ -83,9 +83,9 @@ class Costs:
     def _reordered(
         self, span: CollectiveSpan, ring: Ring, products: Sequence[Product], stripe: Mapping[str, int] | None = None
     ) -> float:
-        """Return the seconds to reorder operands of one-byte numbers, or their stripe, before the ring cuts them.
+        """Return the seconds to reorder operands of one-byte numbers, or stripes of them, before the ring cuts them.
 
-        The operand whose shards the ring brings is not cut.
+        The operand that the ring gathers arrives in chunks and is not cut.
         """
         if self.chip.is_switch:  # only TPUs store tiles
             return 0.0
@@ -101,7 +101,7 @@ class Costs:
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Return the transfers along the axes within a chunk: axis by axis, minor first, with ever larger pieces."""
+        """Return the transfers along the axes within a chunk: axis by axis, minor first, of growing arrays."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))
@@ -135,14 +135,14 @@ class Costs:
         return chunk, count
 
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
-        """Return the seconds of all stripes: each is gathered, multiplied and scattered after the one before it.
+        """Return the seconds of all stripes, which are gathered, multiplied and scattered one after the other.
 
-        Stripes of a contracted dimension are summands. They are added first, and their sum is scattered.
+        Stripes of a contracted dimension are summands: they are added up, and only their sum is scattered.
 
         Args:
             stripes: the stripes of the dimension.
             gathers: the transfers before the products.
-            scatters: the transfers after them.
+            scatters: the transfers after the products.
         """
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
@@ -169,7 +169,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Return the computing seconds of one stripe's products that are scattered while they are made."""
+        """Return the seconds to compute one stripe's products, if they are scattered while they are computed."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -184,12 +184,12 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Return the seconds to join gathered pieces; along the last dimension they are shifted by lanes."""
+        """Return the seconds to join gathered parts, which takes longer along the last dimension (along the lanes)."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Return the seconds to add sums that arrive along several axes; along one, a summand's product adds them."""
+        """Return the seconds to add sums that arrive along several axes; along one axis, products add them."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
@@ -212,10 +212,10 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product: those of multiplying, or of reading its operands if that takes longer.
+        """Return the seconds of a product: to multiply, or to read its operands if this takes longer.
 
-        On a TPU operands are read ahead, while something else is multiplied, and a small accumulator stays on the chip.
-        A GPU's products are those of cuBLAS, which does neither, as in `blocking`.
+        A TPU reads operands ahead, while it multiplies others, and keeps a small accumulator on the chip. On a GPU
+        cuBLAS does neither, so products take the same time as under `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
@@ -234,24 +234,24 @@ class Costs:
         return multiplying if self.chip.is_switch else max(multiplying, read / self.chip.stream_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
-        """Return the seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
+        """Return the seconds of walks that run together: the bytes of the busiest link, and the latency of its hops."""
         chip = self.chip
         busy: dict[Link, float] = {}
         hops: dict[Link, int] = {}
         for amount, sent in walks:
             for (axis, by), count in sent.items():
                 closes = chip.is_switch or chip.wraps(self.mesh[axis])
-                for sign in {by} if closes else (1, -1):  # an open ring is closed by its way back
+                for sign in {by} if closes else (1, -1):  # without wrap-around links, the way back closes the ring
                     busy[axis, sign] = busy.get((axis, sign), 0.0) + amount * count
                     hops[axis, sign] = hops.get((axis, sign), 0) + count
         to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
         taken = {link: amount / to[link[0]][0] for link, amount in busy.items()}
         waits = {link: hops[link] * to[link[0]][1] for link in busy}
-        if chip.is_switch and not chip.full_mesh:  # all walks share the same links
+        if chip.is_switch and not chip.full_mesh:  # all walks share the links into the switch
             return sum(taken.values()) + max(waits.values(), default=0.0)
         return max((taken[link] + waits[link] for link in busy), default=0.0)
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """Return max(compute, communication + one product): one product is before, or after, all permutes."""
+    """Return max(compute, communication + one product): no permute runs beside the first, or the last, product."""
     return max(compute, loop + compute / steps)

@@ -1,10 +1,11 @@
 """Lowering `looped`: a plan whose gathers and reduce-scatters run inside its einsums, by permutes between neighbours.
 
-    all-gather, then einsum      the shards go round a ring; each chunk is multiplied while permutes bring the next
-    einsum, then reduce-scatter  partial sums go round; each device adds its product for the device that they are for
+    all-gather, then einsum      shards go round a ring; each chunk is multiplied while permutes bring the next
+    einsum, then reduce-scatter  partial sums go round a ring; each device adds its product for the sum's target device
 
-Several products of one operand share its ring, and several products of one sum share its. Where a dimension is cut into
-stripes, one stripe is multiplied while the next is gathered and the one before it scattered.
+Several products of one operand share the ring of the operand, and several products of one sum share the ring of the
+sum. If a dimension is cut into stripes, one stripe is multiplied while the next is gathered and the previous one is
+scattered.
 
 Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5; Pope et al.
 2022 (arXiv 2211.05102), §3.5.
@@ -32,11 +33,11 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A function from a region to that part of a product, which is finished or is multiplied part by part."""
+"""A function from a region to this part of a product, which is either finished or multiplied when it is asked for."""
 
 
 def lower(call: Call) -> Passes:
-    """Run the steps of a plan; the overlapped ones run chunk by chunk."""
+    """Run the steps of a plan; steps that overlap run chunk by chunk."""
     plan = call.plan
 
     def executor(routine, inputs, outputs, overlap):
@@ -55,11 +56,11 @@ class LoopedExecutor(Executor):
         self.scattered = {product for number in overlap.scatters for product in routine.outputs[number].products}
         self.in_rings = {p for number, ring in gathers.items() if ring.axes for p in self._products_of(number)}
         striped = overlap.stripes and overlap.stripes.dim
-        # Gathered once, before everything else: no ring brings them to their products, and no stripe cuts them.
+        # Operands that are gathered once, before everything else: they have no ring, and no stripe cuts them.
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the pieces of the outputs, and the operands as they are kept: as a shard, if a ring gathers them."""
+        """Return the shards of the outputs, and the operands as they are kept: not gathered if a ring gathers them."""
         shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -83,7 +84,7 @@ class LoopedExecutor(Executor):
         return values
 
     def _stop(self, number: int) -> int | None:
-        """Return the step of a move at which its last gathers begin; these run here."""
+        """Return the number of the step at which a move's last gathers begin, which run in loops; None without them."""
         return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
@@ -95,10 +96,10 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Make the outputs: reduced stripe by stripe and joined, or added up and then reduced.
+        """Make the outputs: stripes are reduced and then joined, or added up and then reduced.
 
-        If nothing is scattered, a stripe waits until the stripe before the last is done, since a compiler left to
-        itself sends all at once. Scattered stripes are ordered by their own permutes.
+        If nothing is scattered, every stripe waits for the stripe two before it, since a compiler by itself would send
+        all stripes at once. Scattered stripes are ordered by their own permutes.
         """
         done: list[list] = []  # by stripe and output
         start = 0
@@ -130,7 +131,7 @@ class LoopedExecutor(Executor):
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
-        """Return the transfer that gathers the operand of a move; its shard may be a stripe of the device's piece."""
+        """Return the transfer that gathers the operand of a move; `shard` may be a stripe of the device's shard."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
         before = len(self.routine.moves[number].steps) - len(span.steps)
         first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
@@ -156,8 +157,9 @@ class LoopedExecutor(Executor):
         transfer, products = self._transfer(number, shard), self._products_of(number)
         accumulators = [self._accumulator(product, number, transfer, held) for product in products]
         streams = self._streams(transfer, shard)
-        # The TPU compiler keeps the given order, and hides more if it sees every step. Other compilers hold fewer
-        # chunks at once in a loop, which is possible if every wave is the same.
+        # On a TPU every step is written out, unless the ring is too long: its compiler keeps the given order, and
+        # overlaps more if it sees all steps. Other devices run a loop, in which they hold fewer chunks at a time. A
+        # loop needs a single axis, so that all waves are alike.
         axes = self.overlap.gathers[number].axes
         if len(axes) == 1 and (not in_force.is_tpu() or self.mesh[axes[0]] > LONGEST):
             RingLoop(streams, accumulators).run()
@@ -182,7 +184,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply operands that have arrived; a product whose sum a ring scatters is multiplied part by part."""
+        """Multiply complete operands; if a ring scatters the product's sum, it is multiplied part by part later."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -210,7 +212,7 @@ class LoopedExecutor(Executor):
             return self.arrange(total, dims, output.spec).astype(self.outputs[number].dtype)
         whole = {product: values[product]({}) for product in output.products}
         for product in output.products:
-            if product in self.in_rings:  # the other stripes are already in the placement in which they are added
+            if product in self.in_rings:  # other products are already in the placement in which they are added
                 whole[product] = self.send_product(product, whole[product])
         return self.output(number, whole)
 
@@ -229,7 +231,8 @@ class LoopedExecutor(Executor):
                 region = transfer.divided(transfer.block(offset, zero), start, size)
                 return _added([value(region) for value in values])
 
-            # With stripes, other products hide the transfer of a sum, so no product is split for it.
+            # With stripes, the transfer of a sum overlaps with products of other stripes, so no product is split for
+            # it.
             alone = None if stripe else SCHEDULES[ring.schedule]
             chunk = reduce_back(transfer, transfer.hops(part), summand, wire, alone)
             pieces.append(spread(transfer, part, chunk.astype(wire)))

@@ -1,4 +1,4 @@
-"""A ring along one mesh axis as a loop: in every iteration the same permutes send the next chunks."""
+"""A ring along one mesh axis as a loop of the program: in every iteration the same permutes send the next chunks."""
 
 from collections.abc import Sequence
 
@@ -12,23 +12,22 @@ from gspmd.lowerings.looped.stream import ChunkStream
 from gspmd.planner.overlap import SCHEDULES
 
 UNROLLED = 2
-"""Waves of one iteration: one buffer is multiplied while the other is filled.
+"""Number of waves in one iteration: with two, one buffer is multiplied while the other is filled.
 
-Host devices use one wave, since a permute is a copy there, nothing is hidden, and each further wave holds one more
-chunk.
+Host devices use one wave: permutes are copies there, nothing overlaps, and every further wave would hold another chunk.
 """
 
 
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
-    It sends the hops of `rings.walk`, which follow from the same `RingSchedule`: every stream in its own direction, or
-    both ways.
+    Its hops are those of `rings.walk` for the same `RingSchedule`: every stream is sent in its own direction, or in
+    both.
 
     Attributes:
-        streams: the streams with their directions; a stream that is sent both ways is listed twice.
-        waves: the number of steps in which the chunks arrive, without the chunk of an even ring that arrives from one
-            side only.
+        streams: the streams with their directions; a stream that is sent in both directions is listed twice.
+        waves: the number of waves in which chunks arrive, without the chunk of an even ring that comes from one side
+            only.
     """
 
     def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
@@ -42,12 +41,12 @@ class RingLoop:
         self.waves = (self.size - 1) // (2 if self.both_ways else 1)
 
     def run(self) -> None:
-        """Multiply every chunk: a device's own, those of every wave, and the one that comes from one side only."""
+        """Multiply every chunk: the device's own, those of every wave, and one that comes from one side only."""
         own = [stream.arrived[0] for stream, _ in self.streams]
         chunks = self._send(own)
         for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.both_ways else None]:
             self._multiply([stream], [0], [chunk])
-        # The shard of the device opposite, which a ring of even size has, comes from one direction only.
+        # In a ring of even size the shard of the opposite device comes from one side only.
         even = self.both_ways and self.size % 2 == 0
         if self.waves:
             last = self._all_but_the_last(chunks)
@@ -92,7 +91,7 @@ class RingLoop:
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply the chunks that have come `wave` places; those from both sides are multiplied together."""
+        """Multiply the chunks that have been sent `wave` places, those from both sides together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

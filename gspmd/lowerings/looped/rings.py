@@ -1,9 +1,9 @@
 """Ring schedules: the hops between neighbours that bring every shard to every device.
 
-A walk is a tree of hops. Its root is a device's own shard. A hop sends the data at one node on to the next neighbour
-along one mesh axis. Forwards it gathers: after a hop a device holds the shard of the device `offset` places behind it.
-Backwards it reduce-scatters: at each node a device adds its summand for the device `offset` places behind it, and sends
-the sum on towards the root.
+A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbour
+along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device `offset` places
+behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device `offset` places
+behind it, and sends the sum on towards the root.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ Link = tuple[str, int]
 """A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
-"""A number of places behind, by mesh axis, modulo its size; 0 for a missing axis."""
+"""The distance to a device behind this one: a number of places by mesh axis, modulo the size; 0 for missing axes."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Hop:
     """One permute: the shard that arrived by hop `source` (0: a device's own shard) moves on `by` places along `axis`.
 
     Attributes:
-        source: number of the hop before it; hops are numbered from 1.
+        source: the number of the hop before this one; hops are numbered from 1.
         axis: mesh axis.
         by: +1 or -1.
         places: the origin of the shard, (mesh axis, places behind).
-        wave: hops of one wave arrive together, from either side.
+        wave: the number of the wave; hops of one wave arrive together, from both sides.
     """
 
     source: int
@@ -42,35 +42,34 @@ class Hop:
 
     @property
     def offset(self) -> dict[str, int]:
-        """The distance from this device back to the shard's origin, in places of the ring, by mesh axis."""
+        """The distance from this device back to the shard's origin, in places by mesh axis."""
         return dict(self.places)
 
 
 def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way", sign: int = 1) -> tuple[Hop, ...]:
-    """List the hops that bring every shard of a group of devices to each of them, none of them over a link twice.
+    """List the hops that bring every shard of a group of devices to each of its devices, without a detour.
 
     Args:
-        axes: the group's mesh axes, outermost first: shards that arrive along the first are sent round all the others.
+        axes: the group's mesh axes, outermost first: shards that arrive along an axis are sent round all later axes.
         mesh: mesh axis sizes.
         schedule: one of `SCHEDULES`; each half of `"halves"` is sent in one direction.
         sign: the direction, +1 or -1, if there is one.
 
     Returns:
-        One hop fewer than the group has devices, in the order of use.
+        The hops in order; there is one hop fewer than devices in the group.
 
     Example:
         >>> [(hop.source, hop.by, hop.offset["x"]) for hop in walk("x", {"x": 4}, "paired")]
         [(0, 1, 1), (0, -1, -1), (1, 1, 2)]
 
     Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5.
-    Differs: the paper has one axis and an even number of devices; here several axes are nested, and sizes are
-        arbitrary.
+    Differs: the paper has one axis and an even number of devices; here axes can be nested, and sizes are arbitrary.
     """
     return tuple(_Tree(tuple(axes), mesh, schedule, sign).hops)
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` along each mesh axis, each way. Its time depends on nothing else.
+    """Count the hops of a `walk` in each direction along each mesh axis; its time depends on nothing else.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]
@@ -87,7 +86,7 @@ def _hops_by_link(
 
 
 class _Tree:
-    """Builds a walk axis by axis: every shard that arrives along one axis is sent round the axes within it."""
+    """Builds a walk axis by axis: every shard that arrives along one axis is sent round all later axes."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
         self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign
@@ -112,7 +111,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Yield, wave by wave, how many places behind the arriving shards of a ring begin; as in `RingLoop`."""
+    """Yield, for each wave of a ring, how many places behind the arriving shards began; as in `RingLoop`."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -122,7 +121,7 @@ def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A part of every shard: the order of mesh axes in which it is sent round, and the direction."""
+    """A part of every shard: the order of mesh axes in which the part is sent round, and the direction."""
 
     axes: tuple[str, ...]
     schedule: str
@@ -134,8 +133,8 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
 
     Args:
         axes: the group's mesh axes, outermost first.
-        schedule: one of `SCHEDULES`; `"halves"` makes two of each part.
-        orders: the number of orders in which the axes are nested, to keep the links of all of them equally busy.
+        schedule: one of `SCHEDULES`; `"halves"` cuts each part in two.
+        orders: the number of orders in which axes are nested, to keep the links of all axes equally busy.
 
     Example:
         >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]
@@ -147,6 +146,6 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[ShardPart, int, int]]:
-    """Return the parts of a shard of `size` along the ring's `split`: each with its first index and its length."""
+    """Return the parts of a shard that has `size` along the ring's `split`, each with its first index and length."""
     parts = shard_parts(ring.axes, ring.schedule, ring.orders)
     return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

@@ -1,4 +1,4 @@
-"""Stripes of a routine: the dimension to cut, and the sizes to choose from; `cost` prices them."""
+"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` has their costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gspmd.planner.steps import Routine, Step
 STRIPES = (2, 4)
 
 FULL_STRIPE = 128
-"""The rows that fill the lanes of a vector register: thinner stripes are not tried."""
+"""The least size of a stripe: the number of rows that fill the lanes of a vector register."""
 
 
 def stripe_dim(
@@ -18,12 +18,12 @@ def stripe_dim(
     scatters: Mapping[int, CollectiveSpan],
     local: Callable[[str], int],
 ) -> str | None:
-    """Find the longest dimension that no collective changes, in a routine whose collectives can all be looped.
+    """Find the longest dimension that can be cut into stripes, in a routine whose collectives can all be looped.
 
     Args:
         routine: the routine to run.
-        gathers: the gathers, by move, that can run stripe by stripe.
-        scatters: the reduce-scatters, by output, that can run stripe by stripe.
+        gathers: the gathers that can run stripe by stripe, by move.
+        scatters: the reduce-scatters that can run stripe by stripe, by output.
         local: a function from a dimension to its local size.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
@@ -32,9 +32,9 @@ def stripe_dim(
 
 
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
-    """List ways to cut a dimension evenly.
+    """Yield ways to cut a dimension evenly.
 
-    Thinner first and last stripes would hide more, but compilers do not schedule them that way.
+    With thinner first and last stripes more could overlap, but compilers do not schedule them so.
     """
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
@@ -48,11 +48,11 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Return whether no collective changes a dimension, and every sent tensor and every product has it."""
+        """Return whether a dimension can be cut: no collective changes it, and sent tensors and products have it."""
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
-        """Yield every chain of steps, the part of it that can be looped, and the dimensions of its tensor."""
+        """Yield every chain of steps, the part of the chain that can be looped, and the dimensions of its tensor."""
         for number, move in enumerate(self.routine.moves):
             yield move.steps, self.gathers.get(number), move.spec.dims
         for number, output in enumerate(self.routine.outputs):
@@ -66,14 +66,14 @@ class _Striping:
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _everywhere(self, dim: str) -> bool:
-        """Return whether all gathered operands and products have the dimension, and no product has its own steps."""
+        """Return whether all gathered operands and products have the dimension, and no product has steps of its own."""
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
         single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in outputs)
         pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
         alike = len({spec.axes_of(dim) for spec in pieces}) == 1
-        # If stripes are summands of an output, its reduction has to run once, after they are added up.
+        # If stripes are summands of an output, its reduction must run once, after all are added up.
         settled = any(
             step.is_collective
             for number, o in enumerate(outputs)

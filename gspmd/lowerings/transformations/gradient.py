@@ -1,12 +1,13 @@
-"""A planned program made from its two passes, with the rules that JAX's transformations need.
+"""A function with a planned gradient, made from its two passes, with the rules that JAX's transformations need.
 
-JAX 0.10.2 batches a `jax.custom_vjp` of several results wrongly if one of them has no batch dimension and another has:
-the cotangent of the first is summed over the batch before the backward pass, which spreads it over the batch again and
-sums it once more (N times the gradient for a batch of N). So the results of a planned program are batched together, or
-not at all.
+JAX 0.10.2 batches a `jax.custom_vjp` with several results wrongly if one result has a batch dimension and another has
+none: the cotangent of the latter is summed over the batch before the backward pass, which broadcasts it over the batch
+and sums it again (N times the gradient for a batch of N). So either all results of a planned program have the batch
+dimension, or none.
 
-A `jax.custom_vjp` cannot be differentiated forward. JAX notices only when it evaluates a tangent, after the call,
-inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
+A `jax.custom_vjp` cannot be differentiated in forward mode. JAX notices this only when it evaluates a tangent, after
+the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains the
+cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +23,18 @@ from gspmd.lowerings.transformations.passing import passing
 
 
 def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], str] = str) -> Callable:
-    """Make the function of a planned program that JAX differentiates by the program's own backward pass.
+    """Make a function that JAX differentiates by the given backward pass.
 
     Args:
-        forward: (form, *arrays) to (results, residuals): one array or a tuple of them, and the values that the backward
-            pass needs.
-        backward: (form, residuals, cotangents) to a tuple with the cotangent of every array, None for one without.
-        title: the name of a form in errors.
+        forward: (form, *arrays) -> (results, residuals): an array or a tuple of arrays, and the values that the
+            backward pass needs.
+        backward: (form, residuals, cotangents) -> a tuple with the cotangent of every array, or None for an array
+            without a cotangent.
+        title: a function from a form to its name in errors.
 
     Returns:
-        A function (form, *arrays) -> results; the form is hashable and not an array. The form holds everything on
-        which both passes depend, except the mesh: the backward pass reads the mesh in force, but not the lowering in
-        force.
+        A function (form, *arrays) -> results. The form is hashable and contains no arrays. It has everything on which
+        both passes depend, except the mesh: the backward pass reads the mesh in force, but not the lowering in force.
 
     Raises:
         PlanError: the returned function raises it under forward-mode differentiation.
@@ -55,11 +56,11 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     program.defvjp(residual_forward, backward)
 
     def checked(form, *arrays):
-        leaves, tree = jax.tree.flatten(arrays)  # without those that are None
+        leaves, tree = jax.tree.flatten(arrays)  # without arrays that are None
         try:
             return program(form, *jax.tree.unflatten(tree, _entering.bind(*leaves, title=title(form))))
-        except TypeError as error:  # a tangent that vmap batches under jit
-            if "forward-mode" not in str(error):  # in JAX's own operation
+        except TypeError as error:  # JAX's own error, for a tangent that vmap batches under jit
+            if "forward-mode" not in str(error):
                 raise
             _refuse(title=title(form))
 
@@ -70,14 +71,14 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """Return the same results; under `jax.vmap` all have the batch dimension if one has."""
+    """Return the results unchanged, except that under `jax.vmap` all get the batch dimension if one has it."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
 def _batch_of_all(axis: Any, results: Sequence[jax.Array], dims: Sequence[int | None]):
     if all(dim is None for dim in dims):
         return _together.bind(*results), dims
-    # under Explicit axes a batch may be sharded
+    # Under Explicit axes the batch may be sharded.
     whole = [batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) for x, dim in zip(results, dims)]
     return _together.bind(*whole), [0] * len(whole)
 
@@ -92,12 +93,12 @@ batching.fancy_primitive_batchers[_together] = _batch_of_all
 
 
 _tangent = Primitive("gspmd_tangent")
-"""A tangent that can only be batched and transposed; reverse mode has transposed it before it runs."""
+"""The primitive for tangents, which can only be batched and transposed: reverse mode transposes it before it runs."""
 
 ENTERING = "gspmd_entering"
-_entering = passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each
+_entering = passing(ENTERING)  # one primitive for all arrays of a program: one for each would slow down JAX
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
-    list(arrays),  # not entering again: a derivative of the derivative may be forward
+    list(arrays),  # without `_entering`: a derivative of the derivative may be forward
     [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],
 )
 batching.primitive_batchers[_entering] = lambda arrays, dims, *, title: (_entering.bind(*arrays, title=title), dims)

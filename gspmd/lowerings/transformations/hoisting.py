@@ -2,17 +2,17 @@
 
 When a loop is differentiated, JAX 0.10.2 hoists loop-invariant operations: they are computed before the loop, and their
 results are passed in as constants. A partial sum that enters a loop as a constant is settled too early
-(docs/compiler.md), so its equation has to stay inside.
+(docs/compiler.md), so its equation must stay inside.
 
 JAX hoists by partial evaluation: it evaluates the loop's body with the constants known and everything else unknown, and
-hoists the known results. So the operands of such an equation pass through the primitive below, whose results are
-unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results have to be
-known. A parameter of the primitive tells the two cases apart: its JVP rule sets `known=True`, and the partial
-evaluation of the JVP resets it. (A flag outside would not do: all callers of a function share its cached jaxpr.)
+hoists the results that are then known. So the operands of the equation pass through the primitive below, whose results
+are unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results must be
+known. A parameter of the primitive distinguishes the two cases: its JVP rule sets `known=True`, and the partial
+evaluation of the JVP resets it. (A global flag would not work: all callers of a function share its cached jaxpr.)
 
-One unknown operand would be enough to prevent hoisting, but all pass through together, because JAX calls the JVP rule
-only if an operand of the primitive has a tangent. If only operands outside had tangents, `known` would stay False, and
-values without tangents would be left among the tangents, where JAX cannot transpose them.
+One unknown operand would be enough to prevent hoisting, but all operands pass through the primitive together, because
+JAX calls its JVP rule only if one of its operands has a tangent. If only other operands had tangents, `known` would
+stay False, and values without tangents would be among the tangents, where JAX cannot transpose them.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ NEVER_HOISTED = "gspmd_anew"
 
 
 def never_hoisted(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the same arrays; operations on them stay in their loop, and run at every step."""
+    """Return the arrays unchanged; operations on them stay inside their loop, and run in every iteration."""
     return _never_hoisted.bind(*arrays, known=False)
 
 
@@ -50,8 +50,8 @@ def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[boo
     """Apply the rule in partial evaluation of a `jax.checkpoint`, or of a loop in one.
 
     Returns:
-        The equation that runs now, if all operands are known; the equation that runs again; which results are unknown;
-        which of them the second equation has; and the values that must be kept for it.
+        The equation of the known part, if all operands are known; the equation that is recomputed; which results are
+        unknown; which results the second equation has; and the values that must be kept for it.
     """
     hoists = not equation.params["known"] and is_hoisted_from_checkpoint()
     waits, count = hoists or any(unknown), len(unknown)

@@ -1,7 +1,7 @@
 """Workarounds and refusals for partial sums that JAX cannot handle.
 
-Under JAX 0.10.2 an unreduced array cannot be stacked, so a loop cannot keep it as a residual, and `vmap` cannot read
-its type (docs/compiler.md). As a constant of a loop it is counted wrongly, which `hoisting` prevents.
+JAX 0.10.2 cannot stack an unreduced array, so a loop cannot keep it as a residual, and `vmap` fails on its type
+(docs/compiler.md). As a constant of a loop such an array is counted wrongly; `hoisting` prevents this.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """A partial sum stored as an array with a dimension of summands for each of its axes, without communication."""
+    """A partial sum stored as an array with one more dimension, of summands, for each axis of the sum."""
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
 
 
 def storable(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """Make the two rules of a `jax.custom_vjp` keep residuals that a loop can stack.
+    """Return the two rules of a `jax.custom_vjp`, changed so that a loop can stack their residuals.
 
     Args:
-        forward: from arrays to (results, residuals).
-        backward: from (residuals, cotangents) to cotangents.
+        forward: arrays -> (results, residuals).
+        backward: (residuals, cotangents) -> cotangents.
     """
 
     def storing(*arrays):
@@ -66,14 +66,14 @@ def _restored(x: Any) -> jax.Array:
     body = lambda piece: piece.reshape(piece.shape[count:])  # noqa: E731
     if jax.sharding.get_abstract_mesh().size > 1:
         return jax.shard_map(body, in_specs=lifted, out_specs=x.partition, check_vma=False)(x.lifted)
-    # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their type
-    # afterwards.
+    # On one device JAX inlines a shard_map and refuses its partial sums. They are complete sums there, and get their
+    # type afterwards.
     whole = jax.P(*x.partition.partitions)
     return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
 
 def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
-    """Refuse `vmap` of a shard_map whose operands or results are partial sums, and say what to write instead."""
+    """Return `f`, a shard_map of partial sums, such that `vmap` raises an error that says what to write instead."""
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
@@ -90,26 +90,26 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
 
     def transposed(transpose, cotangents):
         try:
-            # JAX divides the cotangent of a partial sum among the devices, and sums the devices' contributions to a
-            # cotangent.
+            # JAX's transpose divides the cotangent of a partial sum by the number of devices, and sums the devices'
+            # contributions to the cotangent of an operand. Here both are undone.
             cotangents = jax.tree.map(partial(_times, 1), outs, cotangents, is_leaf=_is_partition)
             found = transpose(cotangents)
             each = (ins,) * len(found) if _is_partition(ins) else ins
             return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
-        except NotImplementedError:  # JAX has no rule for this cotangent's type
+        except NotImplementedError:  # JAX has no rule for the type of this cotangent
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
                 "  Use lowering='xla', or reduce the partial sum inside the equation."
             ) from None
 
-    # JAX cannot differentiate a custom_vmap, so the gradient is that of `f` itself.
+    # JAX cannot differentiate a custom_vmap, so the gradient is defined as that of `f`.
     differentiable = jax.custom_vjp(lambda *arrays: refusing(*arrays))
     differentiable.defvjp(lambda *arrays: jax.vjp(f, *arrays), transposed)
     return differentiable
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Return cotangents multiplied or divided by the number of summands of their arrays."""
+    """Return cotangents times the `power` (1 or -1) of the number of summands of their arrays."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

@@ -1,4 +1,4 @@
-"""Primitives whose results are their operands: they only carry rules for JAX's transformations."""
+"""Primitives that return their operands, and exist only for their rules under JAX's transformations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gspmd.jax_internals import set_dce_rule
 
 
 def passing(name: str) -> Primitive:
-    """Return a new primitive that takes any number of arrays and returns them; compilers see nothing of it."""
+    """Return a new primitive that takes any number of arrays and returns them; it compiles to nothing."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *arrays, **_: list(arrays))
@@ -20,7 +20,7 @@ def passing(name: str) -> Primitive:
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """Drop unused results, which other results of the primitive would otherwise keep alive in `gspmd.trace`."""
+    """Drop unused results; otherwise the primitive's other results would keep them alive in `gspmd.trace`."""
     if not any(used):
         return used, None
     invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))

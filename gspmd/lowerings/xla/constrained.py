@@ -1,4 +1,4 @@
-"""Plain code on placed arrays, whose collectives the compiler inserts."""
+"""Plain code on placed arrays, for which the compiler inserts the collectives."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,12 +16,12 @@ from gspmd.lowerings.scopes import program_scope
 def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
-    """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.
+    """Run plain code on placed arrays, for which the compiler inserts the collectives; JAX differentiates it.
 
     Args:
         ctx: the context of the call.
         f: plain jax.numpy code.
-        in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
+        in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit axes.
         arrays: the arrays, placed as `in_specs` say.
         name: the computation in notation, for the ledger; None if a scope names it already.
 
@@ -41,6 +41,6 @@ def left_to_compiler(
                 "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline are.\n"
                 "  Use 'blocking' or Explicit axes."
             )
-        # outside of jit an array may be on one device, made before the mesh: a constraint would refuse it
+        # Operands are placed, not constrained: outside of jit they may be on one device, which a constraint refuses.
         placed = [annotate(x, spec) for x, spec in zip(arrays, in_specs, strict=True)]
         return jax.tree.map(jax.lax.with_sharding_constraint, f(*placed), outs)

@@ -33,8 +33,8 @@ def lower(call: Call) -> Passes:
     """Annotate plain einsums; JAX differentiates them, forward and reverse."""
     if call.wire_dtype is not None:
         raise PlanError(
-            f"cannot send '{call.equation}' as {call.wire_dtype} under lowering 'xla': what travels is the compiler's "
-            "choice.\n  Use lowering='blocking', or cast the operands."
+            f"cannot send '{call.equation}' as {call.wire_dtype} under lowering 'xla': the compiler chooses what is "
+            "sent.\n  Use lowering='blocking', or cast the operands."
         )
     equation, ctx, specs = call.equation, call.context, call.operands
     letters = summand_letters([*specs, *equation.outputs])
@@ -43,7 +43,7 @@ def lower(call: Call) -> Passes:
     unknown = next((spec for spec in (*specs, *equation.outputs) if spec.is_open), None)
     if unknown is not None and may_abort(ctx.mesh):
         raise PlanError(open_where_it_may_abort(unknown, ctx.mesh))
-    if unknown is not None:  # an open dimension has no forecast
+    if unknown is not None:  # with an open dimension there is no plan of what will be sent
         pinned = [] if call.via is None else pinned_specs(equation, call.via, dict(call.sizes), ctx.mesh)
         places = pinned_places(equation, pinned)
     else:
@@ -67,13 +67,14 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """Give an equation that takes or leaves partial sums a gradient of einsums without partial sums.
+    """Give an equation that takes or leaves partial sums a gradient that consists of einsums without partial sums.
 
-    JAX would transpose the relabelling, and the partitioner sometimes sums such a cotangent over too few devices.
+    JAX would transpose the conversion of partial sums to dimensions, and the partitioner sometimes sums the cotangent
+    of such a conversion over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
-    # The gradient of a partial sum is replicated, and that of a `reduced` array is a partial sum; both are lifted like
-    # the operands.
+    # The gradient of a partial sum is replicated, and the gradient of a `reduced` array is a partial sum; both are
+    # lifted like the operands.
     outs, given = ([lifted(spec.cotangent, lift.letters) for spec in each] for each in (specs, equation.outputs))
 
     def compute(*arrays):
@@ -104,8 +105,8 @@ def _plain(
         for pair, output in zip(members, outs):
             place = next(known)
             multiply = partial(_product, [ins[n] for n in pair], output, pair, place, lift, precision, dtype)
-            # The operands are kept for the gradient as they came, not as they were gathered. The compiler may use a
-            # gather of the forward pass again if it still holds the result, so there is no barrier between the two.
+            # Checkpointed, so that operands are kept for the gradient as they were given, and not gathered. Without the
+            # barrier of prevent_cse the compiler may use a gathered operand again if it is still in memory.
             parts.append((jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)), place))
         sums.append(parts)
     results = []
@@ -117,11 +118,11 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: ProductPlaces, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """Multiply, accumulating in float32; summands that only the result has are cut out of operands' dimensions."""
+    """Multiply, accumulating in float32; operands are cut along the dimensions of summands that only the result has."""
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)
-    # The cotangent is constrained here too, so that its placement agrees with the operands'.
+    # This constrains the cotangent too, so that its placement agrees with those of the operands.
     return lift.along(output.dims, y, place.result)
 
 

@@ -1,9 +1,10 @@
 """The placements of a plan's products, to which lowering `xla` constrains arrays.
 
-XLA's partitioner multiplies operands correctly if each dimension has the same placement in all of them. If placements
-differ, it sometimes forgets one of two sums (docs/compiler.md). So nothing is multiplied before it has the placement of
-the plan. The compiler chooses the collectives that bring operands there and that reduce the result. But on a mesh where
-that choice may end the process (`splits_badly`), an array is constrained after each step of the plan.
+XLA's partitioner multiplies operands correctly if each dimension has the same placement in all operands. If placements
+differ, it sometimes forgets one of two sums (docs/compiler.md). So operands are constrained to the placements of the
+plan before they are multiplied. The compiler chooses the collectives that bring operands there and that reduce the
+result. But on a mesh where this choice may end the process (`splits_badly`), an array is constrained after each step of
+the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,11 +28,11 @@ class ProductPlaces:
     """The placements of one product.
 
     Attributes:
-        operands: the route of each operand, by its number in the equation, to the placement of the product. A product
-            without a plan may lack some.
-        result: the route of the result, from the placement that the local einsum leaves to the one in which products
-            are added. Empty for a product without a plan.
-        output: the route of their sum to the output.
+        operands: for each operand, by its number in the equation, the route to its placement in the product. Without a
+            plan some may be missing.
+        result: the route of the result, from the placement in which the local einsum leaves it to the placement in
+            which products are added. Empty without a plan.
+        output: the route from the sum of the products to the output.
     """
 
     operands: Mapping[int, Route]
@@ -41,7 +42,10 @@ class ProductPlaces:
 
 @dataclass(frozen=True)
 class Lift:
-    """The mesh axes of all partial sums in an equation, each with the letter of its summands."""
+    """The letters of the dimensions that stand for partial sums in an equation, by mesh axis.
+
+    An array is *lifted* if its partial sums have become dimensions of summands (see `summands`).
+    """
 
     letters: Mapping[str, str]
     mesh: Mapping[str, int]
@@ -66,13 +70,13 @@ class Lift:
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """Return the spec of an array of these dimensions in placement `place`; summands stay on their devices."""
+        """Return the spec of an array of these dimensions in placement `place`; summands are on their own devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
 
 def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
-    """For each term, the operands of each of its products, by their numbers in the equation.
+    """Return, for each term, the operands of each of its products, by their numbers in the equation.
 
     >>> from gspmd.annotate import parse_equation
     >>> pairs(parse_equation("BE, (EF, EF) -> (BF, BF)"))
@@ -84,7 +88,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 
 def planned_places(plan: Plan) -> list[ProductPlaces]:
-    """Return the places of every product of a plan, in the plan's order."""
+    """Return the places of all products of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
@@ -104,6 +108,6 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
-    """Return the places that `via` pins in an equation with an open dimension, which has no plan; empty without via."""
+    """Return the places that `via` pins in an equation without a plan (with an open dimension); empty without via."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

@@ -1,9 +1,8 @@
-"""A partial sum as a dimension, so that lowering `xla` can take and leave partial sums, which annotations cannot
-express.
+"""Partial sums as dimensions: annotations cannot express partial sums, but lowering `xla` takes and leaves them.
 
 A partial sum over mesh axis x becomes an array with one more dimension, which has one summand per device along x. This
-is a relabelling without communication, before and after ordinary einsums. Gradients are ordinary einsums too, of
-cotangents without partial sums.
+conversion sends nothing; it comes before and after ordinary einsums. Gradients are ordinary einsums too, of cotangents
+without partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """Turn a partial sum into an array with a dimension of summands for each mesh axis, in a type without sums."""
+    """Turn a partial sum into an array without partial sums, with a dimension of summands for each mesh axis."""
     typed = spec.partial or spec.reduced
     return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if typed else x
 
@@ -53,9 +52,9 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
 
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
-    """Keep every device's piece, and add or drop leading dimensions of size 1, without communication."""
+    """Add or drop leading dimensions of size 1 of every device's shard, without communication."""
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
-    return lambda x: mapped(body, here, there)(x)  # made at each call, on the mesh that is then in force
+    return lambda x: mapped(body, here, there)(x)  # made at each call, for the mesh in force
 
 
 def gradients(
@@ -67,20 +66,20 @@ def gradients(
     arrays: Sequence,
     cotangents: Located,
 ) -> tuple[jax.Array, ...]:
-    """Return the cotangents of an equation's operands, [operand's shape] each, from those of its results.
+    """Return the cotangents of an equation's operands, each of its operand's shape, from those of its results.
 
     Args:
         equation: the equation to differentiate.
-        ins: the operands' specs, their sums lifted.
+        ins: the specs of the operands, lifted.
         places: the placements of the products' operands and results.
-        lift: the letters of the sums.
-        outs: the specs of the operands' cotangents, the sums of those that stay partial lifted.
+        lift: the letters of the dimensions of summands.
+        outs: the specs of the operands' cotangents, lifted.
         arrays: the operands, lifted.
-        cotangents: the cotangents of the results, lifted; that of a partial sum is the same for every summand.
+        cotangents: the cotangents of the results, lifted; the cotangent of a partial sum is the same for each summand.
 
     Returns:
-        The cotangents in the operands' order. They are computed outside of a shard_map, and the compiler inserts the
-        collectives.
+        The cotangents in the order of the operands. They are computed outside of a shard_map, so the compiler inserts
+        the collectives.
     """
     sizes = {dim: size for spec, x in zip(ins, arrays) for dim, size in zip(spec.dims, x.shape)} | {
         letter: lift.mesh[axis] for axis, letter in lift.letters.items()
@@ -101,7 +100,7 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """Multiply the operands `held`, summed to the dimensions of `spec`; dimensions that none has are broadcast."""
+    """Multiply the operands `held`, and sum to the dimensions of `spec`; dimensions that none has are broadcast."""
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))
@@ -110,7 +109,7 @@ def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[s
 
 
 def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
-    """Give operands the dimensions of summands that `output` has and their product would lack."""
+    """Give the operands the dimensions of summands that `output` has and that their product would lack."""
     for axis, letter in lift.letters.items():
         if letter in output.dims and not any(letter in spec.dims for spec, _ in pair):
             summed = _summed_over(axis, pair, output)
@@ -119,21 +118,22 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """Add the single summand over a mesh axis of size 1 in front of the first operand, as a dimension."""
+    """Add a first dimension of size 1 to the first operand, for the single summand over a mesh axis of size 1."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 
 
 def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any or None."""
+    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any dimension or None."""
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
     return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
 
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
-    """Cut a summed dimension along one of the mesh axes that shard it, a part per device, in both operands.
+    """Cut a summed dimension of both operands along one of the mesh axes that shard it, into one part per device.
 
-    E_yx has x as its minor axis: it is cut into [y, x, rest], and x comes to the front; no device sends anything.
+    For example E_yx, whose minor axis is x, is cut into [y, x, rest], and x becomes the first dimension. Nothing is
+    sent.
     """
     cut = []
     for spec, x in pair:

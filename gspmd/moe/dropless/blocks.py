@@ -1,4 +1,4 @@
-"""Grouped products on CPUs, whose `lax.ragged_dot` is dense: loops over experts and over blocks of their rows."""
+"""Grouped products where `lax.ragged_dot` is dense, as on CPUs: loops over experts and over blocks of their rows."""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
     def of_expert(expert, out):
         first, end = ends[expert] - sizes[expert], ends[expert]
-        # For the remaining rows one product of the right size is cheaper than several: each product adds to all
-        # weights.
+        # The remaining rows get one product of a fitting size, and not several small ones, since each product adds to
+        # all weights.
         block, tails = _tails(len(left))
         number = sizes[expert] // block
         start = first + number * block
@@ -59,7 +59,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Return block sizes, and the number of each, that cover `size` rows; the last block may reach beyond them."""
+    """Return block sizes and their numbers, such that the blocks cover `size` rows; the last block may be longer."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
     cuts = []
     for block in large:
@@ -76,7 +76,7 @@ def _tails(rows: int) -> tuple[int, list[int]]:
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row to read for a block at `start`, and a mask [block, 1] of its rows in [start, end)."""
-    # dynamic_slice silently clamps a start too near the end, so the start is clamped here, where the mask is made.
+    # dynamic_slice would silently clamp a start too near the end. It is clamped here, so that the mask fits.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)
     return at, ((row >= start) & (row < end))[:, None]

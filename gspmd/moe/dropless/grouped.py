@@ -1,4 +1,4 @@
-"""Grouped products: rows sorted by expert, each multiplied by the weights of its own expert only."""
+"""Grouped products: rows are sorted by expert, and each is multiplied only by the weights of its own expert."""
 
 from functools import partial
 
@@ -27,15 +27,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
         y[r] = rows[r] · weights[x]      for sizes[0] + … + sizes[x - 1] <= r < sizes[0] + … + sizes[x]
 
-    "ragged" is `lax.ragged_dot`: a grouped kernel on TPUs, but a product of every row with every expert's weights on
-    CPUs and GPUs (docs/gpus.md). "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows
-    only.
+    Form "ragged" is `lax.ragged_dot`: a grouped kernel on TPUs, but on CPUs and GPUs a product of every row with every
+    expert's weights (docs/gpus.md). Form "blocks" is a loop over blocks of rows of one expert; its time grows only with
+    the number of rows.
 
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
-        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after the last expert's give 0 and
-            gradient 0.
+        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after those of the last expert
+            give 0 and have gradient 0.
         form: "ragged" or "blocks"; None means "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:
@@ -50,9 +50,9 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
         >>> grouped_matmul(rows, weights, jnp.array([1, 0, 1]))[:, 0].tolist()
         [2.0, 5.0, 0.0]
 
-    Source: Gale et al., *MegaBlocks*, arXiv 2211.15841, §5 (blocks of rows in place of capacity).
+    Source: Gale et al., *MegaBlocks*, arXiv 2211.15841, §5 (blocks of rows instead of a capacity).
 
-    Differs: rows are not padded in memory. The last block of an expert reads beyond it, and writes only its own rows.
+    Differs: rows are not padded in memory. The last block of an expert may read later rows, but writes only its own.
     """
     doing = "multiply rows by their experts' weights"
     form = grouped_form() if form is None else form
@@ -72,7 +72,7 @@ def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> 
 
 
 def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the gradient [X, E, F] of `grouped_matmul` for its weights in float32, from rows and cotangents [R, F]."""
+    """Return the float32 gradient [X, E, F] of `grouped_matmul` for its weights, from rows and cotangents [R, F]."""
     return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
@@ -118,13 +118,13 @@ def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -
     """Sum row ⊗ cotangent over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
     if form == "blocks":
         return rows_times_rows(rows, cotangent, sizes)
-    # A kernel may read rows that no expert owns, where 0 · NaN would not be 0.
+    # A kernel may read rows that belong to no expert; these may be NaN, and 0 · NaN is not 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
     return _ragged_rows(kept, answer, sizes)
 
 
-# Sequential under vmap: JAX can batch a grouped product only over rows, weights and sizes together.
+# Sequential under vmap, because JAX can batch a grouped product only if rows, weights and sizes all have the batch.
 @jax.custom_batching.sequential_vmap
 def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)

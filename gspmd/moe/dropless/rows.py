@@ -17,7 +17,7 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """Return the largest number of rows that a group can send to one shard: a token goes to an expert at most once.
+    """Return the largest number of rows that a group can send to one shard; a token goes to an expert at most once.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -27,7 +27,7 @@ def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The sizes of buffers of rows, which depend on the number of shards of the experts.
+    """The sizes of buffers of rows, as a function of the number of shards of the experts.
 
     Attributes:
         sizes: the sizes of G, X, E and F, and the size of C if the experts are not sharded.
@@ -45,7 +45,7 @@ class RowSizes:
         return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
 
     def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of products, with equally many rows for each expert, rounded up."""
+        """Return the sizes of products, as if all experts had equally many rows, rounded up."""
         sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
         return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
@@ -54,12 +54,12 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     """Place every choice in the send buffers of its group, sorted by expert within shard and chunk.
 
     Args:
-        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or a row of zeros.
+        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or its row stays 0.
         experts, shards: the number of experts X, and the number of devices over which X is sharded.
         tokens: the number of tokens in each chunk; they add up to L.
 
     Returns:
-        place: [G, L, k] int32, row `shard · C + place` of the group's [shards · C]; shards · C for a choice not kept.
+        place: [G, L, k] int32, the row of each choice among the [shards · C] of its group; shards · C without a row.
         counts: [G, X, chunks] int32, the rows of each expert in each chunk.
     """
     choices = routing.expert.shape[-1]
@@ -67,7 +67,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     start, base, places, counts = 0, 0, [], []
     for size, capacity in zip(tokens, capacities):
         expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
-        if len(tokens) > 1:  # each chunk has its own queues
+        if len(tokens) > 1:  # each chunk has queues of its own
             slot = queue(expert, kept, experts)
         count = rows_of_experts(expert, slot, experts)
         first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)
@@ -152,7 +152,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return for each sorted row its local group, its expert, its position in their queue, and if it is used."""
+        """Return, for each sorted row, its local group, its expert, its position in their queue, and if it is used."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)

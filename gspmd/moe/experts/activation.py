@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers, some with gradients that keep only the inputs."""
+"""Activation functions of feed-forward layers; for their gradients, some keep only their inputs."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -13,9 +13,9 @@ _LIMIT = 7.0
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
-    A compiler that sees the same sigmoid several times would compute it once and keep its result, another [X, C, F],
-    from the first use to the last. Optimization barriers prevent this by hiding that value and gradients have the same
-    inputs.
+    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, another [X, C, F], from
+    the first use to the last. Optimization barriers prevent this: they hide that the forward pass and the gradient have
+    the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
     del of_inputs.__wrapped__  # its signature may have options, such as gelu's
@@ -92,4 +92,4 @@ PLAIN: dict[str, Callable[..., jax.Array]] = {
 """Activation functions by name, for dense layers."""
 
 ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
-"""Activation functions by name, for experts, whose hidden activations [X, C, F] are too large to keep several times."""
+"""Activation functions by name, for experts, whose hidden activations [X, C, F] are too large to keep several of."""

@@ -1,4 +1,4 @@
-"""Choose the number of chunks of slots, so that all-to-alls of one chunk overlap with products of others."""
+"""The number of chunks into which slots are cut, so that all-to-alls of one chunk overlap with products of others."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,31 +15,31 @@ from gspmd.planner.spans import cut
 from gspmd.planner.steps import Environment, Step
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks to choose from; on devices that chips.toml does not list, the smallest possible is used."""
+"""The possible numbers of chunks; on devices that chips.toml does not list, the smallest that is allowed is used."""
 
 
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
-    """Choose the sizes of the chunks that C is cut into.
+    """Choose the sizes of the chunks into which C is cut.
 
     There is one chunk under `blocking` and `xla`, if no slot leaves its device, for dropless rows with dropout, and if
-    C is too small to cut. Otherwise the number n of chunks is the one with the least seconds
+    C is too small to be cut. Otherwise the number n of chunks minimizes the seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    plus the seconds of gathering the weights first. Here a is the time of one all-to-all of a chunk, and m the time of
-    its products: links and matrix unit work in parallel, except during the first and the last all-to-all. Smaller
-    chunks wait for more hops, and read all weights more often. `looped` uses at least two chunks; `auto` may use one,
-    whose equations are looped if that is cheaper.
+    plus the seconds to gather the weights first. Here a is the time of one all-to-all of a chunk, and m the time of its
+    products: links and matrix unit work at the same time, except during the first and the last all-to-all. With smaller
+    chunks there are more hops to wait for, and all weights are read more often. `looped` uses at least two chunks;
+    `auto` may use one, whose equations are looped if that is cheaper.
 
     Args:
         work: the work to cut; its own chunks are ignored.
         ctx: chip and lowering.
 
     Returns:
-        Sizes that add up to C, as even as the mesh axes that shard C at the experts allow.
+        Sizes that add up to C. They are as equal as possible, given the mesh axes that shard C at the experts.
     """
     capacity, kind = work.capacity, ctx.lowering.partition(":")[0]
-    # Dropout identifies a row by its position in its expert's queue, which has the rows of all chunks.
+    # Dropout identifies a row by its position in the queue of its expert, over all chunks, so rows cannot be cut.
     tied = work.rows is not None and work.dropout is not None
     if kind not in ("looped", "auto") or tied or not work.crosses(ctx):
         return (capacity,)
@@ -83,8 +83,8 @@ def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
 def _multiplied(plan: Plan) -> float:
     """Return the seconds of a chunk's products, with the steps after them.
 
-    The operands of one product are read while another runs, as in a loop. Priced one by one, products would suggest 4
-    chunks for a layer of 32 experts on 16 TPU v5e, which then takes 12.7 ms; with 8 chunks it takes 11.5.
+    Operands are read while the previous product runs, as in a loop. If products were timed one by one, 4 chunks would
+    seem best for a layer of 32 experts on 16 TPU v5e. It then takes 12.7 ms, and with 8 chunks 11.5 ms.
     """
     from gspmd.lowerings.looped.cost import Costs  # imported here, so that the other lowerings do not need it
 
@@ -101,5 +101,5 @@ def _looped(plan: Plan, ctx: Context) -> Plan:
 
 
 def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:
-    """Yield the steps that move weights, or slots, to their products."""
+    """Yield the steps that move weights to their products or, if `of_weights` is False, slots."""
     return (step for move in plan.routine.moves if bool(move.source) == of_weights for step in move.steps)

@@ -1,4 +1,4 @@
-"""Expert dropout: training sets random hidden activations of experts to 0, the same ones on every mesh."""
+"""Expert dropout: training sets random hidden activations of experts to 0, which are the same on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,19 +11,19 @@ from gspmd.lowerings.program import Context, run
 from gspmd.ops.interface.planned_op import shard_index
 
 KEY = Spec(("K",), ((),))
-"""The spec of the two words of a key, replicated."""
+"""The spec of the two words of a key, which are replicated."""
 
 
 @dataclass(frozen=True)
 class Dropout:
     """Expert dropout of one layer.
 
-    The random numbers of a row depend only on its group, its expert and its position in that expert's queue. So they
-    are the same in every layout and for every form of dispatch.
+    The random numbers of a row depend only on its group, its expert and its position in the expert's queue. So they are
+    the same in every layout and for every form of dispatch.
 
     Attributes:
         rate: the share of hidden activations that become 0; the others are divided by 1 - rate.
-        tokens: the number of tokens of a group, which is the maximal length of a queue.
+        tokens: the number of tokens of a group, which is the largest length of a queue.
         features: F, the width of the hidden activations.
 
     Source: Fedus et al., *Switch Transformers*, arXiv 2101.03961, §2.4 (expert dropout).
@@ -42,7 +42,7 @@ class Dropout:
             first, size: the first feature, and the number of features.
 
         Returns:
-            The factors, in the rows' shape with a last dimension of `size`, float32.
+            The factors, float32, in the shape of the rows with a further dimension of `size` at the end.
         """
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
 
@@ -81,7 +81,7 @@ class Dropout:
             spec: the spec of the hidden activations.
             shape: the shape of the rows on this device.
             counts: the numbers of groups and experts of a device.
-            origin: the local group and expert of each row, and its position in their queue.
+            origin: the local group and expert of each row, and the row's position in their queue.
         """
         group, expert, slot = origin
         at = {dim: shard_index(spec.axes_of(dim)) for dim in spec.dims}

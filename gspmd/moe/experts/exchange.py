@@ -1,4 +1,4 @@
-"""The two all-to-alls before and after the experts, chunk by chunk: slots to the experts, and answers back."""
+"""The all-to-alls before and after the experts, chunk by chunk: they send slots to the experts, and outputs back."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
-    """The steps of both all-to-alls of every chunk, which are the first steps of their program."""
+    """The steps of both all-to-alls of every chunk; they are the first steps of the experts' program."""
 
     def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks
@@ -19,7 +19,7 @@ class Exchange:
         self.chains = [[program.add(steps) for steps in pair] for pair in pairs]
 
     def start(self, slots: jax.Array) -> "ChunkedExchange":
-        """Cut all slots of a device into chunks. For use inside a shard_map."""
+        """Cut all slots of a device into chunks, inside a shard_map."""
         ends = [sum(self.chunks[:n]) for n in range(1, len(self.chunks))]
         return ChunkedExchange(self, jnp.split(slots, ends, axis=2))
 
@@ -34,9 +34,9 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts, once the previous chunk has arrived and the chunk before that is multiplied.
+        """Send a chunk to the experts, after the previous chunk has arrived and the one before it has been multiplied.
 
-        Without this order the compiler sent all chunks first, and then multiplied, without any overlap.
+        Without this order the compiler sent all chunks first and then multiplied, so that nothing overlapped.
         """
         before, x = [*self.received[-1:], *self.answers[-2:-1]], self.chunks[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x
@@ -44,10 +44,10 @@ class ChunkedExchange:
         return self.received[-1]
 
     def combine(self, number: int, answer: jax.Array) -> None:
-        """Send the experts' answer to a chunk back."""
+        """Send the experts' outputs for a chunk back."""
         self.answers.append(answer)
         self.returned.append(emit(self.exchange.chains[number][1], answer, self.exchange.mesh))
 
     def result(self) -> jax.Array:
-        """Return all answers, in the order of the slots."""
+        """Return all outputs, in the order of the slots."""
         return self.returned[0] if len(self.returned) == 1 else jnp.concatenate(self.returned, axis=2)

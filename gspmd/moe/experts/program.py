@@ -1,7 +1,7 @@
-"""The experts as one planned program: slots are sent in chunks, so that one is multiplied while others are sent.
+"""The experts as one planned program: slots are sent in chunks, and one chunk is multiplied while others are sent.
 
-Lowering `looped` runs this program in place of the two all-to-alls and the experts' equations. Dropless runs it under
-every lowering, because it sorts rows on the device that receives them, which no equation expresses.
+Lowering `looped` runs this program instead of two all-to-alls and the experts' equations. Dispatch `dropless` runs it
+under every lowering, because rows are sorted on the device that receives them, which no equation can express.
 """
 
 from collections.abc import Sequence
@@ -34,24 +34,24 @@ def run_experts(
     biases: tuple[jax.Array, ...],
     extras: tuple[jax.Array, ...],
 ) -> jax.Array:
-    """Send slots to their experts, compute, and send the answers back.
+    """Send slots to their experts, compute, and send the outputs back.
 
     Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
     all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
-    once. So a scheduler is free to send one chunk while another is multiplied. All chunks together send as many bytes
-    as one all-to-all of all slots.
+    once. So a compiler's scheduler can send one chunk while another is multiplied. All chunks together send as many
+    bytes as a single all-to-all of all slots.
 
     Args:
         ctx: the context of the call.
         work: the work to do.
         slots: [G, X, C, E]; for dropless, rows [G, shards, C, E].
         weights: the weights, sharded as `work.weights`.
-        biases: the float32 biases of their products, sharded as `work.biases`; none if there are none.
+        biases: the float32 biases of the weights' products, sharded as `work.biases`; may be empty.
         extras: for dropless the counts [G, X, chunks] int32; for int8 weights their scales; for dropout the two words
             of a key.
 
     Returns:
-        The answers, of the slots' shape and sharding.
+        The outputs, in the shape and sharding of the slots.
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §3.2; in chunks, Hwang et al., *Tutel*, arXiv 2206.03382.
     """
@@ -63,8 +63,8 @@ def _forward(ctx: Context, work: ExpertWork, slots, weights, biases, extras):
     ins = (work.dispatched, *work.weights, *work.biases, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
     y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *biases, *extras)
-    # Under `jax.checkpoint` weights that were moved are moved again: otherwise the moved weights of all layers would be
-    # held.
+    # Moved weights have no name, so that under `jax.checkpoint` they are not kept but moved again: otherwise the moved
+    # weights of all layers would be in memory.
     return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
 
@@ -112,7 +112,7 @@ class _Program:
         ]
         self.biases_back = [program.add(steps) for steps in work.biases_summed(ctx)]
         self.backward_steps = tuple(program.steps)
-        if is_unknown(ctx.mesh):  # its products are marked instead of planned
+        if is_unknown(ctx.mesh):  # in a trace for the search, products are marked instead of planned
             self.steps, self.backward_steps = (), ()
 
     def _stage(self, equation, program: NumberedSteps, executor: type[Executor]) -> ChunkedEquation:
@@ -126,7 +126,7 @@ class _Program:
         from gspmd.moe.experts.unknown import (
             marking,
             stage_marks,
-        )  # imported here, because no program that runs is marked
+        )  # imported here: only traces for the search have marks
 
         work, pairs = self.work, ((self.into, self.work.in_via), (self.out, self.work.out_via))
         marks = [stage_marks(each.plan, work.row_sizes, via, ctx) for each, via in pairs]
@@ -142,9 +142,9 @@ class _Program:
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """The specs of the tensors kept of every chunk.
+        """The specs of the tensors that are kept for the gradient of every chunk.
 
-        They are the slots as moved to the weights, the hidden activations before the nonlinearity, the hidden
+        They are the slots after their move to the weights, the hidden activations before the nonlinearity, the hidden
         activations after it if they are moved, and the counts.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
@@ -168,7 +168,7 @@ class _Program:
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """List the moves of weights in both equations: number, number of the weight among all, spec, if it moves."""
+        """List the moves of weights in both equations: (number, number of the weight, spec, whether it moves)."""
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
@@ -176,7 +176,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """Compute from local pieces the answers, the tensors to keep of every chunk, and the moved weights."""
+        """Compute the outputs, the tensors to keep for every chunk, and the moved weights, from one device's arrays."""
         count = len(self.work.weights)
         weights, biases, extras = rest[:count], rest[count : count + len(self.biases)], rest[count + len(self.biases) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
@@ -227,7 +227,7 @@ class _Program:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """Compute the cotangents of slots, weights and biases, from the answers' cotangent and the kept tensors."""
+        """Compute the cotangents of slots, weights and biases, from the outputs' cotangent and the kept tensors."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
@@ -244,7 +244,7 @@ class _Program:
         return (exchange.result(), *(each[n] for each in settled for n in sorted(each)), *biases)
 
     def _weights_back(self, held: Sequence[jax.Array]):
-        """Return the weights, moved as the gradients of both equations need them."""
+        """Return the weights, moved to the placements that the gradients of both equations need."""
         count = len(self.work.w_in)
         moves = self._weight_moves()
         split = sum(source < count for _, source, _, _ in moves)
@@ -253,10 +253,11 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute the cotangent of a chunk's slots from its answers' cotangent, and its summands of other gradients.
+        """Compute a chunk's cotangents of slots from those of its outputs, and its summands of other gradients.
 
         Returns:
-            The cotangent, and three mappings: products of both equations' weight gradients, and the biases' gradients.
+            The cotangent, and three mappings: the products for the weight gradients of the two equations, and the
+            gradients of the biases.
         """
         rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]

@@ -1,6 +1,6 @@
 """The equations of the experts' feed-forward layer as stages of one planned program, which runs in chunks of slots.
 
-Weights move once, and their gradients are added up over the chunks and reduced once. Tokens move with their chunk.
+Weights are moved once, and their gradients are added up over the chunks and reduced once. Tokens move with their chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ class StageEquation:
 
 
 class ChunkedEquation:
-    """An equation in a program, which runs it once for every chunk.
+    """An equation that a program runs once for every chunk.
 
     Args:
         equation: the equation to compute.
-        sizes, mesh: the sizes of its dimensions and of the mesh axes.
+        sizes, mesh: the sizes of the equation's dimensions and of the mesh axes.
         shares: the share of the slots in every chunk.
-        program: the program to which its steps are added.
-        executor: the class that runs it.
+        program: the program to which the equation's steps are added.
+        executor: the class that runs the equation.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class ChunkedEquation:
         executor = self._executor(chains, rows)
         moved = {n: weights[n] if n in weights else executor.move(n, pieces) for n in range(len(routine.moves))}
         operands = {n: [moved[m] for m in (p.left, p.right) if m is not None] for n, p in enumerate(routine.products)}
-        # `as_compiled`, because the TPU compiler hides less of other chunks' all-to-alls behind a product that is
-        # written as a product of matrices: on 16 v5e 51% instead of 93%.
+        # `as_compiled`, because with products that are written as products of matrices, the TPU compiler overlaps less
+        # of other chunks' all-to-alls: on 16 v5e 51% instead of 93%.
         with as_compiled() if len(self.chunks) > 1 else nullcontext():
             made = {n: executor.multiply(n, *each) for n, each in operands.items()}
         settled = {n: executor.send_product(n, value) for n, value in made.items() if n not in self.late}
@@ -120,7 +120,7 @@ class ChunkedEquation:
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
-        """Return the outputs that are sums, from their products added up over the chunks."""
+        """Return the outputs that are sums, from their products, which have been added up over the chunks."""
         executor = self._executor(self.last)
         values = {n: executor.send_product(n, value) for n, value in products.items()}
         return {n: executor.output(n, values) for n in self.equation.sums}
@@ -132,10 +132,10 @@ def _grouped(rows: jax.Array, einsum: Step, left: jax.Array, right: jax.Array) -
 
 
 def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Array) -> jax.Array:
-    """Compute an einsum of sorted rows [G, X, C, ·], with the shard in place of X, and weights [X, ·, ·].
+    """Compute an einsum of sorted rows [G, X, C, ·], in which X stands for the shard, and weights [X, ·, ·].
 
     Args:
-        left, right: rows and weights in either order; or twice rows, whose product is a gradient of weights.
+        left, right: rows and weights in either order; or two arrays of rows, for the gradient of weights.
         left_dims, right_dims, dims: the dimensions of the operands and of the result.
         sizes: [X] int32, the number of rows of each expert.
     """
@@ -150,7 +150,7 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
 
 def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Array:
     flat, (_, first, second) = _flat(rows, dims), weight_dims
-    weights = weights.astype(rows.dtype)  # they may be int8
+    weights = weights.astype(rows.dtype)  # weights may be int8
     found = (grouped_matmul if first in dims else grouped_back)(flat, weights, sizes)
     feature = second if first in dims else first
     held = ("G", "X", "C", feature)

@@ -1,4 +1,4 @@
-"""Marks in the experts' program under unknown placements, on which the number of sent rows depends too."""
+"""Marks in the experts' program while placements are unknown; the number of sent rows depends on the placements too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class StageMarks:
 
 
 def marking(marks: StageMarks) -> type[Executor]:
-    """Return an executor class that adds these marks."""
+    """Return a class of executors that add these marks."""
 
     class Marking(Executor):
         def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
@@ -108,7 +108,7 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
     return forward, backward
 
 
-# -- steps, once all placements are known ------------------------------------------------------------------------------
+# -- steps when all placements are known -------------------------------------------------------------------------------
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
@@ -123,7 +123,7 @@ def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Cont
 
 
 def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that send rows to their experts, answers back, and the counts of rows.
+    """Return the steps that send rows to their experts, outputs back, and the numbers of rows.
 
     Raises:
         PlanError: C is sharded, which would cut the rows of one expert.
@@ -141,7 +141,7 @@ def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: C
 
 
 def multiplied(*asked: Any) -> dict[str, tuple[Step, ...]]:
-    """Return the local products of an equation whose operands and results need no move."""
+    """Return the local products of an equation whose operands and results are not moved."""
     plan = _plan_of(*asked)
     return {f"product {n}": (each.einsum,) for n, each in enumerate(plan.routine.products)}
 

@@ -25,7 +25,7 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of rows sorted by expert, in which no expert has a fixed number of slots.
+    """Buffers of rows sorted by expert, in which experts may have any numbers of rows.
 
     Attributes:
         shards: the number of buffers that a group sends, one for each shard of the experts.
@@ -38,22 +38,22 @@ class Buffers:
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """The experts' part of a layer.
+    """The work of a layer's experts.
 
     Attributes:
         dispatched: the spec of slots before they are sent.
         there: the spec of slots at their experts.
         hidden: the spec of the hidden activations.
-        w_in, w_out: the specs of the weights, the gate's first.
-        in_via, out_via: the vias of the layout; None if it has none.
+        w_in, w_out: the specs of the weights before and after the activation; of `w_in`, the gate's spec is first.
+        in_via, out_via: the vias of the layout, or None.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         sizes: the sizes of G, X, C, E and F; C is the capacity, or the rows of a buffer.
         dtype: the dtype of slots.
         weight_dtype: the dtype of the weights: the dtype of slots, or int8.
         chunks: the sizes of the chunks into which C is cut.
         rows: the buffers of rows if dispatch is dropless; otherwise None.
-        dropout: the dropout of training; None if there is none.
-        biases: the specs of the biases of all weights' products, in the order of the weights; none if there are none.
+        dropout: the dropout of training, or None.
+        biases: the specs of the biases of all weights' products, in the order of the weights; may be empty.
     """
 
     dispatched: Spec
@@ -79,7 +79,7 @@ class ExpertWork:
 
     @property
     def weights(self) -> tuple[Spec, ...]:
-        """The specs of all weights, the output weight last."""
+        """The specs of all weights; the last is `w_out`."""
         return (*self.w_in, self.w_out)
 
     @property
@@ -89,7 +89,7 @@ class ExpertWork:
 
     @property
     def scales(self) -> tuple[Spec, ...]:
-        """The specs of int8 weights' scales in their products, in the order of the weights; none for other weights."""
+        """The specs of the scales of int8 weights where they multiply products, in the order of the weights."""
         return self.vector_specs if self.quantized else ()
 
     @property
@@ -99,7 +99,7 @@ class ExpertWork:
 
     @property
     def vector_specs(self) -> tuple[Spec, ...]:
-        """The specs of biases and scales where they meet the weights' products, in the order of the weights."""
+        """The specs of biases and scales where they apply to the weights' products, in the order of the weights."""
         return tuple(product.without("G", "C") for product in self.product_specs)
 
     @property
@@ -116,11 +116,11 @@ class ExpertWork:
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """Return the sizes of slots, or of rows, for which X is the number of buffers."""
+        """Return the sizes of slots; or of rows, where X is the number of buffers."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that send `capacity` slots to their experts, and the steps that send the answers back."""
+        """Return the steps that send `capacity` slots to their experts, and the steps that send the outputs back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -135,11 +135,11 @@ class ExpertWork:
         return move(*self.counts, sizes, ctx.mesh, itemsize("int32"), ctx.chip, "counts") if self.rows else ()
 
     def biases_moved(self, ctx: Context) -> list[tuple[Step, ...]]:
-        """Return the steps that bring each bias to the product of its weight."""
+        """Return the steps that move each bias to the product to which it is added."""
         return [self._bias_steps(ctx, held, used) for held, used in zip(self.biases, self.vector_specs)]
 
     def biases_summed(self, ctx: Context) -> list[tuple[Step, ...]]:
-        """Return the steps that sum the gradient of each bias over the devices of its rows, and bring it back."""
+        """Return the steps that sum each bias's gradient over the devices of its rows, and move it to the bias."""
         summed = [
             used.with_partial((*product.axes_of("G"), *product.axes_of("C")))
             for product, used in zip(self.product_specs, self.vector_specs)
@@ -150,14 +150,14 @@ class ExpertWork:
         return move(before, after, dict(self.sizes), ctx.mesh, itemsize("float32"), ctx.chip, "bias")
 
     def _unknown(self, name: str, ctx: Context) -> tuple[Step, ...]:
-        from gspmd.moe.experts.unknown import rows_sent  # imported here, because no program that runs has such a step
+        from gspmd.moe.experts.unknown import rows_sent  # imported here: only the search needs it
 
         asked = self.dispatched, self.there, self.row_sizes, self.dtype, ctx
         return (UnknownStep.of(UnknownSteps(rows_sent, asked, name), self.dispatched, self.there, name),)
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of rows for any sharding of the experts; this work's own experts must not be sharded."""
+        """The sizes of rows for any sharding of the experts, which must not be sharded in this work."""
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 
@@ -206,7 +206,7 @@ def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
 
     Args:
         g: the cotangents.
-        sizes: the number of rows of each expert, [X] int32, if they are rows [G, 1, C, F] sorted by expert.
+        sizes: the number of rows of each expert, [X] int32, if g has rows [G, 1, C, F] sorted by expert.
     """
     if sizes is None:
         return jnp.sum(g.astype(jnp.float32), axis=(0, 2))
@@ -216,11 +216,11 @@ def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """One equation of the experts, with its gradient; operand 0 is slots, the others are weights.
+    """One equation of the experts, with its gradient; operand 0 is the slots, the others are weights.
 
     Attributes:
         plan: the plan of the equation.
-        buffers: the sizes of rows in their moves, if slots are rows; otherwise empty.
+        buffers: the sizes of buffers of rows, which are moved instead of slots; empty for slots.
     """
 
     plan: Plan
@@ -228,8 +228,8 @@ class Products:
 
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
-        """For every move its source, the resulting spec, and whether it changes the operand."""
-        moves = is_unknown(self.plan.mesh)  # with unknown placements any operand may move
+        """For every move, its source, the resulting spec, and whether it changes the operand."""
+        moves = is_unknown(self.plan.mesh)  # while placements are unknown, any operand may be moved
         return tuple(
             (m.source, spec, moves or bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept)
         )
@@ -252,7 +252,7 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """Return the routine with moves of whole buffers of rows, whose X differs from the X of the weights."""
+        """Return the routine with its moves planned for whole buffers of rows, whose X is not the X of the weights."""
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan
@@ -265,7 +265,7 @@ class Products:
             if "C" not in output.spec.dims:
                 continue
             made = {products[p].einsum.after for p in output.products}
-            # The parts of a sum are added before their move if they have one spec, and after it otherwise.
+            # The parts of a sum are added before they are moved if they have the same spec, and otherwise afterwards.
             there = made.pop() if len(made) == 1 else output.spec
             for p in output.products:
                 steps = chain(products[p].einsum.after, there, outputs[n])
@@ -281,7 +281,7 @@ class Products:
 
 @lru_cache(maxsize=256)
 def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
-    """Plan slots, w_in -> hidden, and hidden, w_out -> answers.
+    """Plan slots, w_in -> hidden, and hidden, w_out -> outputs.
 
     Raises:
         LayoutError: an equation would exchange rows between devices.
@@ -294,7 +294,7 @@ def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
 
 def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
     sizes = dict(work.sizes)
-    if work.rows:  # the slots of an expert are its number of rows if all experts have equally many, rounded up
+    if work.rows:  # planned as if all experts had equally many rows, rounded up
         sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731
@@ -304,7 +304,7 @@ def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None
     if not work.rows:
         return Products(plan)
     _refuse_exchange(work, plan, line)
-    pinned = plan if via else planned(_pins(plan))  # without a via the gradient's plan might move rows
+    pinned = plan if via else planned(_pins(plan))  # pinned, since otherwise the gradient's plan might move rows
     return Products(pinned, tuple(work.slots(work.capacity).items()))
 
 
@@ -316,7 +316,7 @@ def _pins(plan: Plan) -> Via:
 
 
 def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
-    """Refuse a plan that moves rows after their arrival, or shards the rows of an expert."""
+    """Refuse a plan that moves rows after they have arrived, or that shards the rows of an expert."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
     einsums = [product.einsum for product in plan.routine.products]
     operands = [spec for einsum in einsums for spec in (einsum.before, einsum.other) if spec is not None]

@@ -1,4 +1,4 @@
-"""Expert choice: each expert chooses its best tokens, so every slot is filled and loads are equal."""
+"""Expert choice: each expert chooses its best tokens, so all slots are filled and loads are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ from gspmd.moe.routers.rule import router
 
 @router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each expert the C tokens of a group that give it the highest probability, independently of other experts.
+    """Send each expert the C tokens of a group in which its probability is highest, independently of other experts.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
-    A token's experts depend on the whole group, including later tokens: a decoder trained with it sees the future and
-    cannot generate. `config.causal` is False.
+    A token's experts depend on the whole group, including later tokens. So a decoder that is trained with this router
+    sees the future, and cannot generate; `config.causal` is False.
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -24,8 +24,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         mask: [G, L] bool, False for padding, which takes no slot; None if every token is real.
 
     Returns:
-        Routing of arrays [G, L, X]: choice i of every token is expert i, and slot is its rank for that expert, or -1 if
-        it was not taken. The only loss is the z-loss, if the config has one.
+        Routing of arrays [G, L, X]: choice i of every token is expert i, and its slot is the token's rank for this
+        expert, or -1 if the expert does not take it. The only loss is the z-loss, if the config has one.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
@@ -35,7 +35,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Zhou et al., *Mixture-of-Experts with Expert Choice Routing*, arXiv 2202.09368, §3.2, equations 1 and 2.
 
-    Differs: experts choose within a group. Ties go to the first token; tokens are ranked by the odds log S/(1 - S): the
+    Differs: experts choose within a group. Ties go to the first token. Tokens are ranked by log S/(1 - S), which has
+        the
     order of S without ties due to rounding. The variant that bounds the experts per token is not implemented.
     """
     capacity = config.capacity(logits.shape[1])

@@ -1,4 +1,4 @@
-"""The GShard router: each token goes to its best expert, and at random to its second best."""
+"""The GShard router: each token goes to its best expert and, at random, to its second best."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,16 @@ from gspmd.moe.routers.rule import one_per_token, router
 
 @router("gshard", one_per_token)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts: all first choices, then all second ones, while slots are free.
+    """Send each token to its two most probable experts while slots are free: first all first choices, then all second.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
-        the second is kept with probability min(1, 2 · g2), g2 normalised
+        the second choice is kept with probability min(1, 2 · g2), where g2 is normalised
         ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, times k = config.aux_weight · X²
 
     Args:
         logits: [G, L, X]; cast to float32.
         config: its experts, capacity factors, aux_weight and priority are used.
-        key: the random key for second experts; None, as in evaluation, keeps them all.
+        key: the random key for second choices; None, as in evaluation, keeps them all.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
@@ -35,12 +35,12 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
 
-    Differs: where the paper and the authors' later public layer disagree, this follows
-      - the paper on a second choice that the draw rejects: it still advances its expert's count, and its slot stays
+    Differs: where the paper and the authors' later public layer disagree, this function follows
+      - the paper for a second choice that the draw rejects: it still advances its expert's count, and its slot stays
         empty (the later layer drops it before counting);
-      - the paper on gates: normalised once, before capacity is applied, even if one of the two overflows;
-      - the later layer on the loss's coefficient: with X², balanced experts cost `aux_weight` for every X, while the
-        paper's form, `losses.gshard_balance`, is 1/X² when balanced.
+      - the paper for gates: they are normalised once, before capacity is applied, even if one of the two overflows;
+      - the later layer for the coefficient of the loss: with X², the loss of balanced experts is `aux_weight` for every
+        X, while the paper's form, `losses.gshard_balance`, is 1/X² for balanced experts.
     Capacity is rounded up.
     """
     gates, expert, pair = best_pair(logits)

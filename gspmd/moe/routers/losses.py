@@ -7,14 +7,14 @@ from gspmd.moe.routers.routing import counts
 
 
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
+    """Compute Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 for balanced experts.
 
-    f_i is the share of tokens whose first choice is expert i, with a slot or without; P_i is the mean probability of i.
+    f_i is the share of tokens whose first choice is expert i, with or without a slot; P_i is the mean probability of i.
     If all k choices are given, f_i is the share of choices that are expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
-        expert: [G, L] int32, first choices; or [G, L, k], all of them.
+        expert: [G, L] int32, first choices; or [G, L, k], all choices.
         mask: [G, L] bool, real tokens.
 
     Returns:
@@ -23,7 +23,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
     Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; for k choices, Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14.
 
-    Differs: the paper takes the means over a batch; here they are over a group, as its public code does.
+    Differs: the paper's means are over a batch; here they are over a group, as in the paper's public code.
 
     Example:
         >>> gates = jnp.full((1, 4, 2), 0.5)
@@ -34,9 +34,9 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
 
 
 def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² when balanced.
+    """Compute GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² for balanced experts.
 
-    c_e counts the first choices of expert e among the group's S tokens, m_e is its mean gate.
+    c_e is the number of the group's S tokens whose first choice is expert e, and m_e is the mean gate of e.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -52,7 +52,7 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
 
 
 def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute ST-MoE's z-loss, the mean of (log Σ_i exp(logit_i))²: small logits have small rounding errors.
+    """Compute ST-MoE's z-loss, the mean of (log Σ_i exp(logit_i))², which keeps logits and their rounding errors small.
 
     Args:
         logits: [G, L, X] float32.
@@ -74,7 +74,7 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def squared_variation(values: jax.Array) -> jax.Array:
-    """Compute CV², variance / mean² of the experts' values: [..., X] to [...]; 0 if the mean is 0.
+    """Compute CV² = variance / mean² over the experts' values: [..., X] to [...]; 0 if the mean is 0.
 
     Source: Shazeer et al., arXiv 1701.06538, §4, equation 7.
 
@@ -83,7 +83,8 @@ def squared_variation(values: jax.Array) -> jax.Array:
         0.25
     """
     mean = jnp.mean(values, axis=-1, keepdims=True)
-    # Divided by the mean first, so that no large load is squared; a mean of 0 is replaced to keep the gradient finite.
+    # Values are divided by the mean first, so that no large load is squared. A mean of 0 is replaced by 1, which keeps
+    # the gradient finite.
     return jnp.mean((values / jnp.where(mean > 0, mean, 1) - (mean > 0)) ** 2, axis=-1)
 
 

@@ -13,15 +13,15 @@ _MOST = 1e15
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token, and the weights of their answers.
+    """The experts of each token, and the weights of their outputs.
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the position in that expert's queue; positions from the capacity on overflow. -1 for
+        slot: [G, L, k] int32, the position in the expert's queue; positions from the capacity on overflow. -1 for
             padding, and in expert choice for tokens that the expert does not take.
-        gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
+        gate: [G, L, k] float32, the weight of the expert's output, 0 if the choice is not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
-        losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
+        losses: a mapping from name to [G] float32, the losses of each group, weighted by the config's coefficients.
         experts, capacity: X and C for which tokens were routed; None in a Routing made by hand.
     """
 
@@ -35,19 +35,20 @@ class Routing:
 
 
 def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) -> jax.Array:
-    """Return the indices of the `count` largest logits, largest first, ties to the lowest index.
+    """Return the indices of the `count` largest logits, largest first; ties go to the lowest index.
 
-    Logits are ranked instead of their softmax: the order is the same, without ties due to rounding.
+    The logits are ranked, and not their softmax: the order is the same, without ties due to rounding.
 
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite: ranks equal logits, such as the rounding errors of their sums. None for none.
+        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None for none.
 
     Returns:
         [..., k] int32.
     """
-    # Repeated argmax, because lax.top_k orders 0.0 before -0.0. A logit of -inf still precedes one already chosen.
+    # Repeated argmax, because lax.top_k would order 0.0 before -0.0. Logits of -inf are raised to the least number, so
+    # that they still precede logits that have been chosen, which become -inf.
     left = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
     picks = []
     for _ in range(count):
@@ -58,10 +59,10 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
 
 
 def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
-    """Return the index of the largest value, and among equal values of the largest rest: [..., X] to [...].
+    """Return the index of the largest value and, among equal values, of the largest rest: [..., X] to [...].
 
-    This is one reduction. If the maximum were compared with the values in a second loop, a compiler might compute the
-    values again there, with another vectorised exponential, and find no value that is equal.
+    This is a single reduction. If the maximum were compared with the values in a second loop, a compiler might compute
+    the values again there, with another vectorised exponential, and might find no value that is equal.
     """
 
     def better(one, other):
@@ -79,9 +80,9 @@ def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    These are masked sums, whose gradient is a mask too; the gradient of a gather would be a scatter. Each choice has
-    its own sum: the gradient of one sum for all choices would be a sum over [..., k, X], for which the TPU compiler
-    estimates many passes over [..., X].
+    Masked sums are used, whose gradient is a masking again; the gradient of a gather would be a scatter. Each choice
+    has a sum of its own: the gradient of one sum for all choices would be a sum over [..., k, X], for which the TPU
+    compiler estimates many passes over [..., X].
     """
     choices = [expert[..., k] for k in range(expert.shape[-1])]
     return jnp.stack(
@@ -90,14 +91,14 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return all probabilities [..., X], the two best experts [..., 2], and the pair of their normalised gates."""
+    """Return all probabilities [..., X], the two best experts [..., 2], and their normalised gates [..., 2]."""
     gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
     pair = chosen(gates, expert)
     return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)
 
 
 def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rounded sum of two arrays, and its rounding error: together they are x + y exactly.
+    """Return the rounded sum of two arrays, and its rounding error; added, these are exactly x + y.
 
     Example:
         >>> total, error = exact_sum(jnp.float32(12.0), jnp.float32(1e-8))
@@ -112,9 +113,9 @@ def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
-    """Return the logarithms of all experts' scores; their softmax is the scores divided by their sum.
+    """Return the logarithms of all experts' scores, up to a constant; their softmax is the scores over their sum.
 
-    It is log(sigmoid(logit)), or for a softmax, up to a constant, the logit itself.
+    For sigmoid scores this is log(sigmoid(logit)), and for softmax scores the logit itself.
     """
     return jax.nn.log_sigmoid(logits) if config.scores == "sigmoid" else logits
 
@@ -125,7 +126,7 @@ def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
 
 
 def counts(expert: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
-    """Count the tokens that chose each expert: [G, L] and its mask to [G, X] float32."""
+    """Count the tokens that chose each expert: [G, L] and the mask to [G, X] float32."""
     return jnp.sum(_is_chosen(experts, expert) & mask[..., None], axis=-2, dtype=jnp.float32)
 
 
@@ -143,12 +144,12 @@ def assigned(
 
     Args:
         expert: [G, L, k] int32.
-        gate: [G, L, k] float32, the weight if the choice gets a slot.
-        logits: [G, L, X] float32, or `log_scores`; the largest one is a token's confidence.
+        gate: [G, L, k] float32, the weight of the output if the choice gets a slot.
+        logits: [G, L, X] float32, or `log_scores`; the largest of a token is its confidence.
         config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.
-        granted: [G, L, k] bool, False for a choice that takes a position in the queue but leaves its slot empty.
+        granted: [G, L, k] bool, False for a choice that has a position in the queue but leaves its slot empty.
 
     Returns:
         The routing.
@@ -163,7 +164,7 @@ def assigned(
 def surest_first(logits: jax.Array) -> jax.Array:
     """Sort the tokens of each group by their largest probability, stably: [G, L, X] to [G, L].
 
-    The key is the odds against the best expert, see `log_odds_against`.
+    The sort key is the odds against the best expert (see `log_odds_against`).
 
     Example:
         >>> surest_first(jnp.array([[[0.0, 0.0], [0.0, 1.0], [40.0, 0.0], [0.0, 30.0]]])).tolist()
@@ -172,7 +173,7 @@ def surest_first(logits: jax.Array) -> jax.Array:
     Source: Riquelme et al., *Scaling Vision with Sparse Mixture of Experts*, arXiv 2106.05974, §4 and Algorithm 2
     (batch-prioritized routing, by the largest gate).
 
-    Differs: priority is within a group, not across a batch; all first choices still come before all second ones.
+    Differs: tokens are ordered within a group, not across a batch; all first choices still come before all second ones.
     """
     return jnp.argsort(jnp.min(log_odds_against(logits), axis=-1), axis=1, stable=True)
 
@@ -204,9 +205,9 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
 
 
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
-    """Sum numbers in [0, 1], exactly to 2⁻³⁸, so that the result does not depend on their order.
+    """Sum numbers in [0, 1] in units of 2⁻³⁸, so that the result does not depend on their order.
 
-    Sorting them first would work too, in ten times the time.
+    Sorting the numbers first would also work, but takes ten times as long.
     """
     bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # the bits of each number, so that the sum fits a word
     total, rest = jnp.float32(0), parts
@@ -221,8 +222,8 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
 def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
     """Return the position of each choice in its expert's queue; all first choices precede all second choices.
 
-    Among first choices, tokens keep their order. Except for one sort, the time is linear in the number of tokens and
-    independent of the number of experts.
+    Choices of one rank are in the order of the tokens. Except for one sort, the time is linear in the number of tokens,
+    and independent of the number of experts.
 
     Args:
         expert: [G, L, k] int32.
@@ -250,7 +251,7 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
+    """Cast logits to float32 and clip them to bounds whose squares can be summed, so that no router has inf - inf."""
     low, high = jnp.float32(-_MOST), jnp.float32(_MOST)
     return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # jnp.clip's gradient needs three masks
 
@@ -269,7 +270,7 @@ def _places(keys: jax.Array, experts: int) -> jax.Array:
     order, ranked = _stable_sort(keys, experts)
     place = jnp.arange(keys.size, dtype=jnp.int32)
     begins = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])
-    # A running maximum gives where each key's run begins; a search would be a small loop for each expert.
+    # The running maximum is the place where the run of equal keys begins; a search would be a loop for each expert.
     rank = place - jax.lax.cummax(jnp.where(begins, place, 0))
     return jnp.zeros(keys.size, jnp.int32).at[order].set(rank, unique_indices=True)
 
@@ -277,7 +278,7 @@ def _places(keys: jax.Array, experts: int) -> jax.Array:
 def _stable_sort(keys: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     size = keys.size
     if 0 < (experts + 1) * size <= jnp.iinfo(jnp.int32).max:
-        # Sorting key and position packed into one word is several times faster than sorting pairs.
+        # Sorting one word with key and position is several times faster than sorting pairs.
         packed = jnp.sort(keys * size + jnp.arange(size, dtype=jnp.int32))
         return packed % size, packed // size
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

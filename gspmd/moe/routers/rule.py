@@ -1,4 +1,4 @@
-"""The wrapper that makes one function a router: checks, finite logits, random draws and the z-loss."""
+"""The wrapper that makes a function a router: it adds checks, finite logits, random draws and the z-loss."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +21,16 @@ Numbers = Callable[..., jax.Array]
 class Router:
     """A router, called as `route(logits, config, *, key=None, mask=None)`: `draw`, then `assign`.
 
-    Random numbers are drawn for all groups at once, before each device assigns its own groups, so they are the same on
+    Random numbers are drawn for all groups together, before each device assigns its own groups, so they are the same on
     every mesh. A router has the docstring of its rule.
 
     Args:
-        rule: a function from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask
-            [G, L] of real tokens, to a Routing. It must route groups independently, and draw nothing itself. If the
-            router is `scored` (`gspmd.moe.config.Kind`), it also takes the bias [X] for choosing experts, or None.
+        rule: (finite float32 logits [G, L, X], config, random numbers or None, mask [G, L] of real tokens) -> Routing.
+            It must route groups independently, and must not draw random numbers. If the router is `scored`
+            (`gspmd.moe.config.Kind`), a further argument is the bias [X] for choosing experts, or None.
         name: the router's name in a config.
-        numbers: a function from a key, the shape [G, L, X] and `out_sharding` to the random numbers of the rule, [G, L]
-            or [G, L, X]; None if the rule takes none.
+        numbers: (key, shape [G, L, X], out_sharding) -> the random numbers for the rule, [G, L] or [G, L, X]; None if
+            the rule uses none.
 
     Example:
         >>> from gspmd.moe.config import ROUTERS, Kind
@@ -50,7 +50,7 @@ class Router:
         self.name, self._rule, self._numbers = name, rule, numbers
         self._route = jax.jit(self._draw_and_assign, static_argnames="config")
         update_wrapper(self, rule)
-        self.__signature__ = signature(self.__call__)  # instead of the rule's, which update_wrapper has set
+        self.__signature__ = signature(self.__call__)  # update_wrapper has set the rule's signature
 
     def __call__(
         self,
@@ -87,12 +87,12 @@ class Router:
 
         Raises:
             PlanError: the config names another router; or a bias for choosing experts is configured and not given, or
-                the reverse.
+                given and not configured.
             SpecError: the shape of logits, mask or bias does not fit the config.
         """
         self._check(logits, config, mask, bias)
         padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
-        if padded:  # NaN in padding would make gradients NaN, because 0 · NaN is NaN
+        if padded:  # padding may be NaN, which would make gradients NaN, because 0 · NaN is NaN
             logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         if ROUTERS[self.name].scored:
             bias = None if bias is None else jax.lax.stop_gradient(bias.astype(jnp.float32))
@@ -115,8 +115,8 @@ class Router:
     ) -> None:
         if config.router != self.name:
             raise PlanError(
-                f"cannot route: this is router {self.name}, and the config's is {config.router}.\n"
-                "  Call gspmd.moe.route, which takes the config's."
+                f"cannot route: this is router {self.name}, and the config names {config.router}.\n"
+                "  Call gspmd.moe.route, which uses the router of the config."
             )
         widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
         if logits.ndim != 3 or logits.shape[-1] not in widths:

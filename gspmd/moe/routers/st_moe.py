@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Always send each token to both of its two most probable experts, and penalise large logits.
+    """Send each token to its two most probable experts, without a random draw, and penalise large logits.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
         aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight
@@ -36,9 +36,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Zoph et al., *ST-MoE: Designing Stable and Transferable Sparse Expert Models*, arXiv 2202.08906, §2, §3.3
     (z-loss, equations 5 and 6) and appendix A (load balance).
 
-    Differs: the paper's text uses p as gates. Its authors' public layer (Mesh TensorFlow, top-2) divides the two p by
-    their sum, as here; for p itself use `top-k` with renormalize = false. It can also drop a second expert at random
-    or by a threshold on its gate; here every token has both.
+    Differs: the gates in the paper's text are p itself. The authors' public layer (Mesh TensorFlow, top-2) divides the
+        two
+    p by their sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop the second
+    expert, at random or by a threshold on its gate; here every token has both experts.
     """
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}

@@ -19,7 +19,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Args:
         logits: [G, L, X]; cast to float32.
         config: its capacity_factor and aux_weight are used.
-        key: not used; this router's jitter is on its input, see `jittered`.
+        key: not used; the jitter of this router is applied to its input (see `jittered`).
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
@@ -34,7 +34,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
 
     Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
-    up. As in the paper, a token without a slot passes only through the residual: its gate is 0.
+    up. As in the paper, a token without a slot only passes through the residual connection: its gate is 0.
     """
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)

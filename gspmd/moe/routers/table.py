@@ -29,8 +29,8 @@ def route(
 
     Args:
         logits: [G, L, X]; noisy-top-k also takes [G, L, 2X], the second half for its noise.
-        config: names the router; see `route` in its module, such as `gspmd.moe.routers.switch.route`.
-        key: the random key of routers that draw in training; None draws nothing.
+        config: names the router, which is described in its module, such as `gspmd.moe.routers.switch.route`.
+        key: the random key for routers that use random numbers in training; None for evaluation.
         mask: [G, L] bool, False for padding; None if every token is real.
         bias: [X] float32, added to the scores by which experts are chosen, if the config has `choice_bias`.
 
@@ -38,7 +38,7 @@ def route(
         Routing of arrays [G, L, k].
 
     Raises:
-        PlanError: `config` is not a MoEConfig, `key` is not a random key, or a bias is missing or not used.
+        PlanError: `config` is not a MoEConfig, `key` is not a random key, or a bias is missing or superfluous.
         SpecError: the shape of logits, mask or bias does not fit the config.
 
     Example:

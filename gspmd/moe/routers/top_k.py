@@ -13,26 +13,26 @@ from gspmd.moe.routers.rule import router
 def route(
     logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array, bias: jax.Array | None
 ) -> Routing:
-    """Send each token to its k best experts while slots are free; dispatch "dropless" has no limit.
+    """Send each token to its k best experts while slots are free; with dispatch "dropless" they always are.
 
         s = softmax(logits), or sigmoid(logits)                  config.scores
-        e1 .. ek = topk(s + bias)                                without the bias unless config.choice_bias
+        e1 .. ek = topk(s + bias)                                bias only with config.choice_bias
         gates s / (sum of s of e1 .. ek) · factor                with config.renormalize; factor is config.gate_factor
-        gates s · factor                                         without
-        aux = α · X · Σ_i f_i · P_i, of all k choices            α = config.aux_weight, P_i the mean of s_i / Σ s
+        gates s · factor                                         without config.renormalize
+        aux = α · X · Σ_i f_i · P_i, over all k choices          α = config.aux_weight, P_i the mean of s_i / Σ s
         C = (k L / X) · capacity_factor
 
-    With `expert_groups`, only the experts of the best `kept_groups` groups can be chosen, as if s were -∞ for others. A
-    group has the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that no bias,
-    however large, hides a score. With softmax, renormalized gates are the softmax of the chosen logits (Mixtral,
-    gpt-oss).
+    With `expert_groups`, only experts of the best `kept_groups` groups can be chosen, as if s were -∞ for others. The
+    score of a group is the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that
+    even with a large bias the scores count. With softmax, renormalized gates are the softmax of the chosen logits
+    (Mixtral, gpt-oss).
 
     Args:
         logits: [G, L, X]; cast to float32.
         config: the settings above are used.
         key: not used.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
-        bias: [X], if the config has `choice_bias`. It has no gradient.
+        bias: [X], if the config has `choice_bias`; the bias has no gradient.
 
     Returns:
         Routing of arrays [G, L, k] and losses {"aux": [G]}.
@@ -54,15 +54,15 @@ def route(
     arXiv 2405.04434, §2.2.2 (groups, by their best expert); *DeepSeek-V3*, arXiv 2412.19437, §2.1.2, equations 13 to
     16 and 17 to 20 (sigmoid, bias, loss), whose groups are scored by their two best experts.
 
-    Differs: Mixtral has no capacity: use dispatch "dropless". Its paper gives no loss; public code for it omits the
-    factor 1/k of f_i, so that balanced experts cost k · α. The loss is per group of tokens; with the default groups
-    this is DeepSeek-V3's loss per sequence.
+    Differs: Mixtral has no capacity; for this, use dispatch "dropless". Its paper has no loss; public code for Mixtral
+    omits the factor 1/k of f_i, so that the loss of balanced experts is k · α. The loss is per group of tokens; with
+    the default groups it is DeepSeek-V3's loss per sequence.
     """
     log_score = log_scores(logits, config)
     probabilities = jax.nn.softmax(log_score, axis=-1)
     scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else probabilities
     expert = _choices(logits, scores, config, bias)
-    # A softmax of logarithms, because the sum of small scores may be 0 in float32.
+    # A softmax of logarithms, because a sum of small scores may be 0 in float32.
     gates = jax.nn.softmax(chosen(log_score, expert), axis=-1) if config.renormalize else chosen(scores, expert)
     losses = {"aux": config.aux_weight * load_balance(probabilities, expert, mask)}
     return assigned(expert, config.gate_factor * gates, log_score, config, mask, losses)
@@ -70,7 +70,7 @@ def route(
 
 def _choices(logits: jax.Array, scores: jax.Array, config: MoEConfig, bias: jax.Array | None) -> jax.Array:
     """Return the experts [G, L, k] of each token, best first."""
-    if bias is None:  # the order of logits is that of scores, without ties due to rounding
+    if bias is None:  # logits have the order of scores, without ties due to rounding
         ranked, high, low = logits, logits if config.group_best == 1 else scores, None
     else:
         high, low = exact_sum(scores, jnp.broadcast_to(bias, scores.shape))

@@ -15,17 +15,20 @@ from gspmd.ops._attention.online import Attended, attend, sink_gradient, sink_st
 from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, biases, table_gradient
 
 LARGEST = 2**25
-"""The number of logits of one device above which attention runs in blocks: 128 MiB of float32."""
+"""With more logits than this on a device, attention runs in blocks: 128 MiB of float32."""
 _BLOCK = 2**24
-"""Logits of one block: few enough for a TPU v4 to keep them on the chip."""
+"""Number of logits in a block: few enough for a TPU v4 to keep them on the chip."""
 _LENGTHS = 512, 2048
-"""The fewest keys, and the most queries and keys of a block. With few keys, the work on the values dominates."""
+"""The least number of keys in a block, and the largest number of queries or keys.
+
+With fewer keys, rescaling the running sums of values takes more time than the products.
+"""
 _MULTIPLES = 16, 128
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows, queries and keys of a block. Blocks of keys may overlap; rows and queries are whole numbers."""
+    """The size of a block: rows and queries, which blocks divide evenly, and keys, of which blocks may overlap."""
 
     rows: int
     queries: int
@@ -54,11 +57,12 @@ class Blocks:
     ) -> np.ndarray | jax.Array:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves
-        out those before the window or the chunk of all their queries. Queries that see nothing still have a block.
+        Keys vary fastest. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves out
+        blocks whose keys all come before the window or the chunk of each of their queries. Queries that see nothing
+        still have a block.
 
-        With `limits` and `ahead`, which is that of `Terms`, the places of the blocks are known when the program runs.
-        Their number is the most that a window touches.
+        With `limits` and `ahead` (see `Terms.ahead`) the starts depend on a number that is known only when the program
+        runs. There are then as many blocks as a window can touch at any position.
         """
         if ahead is not None and limits.reach is not None:
             each = [
@@ -89,15 +93,15 @@ class Blocks:
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
 
     def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
-        """Return the start of the first block of keys of the block of queries that begins at `query`."""
+        """Return the start of the first block of keys for the block of queries that begins at `query`."""
         if limits.reach is None:
             return 0
         last = (keys - 1) // self.keys
         if ahead is None:
             first = limits.first_place(query)
         else:
-            # Chunks begin at positions, which `ahead` does not give: a query sees at most the last keys in its reach.
-            # All blocks in reach are computed, so the last of them is at most the last there is.
+            # `ahead` does not say where chunks begin, so a chunk is treated as a window of its length. All blocks in
+            # reach are computed, so the first may not begin so late that the last would end after the keys.
             first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
         return (first // self.keys).clip(0, last) * self.keys
 
@@ -116,7 +120,7 @@ class Form:
     scale: float
     causal: bool
     width: int | None = None
-    """Width of the part of a key before its rest, as for `attend`."""
+    """Number of a key's numbers that `key_scales` scale, as for `online.attend`."""
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
@@ -124,10 +128,13 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
     def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
-        """Return the limits by which blocks are left out, and `ahead` if it moves them; no limits for all blocks."""
+        """Return the limits by which blocks are left out, and `ahead` if their starts depend on it.
+
+        The limits are `UNLIMITED` if no block is left out.
+        """
         limits = terms.limits if self.causal else UNLIMITED
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
-        # `ahead` they differ by just as much.
+        # In causal attention the positions of two tokens differ by at least as much as their places in the array, also
+        # in zigzag order; with `ahead` they differ by exactly as much.
         if limits.reach is None or terms.ahead is None:
             return limits, None
         few = self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys)
@@ -139,11 +146,11 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
 
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
-        q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
+        q: [B, K, Q, L, D]; L is a multiple of the number of queries in a block.
         k, v: [B, T, K, D] of any dtype; values and output may have another D than queries and keys.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
-        scales: the scales [B, T, K] of keys and of values, and optionally `rest_scales`, as for `attend`; or empty.
+        scales: empty, or the scales [B, T, K] of keys and of values, and optionally `rest_scales`, as for `attend`.
         sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
@@ -171,13 +178,13 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
 
 
 def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return largest logit and denominator [B, K, Q, L] of sinks [H] alone."""
+    """Return the largest logit and the denominator [B, K, Q, L] of the sinks [H] alone."""
     return sink_statistics(sinks.reshape(*shape[1:3], 1), shape)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
-    """Return softmax attention [B, K, Q, L, D]; value and gradient never hold all logits in memory at once."""
+    """Return softmax attention [B, K, Q, L, D]; neither value nor gradient ever holds all logits in memory."""
     return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
@@ -191,7 +198,7 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
-    """Return the tangent of the output, computing the probabilities of each block again from its logits."""
+    """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
     q, k, v, terms, sinks, out, top, total = kept
     d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 
@@ -220,8 +227,8 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
 def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
     """Return the gradients of queries, keys and values in float32, then of a bias [R, H], computed block by block.
 
-    The probabilities of a block are computed again from its logits. So `kept` may have only a part of the keys to which
-    the queries attended; the gradients are then the contributions of these keys.
+    The probabilities of a block are computed again from its logits. So `kept` may have only some of the keys to which
+    the queries attended; the result is then the contribution of these keys to each gradient.
 
     Args:
         form: the form of `attended`.
@@ -250,9 +257,9 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
     return jax.lax.scan(step, sums, form.starts(q, k, terms))[0]
 
 
-# JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. Its operands are the leaves of the kept values, `tree`, and then the tangents. `batches` has the batch
-# dimensions of the operands, or None, for each vmap around it, innermost first.
+# If JAX transposed `_forward`, the probabilities of all blocks would be in memory. So `_forward` is a primitive, and
+# its transpose is `gradients`. Its operands are the leaves of the kept values (of structure `tree`), then the tangents.
+# `batches` has the operands' batch dimensions (or None) for each vmap around the primitive, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 
 
@@ -299,14 +306,14 @@ def _differentiate(operands, tangents, **form):
 def _batch(operands, dims, *, tree, batches, **form):
     count = tree.num_leaves
     size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
-    # All tangents get the batch dimension, so that JAX adds up the gradients of those that had none.
+    # All tangents get the batch dimension: JAX then adds up the gradients of operands that had none over the batch.
     tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[count:], dims[count:])]
     dims = (*dims[:count], *(0 for _ in tangents))
     return _tangent.bind(*operands[:count], *tangents, tree=tree, batches=(*batches, dims), **form), 0
 
 
 def _abstract(*operands, tree, **_):
-    """Return the type of the output's tangent: like the queries' tangent, but as wide as the values' tangent."""
+    """Return the type of the output's tangent: the type of the queries' tangent, with the D of the values."""
     of_queries, _, of_values, *_ = operands[tree.num_leaves :]
     return of_queries.update(shape=(*of_queries.shape[:-1], of_values.shape[-1]))
 

@@ -1,4 +1,4 @@
-"""T5's buckets of relative positions: one for each short distance, and wider ones up to a largest distance."""
+"""T5's buckets of relative positions: one bucket for each short distance, wider buckets for longer distances."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +17,9 @@ from gspmd.annotate.validation import whole
 class Buckets:
     """Group relative positions into buckets, each with its own bias.
 
-    Half of the buckets hold one distance each. The others grow by a constant factor up to `distance`, and the last one
-    holds everything beyond. With `bidirectional`, half of all buckets are for keys before the query or at its position,
-    and the other half for keys after it; without, all keys after the query are in bucket 0.
+    Half of the buckets hold one distance each. The others grow by a constant factor up to `distance`, and the last
+    bucket holds all longer distances. With `bidirectional`, half of all buckets are for keys up to the query's
+    position, and half for keys after it; without it, all keys after the query are in bucket 0.
 
     Attributes:
         count: the number of buckets, R; T5's `relative_attention_num_buckets`.
@@ -64,13 +64,13 @@ class Buckets:
         """Return the bucket of each relative position.
 
         Args:
-            relative: int32 of any shape, the position of a key minus that of a query.
+            relative: int32 of any shape, the position of a key minus the position of a query.
 
         Returns:
             int32 of the same shape, in [0, R).
         """
         away = jnp.abs(relative) if self.bidirectional else jnp.maximum(-relative, 0)
-        # by comparison with constants, since backends round the logarithm of a float32 differently
+        # Compared with constants: backends round the logarithm of a float32 differently.
         starts = jnp.asarray(_starts(self))
         bucket = jnp.searchsorted(starts, away, side="right", method="compare_all").astype(jnp.int32)
         return bucket + jnp.where(relative > 0, self.count // 2, 0) if self.bidirectional else bucket
@@ -81,7 +81,7 @@ def _starts(buckets: Buckets) -> np.ndarray:
     """Return the shortest distance of each bucket of one direction except the first."""
     single = buckets.single
     away = np.arange(single, buckets.distance + 1)
-    # in float32, as in T5: its rounding decides the bucket of distances on a border
+    # In float32, as in T5: the rounding decides the bucket of a distance on a border.
     factor = np.log(away.astype(np.float32) / np.float32(single)) / np.float32(log(buckets.distance / single))
     of_away = np.minimum(single + (factor * np.float32(single)).astype(np.int32), 2 * single - 1)
     later = np.searchsorted(of_away, np.arange(single + 1, 2 * single))

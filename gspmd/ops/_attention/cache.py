@@ -1,4 +1,4 @@
-"""The contents of a key/value cache: new keys written at each row's own position, and keys as int8 with scales."""
+"""Writing a key/value cache: new keys at each row's own position, and keys rounded to int8 with scales."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -33,21 +33,22 @@ def write_cache(
     """Write the keys or values of new tokens into a cache, for all layers at once, each row at its own position.
 
     Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. With
-    `ring` position p is in slot p mod T, so that a new key replaces the one T positions before it; if there are more
-    than T new keys, the last T stay. The new keys are moved to the cache, and the cache stays. It is written in place
-    if its memory is donated.
+    `ring`, position p is in slot p mod T, so a new key replaces the key T positions before it, and of more than T new
+    keys only the last T are kept. The new keys are moved to the devices of the cache, which does not move. The cache is
+    written in place if its memory is donated.
 
     Args:
-        cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; the dimensions after N may have any order.
+        cache: [N, B, K, T, D] of N layers, or their scales [N, B, K, T]; the dimensions after N may be in any order.
         new: [N, B, L, K, D] in the cache's dtype, or [N, B, L, K].
         cache_spec: order and placement of the cache without N, which is unsharded: `"B_xKT_yD"`, or `"B_xKT_y"` for
-            scales. The letters of batch, heads and head size are those of `key_spec`.
+            scales. Its letters for batch, heads and head size must be the same as in `key_spec`.
         key_spec: the spec of `new` without N: `"BLK_xD"`, in the order batch, length, heads, head size.
         lengths: [B] integers, replicated: the number of tokens of each row that are cached already.
-        counts: [B] integers, replicated: the number of new tokens of each row that are real; the rest, at the end, is
-            not written. All when None. Padding does no harm in a plain cache, where the next tokens replace it; in a
-            ring it would replace tokens that are still attended to.
-        ring: whether the cache is a ring, which `cached_attention` reads with a window; `lengths` may exceed T.
+        counts: [B] integers, replicated: the number of new tokens of each row that are real; the padding after them is
+            not written. None if all are real. In a plain cache padding does no harm, since the next tokens replace it;
+            in a ring it would replace tokens that queries still see.
+        ring: whether the cache is a ring, as `cached_attention` reads it with a window or a chunk; `lengths` may exceed
+            T.
 
     Returns:
         The cache, placed as before.
@@ -135,10 +136,10 @@ class _CacheWrite:
     cache: Spec
     new: Spec
     order: tuple[int, ...]
-    """Positions of layers, batch, length, heads and head size in the cache."""
+    """The dimensions of the cache for layers, batch, length, heads and head size."""
     ring: bool
     numbers: int
-    """Number of integers given for each row: 1 for its length, 2 if the number of its real new tokens is given too."""
+    """Number of integers given for each row: 1 for its length, or 2 with the number of its real new tokens."""
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -179,7 +180,7 @@ def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], w
         first, real = _first_slots(form, slots, length, *numbers)
         here = first - shard_index(parts) * cache.shape[order[2]]
         cache = _written(cache, new, here, real, *order[1:3])
-        if form.ring and length > 1:  # the keys that begin again at the first slot
+        if form.ring and length > 1:  # the new keys may go on at the first slot
             cache = _written(cache, new, here - slots, real, *order[1:3])
         return cache
 
@@ -212,8 +213,8 @@ def _first_slots(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the slot of each row's first new token, and the range of the new tokens that are written.
 
-    In a ring the tokens to be written, at most as many as slots, begin in [0, slots) and may end beyond; tokens before
-    them have no slot.
+    In a ring at most `slots` tokens are written. The slot of the first of them is in [0, slots), and the slots of the
+    others may be beyond; tokens before them have no slot.
     """
     end = jnp.full_like(lengths, length) if counts is None else jnp.clip(counts, 0, length)
     if not form.ring:
@@ -225,13 +226,14 @@ def _first_slots(
 def _written(
     cache: jax.Array, new: jax.Array, first: jax.Array, real: tuple[jax.Array, jax.Array], batch: int, along: int
 ) -> jax.Array:
-    """Write the new keys that belong to this part of the cache, in place; the others belong to other parts.
+    """Write, in place, those new keys that belong to this device's part of the cache.
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
-        first: [B], the slot of each row's first new key, counted from the start of this part; it may lie outside of it.
-        real: [B] and [B], the first new key of each row that is written, and the one after the last.
-        batch, along: the numbers of the dimensions of rows and of length.
+        first: [B], the slot of each row's first new key, counted from the start of this part; it may be outside the
+            part.
+        real: [B] and [B], the first and the end of the range of new keys that are written in each row.
+        batch, along: the positions of the batch and of the length among the dimensions.
     """
     begins, ends = real
     room, length = cache.shape[along], new.shape[along]
@@ -242,8 +244,8 @@ def _written(
         return tuple({batch: row, along: position}.get(at, 0) for at in range(cache.ndim))
 
     if length == 1 and cache.dtype.itemsize == 1:
-        # libtpu 0.0.42 copies an int8 cache that is read where it is written. So rows that belong to other parts are
-        # skipped, instead of writing back what is there.
+        # libtpu 0.0.42 copies an int8 cache if it is read at the place where it is written. So rows of other parts are
+        # skipped here, while other caches write their old values back.
         inside = (first >= 0) & (first < room) & (begins < ends)
         rows = jnp.argsort(~inside).astype(jnp.int32)
 
@@ -257,7 +259,8 @@ def _written(
 
     def write(row, cache):
         start = jnp.clip(first[row], 0, room - window)
-        # the written window may have to begin before or after the new keys; its other positions keep their values
+        # The window that is written must be inside the part, so it may begin before or after the new keys; positions
+        # in it that get no new key keep their values.
         at = start - first[row] + jnp.arange(window)
         old = jax.lax.dynamic_slice(cache, begin(row, start), size)
         mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
@@ -269,17 +272,17 @@ def _written(
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """Plain code for the compiler to partition: it would gather a cache indexed row by row, but not for a scatter."""
+    """Write the cache by a scatter, which the compiler partitions; it would gather the cache for writes row by row."""
     order, slots = form.order, cache.shape[form.order[2]]
     layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     first, (begin, end) = jax.tree.map(lambda x: x[None, :, None], _first_slots(form, slots, new.shape[2], *numbers))
     at = first + token
     if form.ring:
         at = at % max(slots, 1)
-    # negative positions would count from the end
+    # JAX would count negative positions from the end.
     at = jnp.where((at < 0) | (token < begin) | (token >= end), slots, at)
     indices = dict(zip(order, (layers, rows, at)))
     where = tuple(indices.get(dim, slice(None)) for dim in range(cache.ndim))
-    # indexed dimensions come first, then the others in the order of the cache
+    # `.at[...]` has the indexed dimensions first, then the others in the order of the cache.
     new = new.transpose(0, 1, 2, *(3 + at for at in np.argsort(order[3:])))
     return cache.at[where].set(new, mode="drop")

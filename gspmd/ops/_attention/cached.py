@@ -1,4 +1,4 @@
-"""Attention of new tokens to a key/value cache: queries are moved to the cache, and the cache stays."""
+"""Attention of new tokens to a key/value cache: the queries are moved to the cache, which does not move."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,52 +66,52 @@ def cached_attention(
 ) -> jax.Array:
     """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
 
-    Query i of row b attends to cached t < lengths[b] and to new j ≤ i. Without new keys it attends to the cache alone,
-    as a decoder's queries do to the encoder's keys. The cache stays where it is, over any mix of
-    batch, heads and length; the plan moves queries there, and the result back. Where T is sharded, each device
-    attends to its own part, and the results are combined by the logarithm of the sum of exponentials: two
+    Query i of row b attends to the cached keys t < lengths[b] and to the new keys j ≤ i. Without new keys it attends to
+    the cache alone, as a decoder's queries do to the encoder's keys. The cache does not move. It may be sharded over
+    batch, heads and length in any combination; the plan moves the queries to it, and the result back. If T is sharded,
+    each device attends to its own part of the keys, and the results are combined as parts of one softmax: two
     all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
-    dtype, scattered straight to the placement of the result if that is cheaper. Mesh axes that the cache does not use
-    keep sharding their dimension of `q`, if sizes allow it; over other axes the queries are gathered.
+    dtype, reduce-scattered straight to the placement of the result if that is cheaper. Mesh axes that the cache does
+    not use still shard their dimension of `q` if sizes allow it; over the other axes the queries are gathered.
 
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K). Both None for attention to the cache alone. Values may be narrower than keys.
-        cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
+            h // (H/K). Both are None for attention to the cache alone. Values may have a smaller D than keys.
+        cached_k, cached_v: [B, K, T, D] finite numbers, with dimensions in any order; int8 if scales are given.
         query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
-        key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`; without them only its letters count. D is
-            unsharded in all three specs.
-        cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of batch, heads and head size of
-            `key_spec`, and one for the cached length. The order affects only how memory is read: TPUs read best with
-            heads before length.
+        key_spec: the spec of `k` and `v`, `"BLKD"`; if these are None, only its letters count. D is unsharded in all
+            three specs.
+        cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of `key_spec` for batch, heads and
+            head size, and another for the cached length. The order affects only how memory is read: heads before length
+            is best for TPUs.
         lengths: [B] integers, the number of cached tokens of each row, replicated.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
-            scale logits and probabilities, and the cache is never widened in memory.
-        rest_scales: [B, K, T] likewise, of the keys' last numbers, beyond `value_width`, which `key_scales` are then
-            not of. So a latent, which is a key and a value, and a rotated key behind it have a scale each.
-        value_width: how many of a key's first numbers are also its value, as of a latent; `v`, `cached_v` and
-            `value_scales` are then None. The cache is read as it is: to cut values out of it would copy them.
+        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache. They
+            multiply logits and probabilities, so the cache is never converted to a wider dtype in memory.
+        rest_scales: [B, K, T] more scales, for the numbers of a key after the first `value_width`; `key_scales` are
+            then only for the first. They give a latent (both key and value) and the rotated key after it a scale each.
+        value_width: the number of a key's first numbers that are also its value, as in a latent; `v`, `cached_v` and
+            `value_scales` are then None. Values are not cut out of the cache, which would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
-            position lengths[b] + i, cached key t is at t.
-        window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
-            key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
-            T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
-        chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is then a
-            ring, as with a window, of chunk - 1 slots or more.
+            position lengths[b] + i, and cached key t is at position t.
+        window: the number of keys that a query sees, including its own, as in `attention`. The cache is then a ring:
+            the key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it. T is at least window -
+            1, and `lengths` may exceed it. If the cache has room for all positions, a ring makes no difference.
+        chunk: the number of tokens in a chunk, as in `attention`: a query attends to the keys of its own chunk. The
+            cache is then a ring, as with a window, of at least chunk - 1 slots.
         softcap: a cap of the logits, as in `attention`.
         sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
-        slopes, slopes_spec: ALiBi's slopes, as in `attention`, with the same positions as for `bias`, also in a ring.
+        slopes, slopes_spec: ALiBi's slopes, as in `attention`, with the positions described for `bias`, also in a ring.
 
     Returns:
-        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any
-        key gets 0.
+        [B, L, H, D] in q's dtype, with the D of the values; logits and softmax are float32. A query that sees no key
+        gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, values are wider than keys, the
-            cache is shorter than window or chunk need, both are given, or there is one of them and no new key; or there
-            are values or their scales and a `value_width`, or one of them is missing without it.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys;
+            the cache is too short for the window or chunk, both of these are given, or one of them without new keys;
+            values or their scales are given with `value_width`, or one of them is missing without it.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -124,7 +124,7 @@ def cached_attention(
         [3. 3.]
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3, for heads and batch; Milakov and Gimelshein 2018
-        (arXiv 1805.02867) for the statistics of a softmax in parts.
+        (arXiv 1805.02867) for combining parts of a softmax.
     """
     ctx = context()
     doing = f"cannot attend from '{query_spec}' to the cache '{cache_spec}'"
@@ -170,7 +170,7 @@ def cached_attention(
         remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
-    # Nothing is copied in memory: products read their operands in any order.
+    # These transposes copy nothing in memory, since products read their operands in any order.
     ordered_cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache.values()]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
@@ -185,13 +185,13 @@ def cached_attention(
 
 
 _Shapes = tuple[tuple[tuple[int, ...], int], ...]
-"""The shape of every operand, and the bytes of an element."""
+"""The shape of every operand, and the bytes of one of its elements."""
 
 _CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
 _NEW = ("key", "value")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
-"""The names that plans use for tensors with other names here."""
+"""The names in plans, for the tensors that have another name in this file."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,9 @@ class _CachedAttention:
     cache: Spec
     scale: float | None
     cached: tuple[str, ...]
-    """The names of the cache's arrays, some of `_CACHED`."""
+    """The names of the cache's arrays that are given, from `_CACHED`."""
     width: int | None
-    """Number of a key's first numbers that are also its value; None for separate values."""
+    """The number of a key's first numbers that are also its value; None if values are separate arrays."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
@@ -243,18 +243,18 @@ class _CachedAttention:
 
         Args:
             q: the queries.
-            cache: keys and values [B, T, K, D], if these are arrays of their own, and their scales if there are any.
-            given: the operands of each head.
+            cache: keys [B, T, K, D], values if they are a separate array, and scales if there are any.
+            given: the operands with numbers for each head.
             lengths: [B], the number of tokens of each row before the first query.
             queries: [B, L], the positions of the queries.
             first: the slot of the first of these cached keys.
             total: the number of slots of the whole cache.
-            shards: the shards of the cached keys, for arrays of all devices.
+            shards: the numbers of shards, if the arrays are those of all devices.
         """
         near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
-            # A query with reach - 1 new tokens or more before it sees no cached key: its window, or its chunk, begins
-            # at a new one.
+            # The window or chunk of a query with at least reach - 1 new tokens before it begins at a new token, so such
+            # a query sees no cached key.
             found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
             rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
             top = jnp.pad(found.top, rest, constant_values=LOW)
@@ -263,19 +263,19 @@ class _CachedAttention:
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.reach is None:
             keys, held = slots, slots < ended
-        else:  # a slot of a ring has the last token that was written there, in this round or in the previous one
+        else:  # a slot of a ring has the last token written to it, in this round or in the previous one
             next_slot = ended % max(total, 1)
             keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
         extras = self.extras
-        if q.shape[1] == 1 and limits.reach is not None:  # then the window is as simple as a mask of keys
+        if q.shape[1] == 1 and limits.reach is not None:  # for one query, the window is just a mask of keys
             held, extras = held & (keys >= limits.first(queries)), replace(extras, limits=limits.without_reach)
         terms = extras.terms(given._replace(mask=held), queries, keys, None)
         found = local_attended(q, k, v, terms, False, self.scale_of(q), *scales, width=self.width, shards=shards)
         return self.cut(found)
 
     def cut(self, found: Attended) -> Attended:
-        """Cut the weighted keys to those numbers that are values, if keys stand for values."""
+        """Cut the weighted keys to the numbers that are values, if values are part of the keys."""
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
@@ -285,7 +285,7 @@ class _CachedAttention:
             given: which new keys count, and the operands with numbers for each head.
             lengths: [B], the number of tokens of each row before the new ones.
             queries, keys: [1, L], the places of queries and keys among the new tokens.
-            ahead: the place of the first query minus that of the first key; None for 0.
+            ahead: the place of the first query minus the place of the first key; None for 0.
         """
         extras = self.extras
         if extras.limits.chunk is not None:  # where chunks begin depends on the positions in the whole row
@@ -294,13 +294,14 @@ class _CachedAttention:
         return extras.terms(given, queries, keys, ahead)
 
     def attend_new(self, q, new, terms: Terms, shards: Shards | None = None) -> Attended:
-        """Attend to the new tokens' keys, or a part of them, up to each query.
+        """Attend causally to the keys of the new tokens, or to some of them.
 
         Args:
             q: [B, L, H, D].
-            new: keys and values [B, L, K, D], if these are arrays of their own.
-            terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
-            shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
+            new: keys [B, L, K, D], and values if they are a separate array.
+            terms: which new keys count, the position of the first query minus the position of the first new key, and a
+                bias.
+            shards: the numbers of shards if the arrays are those of all devices; None for the arrays of one device.
         """
         k, v = new[0], new[-1]
         in_place = terms.ahead is None and not terms.limits.displaced
@@ -328,7 +329,7 @@ def _read_width(doing: str, width: Any) -> int:
     return size
 
 
-_SCALED = "the cache is {}, and scales are those of int8: give none."
+_SCALED = "the cache is {}, and only an int8 cache has scales: give none."
 _UNSCALED = "the cache is {}, and has no scales: give key_scales and value_scales, or floating numbers."
 
 
@@ -441,9 +442,10 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
         found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, first_cached, total)
         if new:
             first_new = shard_index(at.key.axes[1]) * new[0].shape[1]
-            # if neither queries nor new keys are sharded along the sequence, blocks of later keys can be skipped
+            # Without `ahead`, blocks of later keys can be skipped; this is possible if neither queries nor new keys are
+            # sharded along the sequence.
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
-            # replicated on every part, each new key counts once
+            # New keys that every part of the cache has may count on one of them only.
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
             keys, counting = positions(new[0].shape[1], first_new), of_heads._replace(mask=counted)
             terms = form.terms_of_new(counting, lengths, queries, keys, ahead)
@@ -458,10 +460,11 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
 
 
 def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of everything that moves, by name."""
+    """Return the steps that move each tensor, by the name of the tensor."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
-    # The moves to the cache are unknown too. They do not depend on the placement of new keys and operands of heads.
+    # While the search traces, the moves to the cache are unknown too. They do not depend on the placements of new keys
+    # and of operands with numbers for each head.
     of_heads = form.extras.of_heads
     bare: dict[str, Any] = {
         name: replace(each, spec=Spec(each.spec.dims, ((),) * len(each.spec.dims))) for name, each in of_heads.items()
@@ -494,7 +497,7 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
 
 
 def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], *operands: jax.Array) -> jax.Array:
-    """Plain code on arrays of all devices for the compiler to partition; constraints bring queries to the cache."""
+    """Attend in plain code for the compiler to partition, with constraints that bring the queries to the cache."""
 
     def shards(key: Spec) -> Shards:
         rows, length, heads, _ = (prod(mesh.get(axis, 1) for axis in axes) for axes in at.query.axes)
@@ -515,5 +518,5 @@ def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], 
         terms = form.terms_of_new(of_heads, lengths, queries, positions(new[0].shape[1]), None)
         found = found.merge(form.attend_new(q, new, terms, shards(at.key)))
     found = found.with_sinks(of_heads.sinks)
-    # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product
+    # The result is constrained too: jax 0.10.2 miscompiles a program that moves it right after the product.
     return placed(found.output(q.dtype), at.query)

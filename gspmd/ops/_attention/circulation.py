@@ -1,4 +1,4 @@
-"""The transport of chunks of keys to queries, and of those keys' gradients back: round a ring, or by gathers."""
+"""The transport of chunks of keys to the queries, and of their gradients back: round a ring, or by gathers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +17,14 @@ from gspmd.ops.interface.planned_op import Chains, float32, shard_index
 from gspmd.planner.steps import Step
 
 Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
-"""A function from (state, device, *its chunks) to the new state and contributions to the gradients of those chunks."""
+"""(state, device, *chunks of this device) -> (new state, contributions to the gradients of these chunks)."""
 
 
 class Gathered:
     """Gathers all chunks before the first is used, and reduce-scatters gradients after the last.
 
     Args:
-        chains: the gathers, and the reduce-scatters.
+        chains: the steps of the gathers and of the reduce-scatters.
         axes: the mesh axes that shard the sequence.
         names: the name of the gather of each sharded operand.
     """
@@ -34,7 +34,7 @@ class Gathered:
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
     def device(self, place: jax.Array | int) -> jax.Array | int:
-        """Return the device that is a number of places behind."""
+        """Return the device that is `place` places behind this one."""
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -48,7 +48,7 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Fold like `visit`, and add to `own` the contributions of all other devices to this device's chunk.
+        """Fold like `visit`; also return the gradients of this device's own chunks, with all devices' contributions.
 
         Args:
             f, state, chunks: the arguments of `visit`.
@@ -79,10 +79,10 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 class RingOfChunks(Gathered):
-    """Sends each chunk when it is used: one permute brings every device its next chunk while it attends to one.
+    """Sends chunks round a ring: while a device attends to one chunk, a permute brings it the next.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
-    Differs: a device keeps the gradients of its own chunk, so that those of the other devices need one hop less.
+    Differs: a device's own contribution to the gradients of its chunk stays there, so gradients make one hop less.
     """
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -98,7 +98,7 @@ class RingOfChunks(Gathered):
         return f(state, self.device(last), *chunks)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Visit, and return for each operand `own` plus all other devices' contributions for this device's chunk."""
+        """Fold like `visit`, while the gradients of each chunk go round with it and back to the chunk's device."""
         last, wire = self.devices - 1, [x.dtype for x in chunks]
 
         def home(sums):
@@ -124,8 +124,8 @@ class RingOfChunks(Gathered):
         return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
 
     def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send everything to the next device, each permute under the scope of the planned step to which it belongs."""
-        # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes
+        """Send all chunks to the next device, each permute in the scope of its planned step."""
+        # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes it is given.
         sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
         numbers = np.arange(self.devices).reshape(*sizes.values())
         ring = numbers.transpose([*map([*sizes].index, self.axes)]).reshape(-1).tolist()
@@ -140,13 +140,13 @@ class RingOfChunks(Gathered):
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Return whether chunks go round a ring: the lowering decides, and `auto` does if value and gradient are faster.
+    """Return whether chunks go round a ring: under `looped`, and under `auto` if both passes together are faster.
 
     Args:
         ctx: the context of the call.
         axes: the mesh axes that shard the sequence.
         queries: local sizes B, L, H, D.
-        chunk: the number of keys of one chunk to which a query attends on average.
+        chunk: the average number of keys of one chunk to which a query attends.
         dtype: the dtype of queries and keys.
         steps: the gathers of keys and values, and the reduce-scatters of their gradients.
     """
@@ -163,7 +163,7 @@ def is_looped(
     rate, latency = min(rate for rate, _ in links) / (1 if closes else 2), max(latency for _, latency in links)
     sent = sum(step.wire_bytes for step in steps) / (devices - 1) / rate  # for one hop of both passes
     forward, backward = logits + values, 3 * logits + 2 * values
-    # keys and values are sent in both passes, gradients in one: a third of all bytes is sent in the value
+    # Keys and values are sent in both passes, gradients in one, so the forward pass sends a third of all bytes.
     looped = max(forward, sent / 3 + latency) + max(backward, sent * 2 / 3 + latency)
     blocking = forward + backward + sum(step.seconds for step in steps) / (devices - 1)
     return looped < blocking

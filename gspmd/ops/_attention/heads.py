@@ -1,4 +1,4 @@
-"""The key heads to which a device's query heads attend, and whether the device has them."""
+"""The check that each device has the key heads to which its query heads attend."""
 
 from collections.abc import Mapping
 from math import prod
@@ -12,14 +12,14 @@ from gspmd.ops.interface.planned_op import fault
 
 
 def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys that it needs, and find the share by which it picks its key heads.
+    """Check that every device has the keys that it needs, and find how it picks its key heads.
 
     Returns:
-        The share, and the axes that shard the queries of a sequence.
+        The `Share` that picks the key heads, and the mesh axes that shard the queries of a sequence.
     """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted = key.axes[2], query.axes[2]
-    first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
+    first = f"the mesh axes of {key.dims[2]} have to be the first mesh axes of {query.dims[2]}."
     faults = [
         *_unsharded(query, (3,)),
         *(_same(key, 1, query.axes[1], _CUT) if key.axes[1] and query.axes[1] else _unsharded(key, (1,))),

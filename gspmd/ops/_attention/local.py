@@ -1,4 +1,4 @@
-"""Attention to keys that are all on the device: by JAX if logits are few, otherwise by a kernel or in blocks."""
+"""Attention to keys that are all on the device: by JAX's function if logits are few, else by a kernel or in blocks."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from gspmd.ops._attention.terms import UNLIMITED, Terms
 from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
-"""The numbers of parts into which the compiler cuts rows, heads, queries and cached keys; all 1 for one device."""
+"""The numbers of shards into which the compiler cuts rows, heads, queries and keys; all 1 for arrays of one device."""
 ALONE: Shards = (1, 1, 1, 1)
 
 MIXED = "attention.mixed"
-"""The name by which `jax.checkpoint` may keep the results of attention, and the values that its gradient reads."""
+"""The name by which `jax.checkpoint` can save the results of attention and the values that its gradient reads."""
 
 
 def local_attention(
@@ -31,17 +31,17 @@ def local_attention(
 ) -> jax.Array:
     """Compute softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
-    If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
-    if that supports the arrays: float16 or bfloat16, a head size up to 128 that is a multiple of 8, no mask except
-    `causal`, and no window, chunk, soft cap, bias or sinks. In all other cases attention runs in blocks, also on a TPU
-    whose own kernel, which is tried first, does not fit.
+    If a device has more than 2**25 logits, they are never all in memory. A GPU then runs cuDNN's fused attention if it
+    supports the arrays: float16 or bfloat16, a head size up to 128 that is a multiple of 8, no mask except `causal`,
+    and no window, chunk, soft cap, bias or sinks. In all other cases attention runs in blocks. On a TPU the caller has
+    tried splash attention before.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
         terms: which keys are seen, a soft cap, and biases.
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        shards: the shards of arrays of all devices.
+        shards: the numbers of shards, if the arrays are those of all devices.
         sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
@@ -59,7 +59,7 @@ def local_attention(
 def at_one_width(
     attend: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return what `attend` does, which takes one width: the narrower arrays are padded along D, and its result is cut.
+    """Call `attend`, which needs one D for all arrays: pad the narrower arrays along D, and cut the result.
 
     Args:
         attend: a function of queries, keys and values that returns the result [B, L, H, D] and perhaps more.
@@ -75,19 +75,19 @@ def at_one_width(
 
 def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     dtype = q.dtype
-    if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
+    if in_force.is_host() and dtype == jnp.float16:  # XLA has no float16 products for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function does not support
+    if sinks is not None or terms.limits.softcap is not None:  # JAX's function supports neither
         found = _attended(q, k, v, terms, causal, q.shape[3] ** -0.5 if scale is None else scale)
         return found.with_sinks(sinks).output(dtype)
     visible, ahead = terms.visible(), terms.ahead
     mask = None if visible is None else visible[:, None]
     if causal and (mask is not None or ahead is not None):
-        # positions in the whole sequence, which is_causal does not know
+        # Positions in the whole sequence: JAX's `is_causal` takes the first query and key to be at one position.
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    if v.shape[3] != k.shape[3]:  # which JAX's function does not support either
+    if v.shape[3] != k.shape[3]:  # JAX's function does not support this either
         if causal:
             mask = jnp.tril(jnp.ones((1, 1, q.shape[1], k.shape[1]), bool))
         found = _softmaxed(q, k, v, terms, mask, scale).astype(dtype)
@@ -97,14 +97,14 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
         found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
-    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX's is the mean there
+    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # without a key, JAX returns the mean
 
 
 def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
-    """Return attention as JAX's function computes it, but for values of any width; the mean if no key is seen.
+    """Compute attention as JAX's function does, but for values of any width; the mean if no key is seen.
 
-    `_attended` gives the same result, but its gradient keeps 1.5 times as much: also the statistics, and the weights
-    before they are divided.
+    `_attended` gives the same result, but for its gradient it keeps 1.5 times as many bytes: also the statistics, and
+    the weights before they are divided.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
@@ -131,9 +131,9 @@ def local_attended(
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: the scales of int8 keys and values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
-        width: how many numbers of a key are before its rest, as of `attend`.
-        shards: the shards of arrays of all devices.
+        scales: empty, or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales`, as for `attend`.
+        width: the number of a key's numbers that are not for `rest_scales`, as for `attend`.
+        shards: the numbers of shards, if the arrays are those of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
@@ -141,8 +141,8 @@ def local_attended(
         if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
             return attend_together(q, k, v, terms.seen, scale, *scales, width=width, limits=terms.limits)
         if q.shape[2] == k.shape[2]:
-            # The TPU compiler computes a product with one row by elementwise code, which takes twice as long as reading
-            # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
+            # The TPU compiler uses elementwise code for products with one row, which takes twice as long as reading the
+            # cache: 232 µs per layer, against 104 µs with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
             two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
             terms = terms.with_more_queries(1)
             found = local_attended(two, k, v, terms, causal, scale, *scales, width=width, shards=shards)
@@ -159,7 +159,7 @@ def local_attended(
 def _attended(
     q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array, width: int | None = None
 ) -> Attended:
-    """`local_attended` with all logits in memory at once."""
+    """Do the same as `local_attended`, with all logits in memory."""
     visible = terms.visible()
     visible = None if visible is None else visible[:, None, None]
     if causal:
@@ -183,14 +183,14 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return the float32 gradients for a part of the keys: their contribution to the queries' gradient, and their own.
+    """Return float32 gradients for some of the keys: their contribution to the queries' gradient, and their own.
 
-    With a bias, their contribution to its gradient [R, H] comes last.
+    With a bias, their contribution to the gradient [R, H] of the bias comes last.
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
         out: [B, L, H, D] the output of the queries for all their keys.
-        normaliser: [B, L, H] the logarithm of the sum of exponentials of all their logits.
+        normaliser: [B, L, H] log Σ exp over all logits of a query.
         g: [B, L, H, D] the cotangent of `out`.
     """
     if not (q.size and k.size):
@@ -206,10 +206,10 @@ def local_gradients(
 
 
 def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | None:
-    """Return blocks for the part of one device; they do not cut a dimension that the compiler shards already."""
+    """Return the blocks for one device's part; they do not cut a dimension that the compiler shards already."""
     rows, queries, heads, _ = q.shape
     numbers = heads // shards[1]
-    if terms.bias is not None:  # with a bias, each pair of a query and a key also has one number for every bucket
+    if terms.bias is not None:  # the one-hot buckets of a bias have R numbers for each pair of a query and a key
         numbers = max(numbers, terms.bias.buckets.count)
     blocks = Blocks.of(rows // shards[0], numbers, queries // shards[2], keys // shards[3])
     if blocks is None or shards == ALONE:

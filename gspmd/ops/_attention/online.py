@@ -1,4 +1,4 @@
-"""Softmax over keys that come in parts: running maximum, denominator and weighted values of every query."""
+"""Softmax over keys that come in parts: the running maximum, denominator and weighted values of every query."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from gspmd.ops._attention.terms import UNLIMITED, Limits
 
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not seen: finite, so that the difference of two is not NaN."""
+"""The logit of a key that is not seen; it is finite, so that the difference of two such logits is not NaN."""
 
 
 class Attended(NamedTuple):
     """The result of attention to some of the keys, in float32: the output is values / total."""
 
     top: jax.Array
-    """[B, K, Q, L] largest logit; -inf before there was any."""
+    """[B, K, Q, L] the largest logit; -inf if there is no key yet."""
     total: jax.Array
     """[B, K, Q, L] Σ exp(logit - top)."""
     values: jax.Array
@@ -37,7 +37,7 @@ class Attended(NamedTuple):
 
         Args:
             sinks: the logits; None for none.
-            counted: whether they count here. If keys come in parts, sinks count in one part only.
+            counted: whether the sinks count here. If keys come in parts, the sinks count in one part only.
         """
         if sinks is None:
             return self
@@ -49,7 +49,7 @@ class Attended(NamedTuple):
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the weighted mean of the values; 0 for a query that has seen nothing."""
+        """Return the weighted mean of the values; 0 for a query that has seen no key."""
         mean = self.values / self.total[..., None]
         return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
 
@@ -68,7 +68,7 @@ def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: ja
 
     Args:
         sinks: [H].
-        normaliser: [B, L, H] the logarithm of the sum of exponentials of all logits, the sink included.
+        normaliser: [B, L, H] log Σ exp over all logits of a query, including the sink.
         out, g: [B, L, H, D] the output, and its cotangent.
     """
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -94,16 +94,16 @@ def attend(
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
-        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products. Values may have another D.
+        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products; values may have another D.
         seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
         scale: the factor of the logits.
-        key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
-            which are fewer than the keys.
-        rest_scales: likewise of the keys' last numbers; `key_scales` are then of those before.
-        width: how many numbers of a key are before those of `rest_scales`; given with them.
-        again: booleans like `seen`: the keys that another part has counted already, some but not all.
+        key_scales, value_scales: [B, T, K] float32 scales of quantized keys and values. They multiply logits and
+            probabilities, which are fewer numbers than the keys.
+        rest_scales: more scales, for a key's numbers after the first `width`; `key_scales` are then for the first.
+        width: the number of a key's numbers before those of `rest_scales`; given with them.
+        again: booleans like `seen`: the keys, not all of them, that another part has counted already.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
-        limits: the soft cap of the scaled logits; windows are among `seen`.
+        limits: the soft cap of the scaled logits; `seen` already includes windows.
     """
     scales = (None if x is None else _along_keys(x) for x in (key_scales, rest_scales))
     logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), *scales, width=width, rows=2) * scale
@@ -138,12 +138,13 @@ def scaled_logits(
     Args:
         product: an equation as for `jax.numpy.einsum`.
         q, k: queries and keys.
-        key_scales, rest_scales, width: as of `attend`; scales have a shape that multiplies the products.
-        rows: a dimension of queries, the same of the products, in which there are twice as many for `rest_scales`.
+        key_scales, rest_scales, width: as for `attend`, with scales in a shape that broadcasts to the products.
+        rows: the dimension, of both queries and products, along which the queries are doubled for `rest_scales`.
     """
     if rest_scales is not None:
         assert width is not None, "the rest's scales come with the width before it"
-        # Each half of the queries has zeros for the other's part of a key. The TPU compiler would copy parts of keys.
+        # The queries come twice: once with zeros for the second part of a key, once with zeros for the first. Products
+        # with parts of keys would make the TPU compiler copy these parts.
         before = jax.lax.broadcasted_iota(jnp.int32, (1,) * (q.ndim - 1) + q.shape[-1:], q.ndim - 1) < width
         q = jnp.concatenate([jnp.where(before, q, 0), jnp.where(before, 0, q)], axis=rows)
     logits = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The placements of attention to a cache: the cache stays, and the queries are moved to it."""
+"""The placements of attention to a cache: the queries are moved to the cache, which does not move."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from gspmd.annotate.spec import Spec
 from gspmd.ops._shared_heads import Share, share
 
 _OPEN = ("?",)
-"""The axes of a dimension that is left to the compiler, unless the cache decides the dimension's placement."""
+"""The axes of a dimension that is left to the compiler."""
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
     """Find the dimensions of a cache, in any order, by the letters of the keys that are added to it.
 
     Args:
-        doing: the first line of an error.
-        cache: the spec of the cache, with batch, heads and head size of `key`, and a separate letter for the cached
-            length.
+        doing: what is being done, for the first line of an error.
+        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and another for the
+            cached length.
         key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
 
     Returns:
@@ -49,10 +49,10 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Return the placement with queries at the cache, still sharded over axes that the cache does not use, if possible.
+    """Return the placement in which the queries are at the cache; axes that the cache does not use still shard them.
 
     Args:
-        query, key, cache: their specs.
+        query, key, cache: the specs of queries, new keys and cache.
         shape: the shape of the queries.
         key_heads: the number of heads of keys and cache.
         mesh: mesh axis sizes.
@@ -70,7 +70,7 @@ def placement(
         if rows % many(*batch, axis) == 0:
             batch += (axis,)
     finer: tuple[str, ...] = ()
-    shared = Share()  # the heads of keys and cache if no further axis shards them
+    shared = Share()  # a device uses all of its key heads unless further axes shard the query heads
     for axis in free[2]:
         found = share((*finer, axis), key_heads // many(*held), mesh)
         if heads % many(*held, *finer, axis) == 0 and found is not None:

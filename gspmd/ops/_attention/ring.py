@@ -1,14 +1,14 @@
 """Attention of sequences that are sharded over devices: queries stay, keys and values arrive chunk by chunk.
 
-A device attends to its own chunk first, and then to one of each other device. Chunks either come round a ring, one
-permute each, while the device attends to the previous chunk, or all are gathered first. Results for different keys are
-merged (`online.Attended`). The gradients of a chunk go round the same ring, and every device adds its part, or they are
-reduce-scattered.
+A device attends to its own keys first, and then to those of every other device. Keys either come round a ring, one
+permute for each device, while the device attends to the previous ones, or all are gathered first. Results for different
+keys are merged (`online.Attended`). The gradients of keys go round the same ring, and every device adds its part, or
+they are reduce-scattered.
 
-Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Two chunks arrive from device j. The
-late queries attend to the early one. In addition, either the early queries attend to it too (j < i), or the late
-queries attend to the late chunk (j > i). So for every j a device has two products of half of its queries with half of
-the keys, without a mask.
+Under causal attention device i of n has the chunks i (early) and 2n - 1 - i (late) of 2n (see `zigzag`). When the two
+chunks of device j arrive, the late queries attend to j's early chunk. In addition, the early queries attend to the same
+chunk if j < i, and the late queries attend to j's late chunk if j > i. So for every j a device has two products of half
+of its queries with half of j's keys, without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,12 +58,12 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device uses: K is also sharded over the axes `Share.sliced`."""
+        """The spec of the keys that a device uses: K is also sharded over the mesh axes `Share.sliced`."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return a copy without mesh axes of size 1, which types have and steps do not."""
+        """Return a copy without mesh axes of size 1: types contain these axes, steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -103,12 +103,12 @@ def attend(
 
 
 def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
-    """Plain code on arrays of all devices, for the compiler to partition; in zigzag order if attention is causal."""
+    """Attend in plain code for the compiler to partition; the arrays are in zigzag order if attention is causal."""
     rows, length, heads, _ = parts
     order = (lambda x: in_order(x, length)) if cut.causal else (lambda x: x)
     given = cut.extras.named(more)
     terms = cut.extras.terms(given, positions(q.shape[1]), positions(k.shape[1]), None)
-    # the terms have positions in the text already
+    # The arrays are brought into the order of the text; the positions of the terms are in this order already.
     terms = terms._replace(positions=None).on(order, order)._replace(positions=terms.positions)
     q, k, v = terms.cleared(*map(order, (q, k, v)))
     y = terms.real(local_attention(q, k, v, terms, cut.causal, cut.scale, (rows, heads, length, 1), given.sinks))
@@ -118,7 +118,7 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
 def _forward(cut: _Cut, ctx: Context, q, k, v, *more):
     steps, body = _value(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
     found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *more)
-    y, normaliser = checkpoint_name(found, MIXED)  # if kept, keys need not go round again
+    y, normaliser = checkpoint_name(found, MIXED)  # if these are saved, recomputation need not send the keys again
     return y, (q, k, v, more, y, normaliser)
 
 
@@ -141,7 +141,7 @@ class _Chains:
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
         dim, head = cut.key.dims[1:3]
-        # where several devices hold the same heads, each sends the one that it uses
+        # If several devices hold the same heads, each sends only the head that it uses.
         sent = sizes | {head: prod(ctx.mesh[axis] for axis in used.axes_of(head))} if cut.share.heads > 1 else sizes
         whole, width = used.with_axes(dim, ()), jnp.dtype(dtype).itemsize
 
@@ -194,7 +194,7 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
             halves = half.queries(q), half.keys(k), half.keys(v), _in_halves(half, terms, q.shape[0])
             return found.merge(half.found(local_attended(*halves, False, cut.scale)))
 
-        # in zigzag order too, a device's own chunk is causal in its stored order
+        # Also in zigzag order a device's own tokens are in the order of the text, so `causal` holds for them as stored.
         own = local_attended(q, k, v, terms, cut.causal, cut.scale)
         found = circulation.visit(visit, own, (k, v)).with_sinks(sinks)
         return found.output(q.dtype), found.top + jnp.log(found.total)
@@ -245,8 +245,8 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
     """Return whether some query of one device may see a key of the other device; None if queries see all keys.
 
-    If any query and key of two devices see each other, so do the last key of `before` and the first query of `after`,
-    for their two early or their two late parts.
+    If any query sees any key, then the nearest pair does: the first query and the last key, of the two early or of the
+    two late halves of the devices.
     """
     limits = cut.extras.limits
     if limits.reach is None:
@@ -275,8 +275,8 @@ def _terms(
 ) -> tuple[jax.Array | None, Callable[[jax.Array | int], Terms]]:
     """Return the sinks, and a function from a device to the terms of this device's queries with that device's keys.
 
-    Mask and segments of all keys are gathered at once, since they are small. `queries` and `keys` are the arrays of one
-    device.
+    Mask and segments of all keys are gathered in the beginning, since they are small. `queries` and `keys` are their
+    numbers on one device.
     """
     given = cut.extras.sent(chains, more)
     if given.mask is not None:

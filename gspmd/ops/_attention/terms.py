@@ -1,4 +1,4 @@
-"""The terms of attention besides its products: which keys a query sees, and what caps its logits or adds to them."""
+"""The terms of attention besides its products: which keys a query sees, and the soft cap and biases of its logits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class Bias(NamedTuple):
     """A bias of every query head for each bucket of relative positions."""
 
     table: jax.Array
-    """[R, H] float32, for the query heads of the logits."""
+    """[R, H] float32, for the query heads that the logits are of."""
     buckets: Buckets
 
     def chosen(self, relative: jax.Array) -> jax.Array:
         """Return the buckets as one-hot float32 [B, L, T, R], or [1, L, T, R] if all rows have the same positions.
 
-        Products with it replace a lookup and, in the gradient, a scatter, which matrix units do much faster.
+        Products with this array replace a lookup and, in the gradient, a scatter: matrix units are much faster.
         """
         return jax.nn.one_hot(self.buckets.of(relative), self.buckets.count, dtype=jnp.float32)
 
@@ -40,7 +40,7 @@ class Bias(NamedTuple):
 def biases(chosen: jax.Array, table: jax.Array, key_heads: int) -> jax.Array:
     """Return the bias [B, K, Q, L, T] of the `chosen` buckets [B, L, T, R] from the table [R, H]."""
     table = table.reshape(table.shape[0], key_heads, table.shape[1] // max(key_heads, 1))
-    return jnp.einsum("bltr,rkq->bkqlt", chosen, table, precision=jax.lax.Precision.HIGHEST)  # a lookup, not rounded
+    return jnp.einsum("bltr,rkq->bkqlt", chosen, table, precision=jax.lax.Precision.HIGHEST)  # exact, like a lookup
 
 
 def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
@@ -63,12 +63,12 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at positions from p - p mod chunk on."""
     displaced: bool = False
-    """Whether tokens stand elsewhere in the array than in the text, in the same order (zigzag, or behind a cache). Then
-    a chunk may begin anywhere, and blocks are left out as for a window of its length."""
+    """Whether the places of tokens in the array are not their positions in the text, only in the same order (in zigzag
+    order, or after a cache). A chunk may then begin anywhere; blocks are left out as for a window of its length."""
 
     @property
     def reach(self) -> int | None:
-        """The largest number of keys that a query sees, itself included; None for all."""
+        """The largest number of keys that a query sees, including its own; None for all."""
         return self.window if self.chunk is None else self.chunk
 
     def first(self, position: Any) -> Any:
@@ -92,7 +92,7 @@ class Limits:
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient or tangent before the soft cap, from the one after it and the capped products."""
+        """Return the gradient or tangent of uncapped products, from the gradient or tangent `slope` of capped ones."""
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
 
@@ -100,19 +100,19 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The terms of the logits of some queries and keys: their mask, their soft cap, and the biases added to them."""
+    """The terms for the logits of some queries and keys: the mask, the soft cap, and the biases."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
     ahead: jax.Array | None = None
-    """int32 scalar, for causal attention: the position of the first query minus that of the first key; None for 0."""
+    """int32 scalar, for causal attention: position of the first query minus position of the first key; None for 0."""
     segments: tuple[jax.Array, jax.Array] | None = None
-    """[B, L] and [B, T] int32: a query attends to the keys of its own segment, and to none of segment 0."""
+    """[B, L] and [B, T] int32: a query attends to the keys of its own segment; segment 0 attends to none."""
     positions: tuple[jax.Array, jax.Array] | None = None
-    """[B, L] and [B, T] int32 positions in the text, or [1, L] and [1, T]; given if anything below depends on them."""
+    """[B, L] and [B, T] int32 positions in the text, or [1, L] and [1, T]; given if any later field depends on them."""
     bias: Bias | None = None
     slopes: jax.Array | None = None
-    """[H] float32: the number for each head that multiplies the position of a key minus that of its query."""
+    """[H] float32: for each head, the factor of the position of a key minus the position of the query."""
     limits: Limits = UNLIMITED
 
     def on(self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]) -> "Terms":
@@ -125,7 +125,7 @@ class Terms(NamedTuple):
         )
 
     def with_more_queries(self, count: int) -> "Terms":
-        """Return the terms with some queries at the end whose results are dropped."""
+        """Return the terms for `count` more queries at the end, which are padding: their results are dropped."""
         return self.on(lambda x: jnp.pad(x, ((0, 0), (0, count))), lambda x: x) if count else self
 
     @property
@@ -136,7 +136,7 @@ class Terms(NamedTuple):
         return keys[:, None, :] - queries[:, :, None]
 
     def visible(self) -> jax.Array | None:
-        """Return which keys a query may see by padding, segments, window and chunk, not considering causality.
+        """Return which keys a query may see, considering padding, segments, window and chunk, but not causality.
 
         Returns:
             Booleans that broadcast to [B, L, T]; None for all.
@@ -185,7 +185,7 @@ class Terms(NamedTuple):
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 in place of padding.
 
-        A probability of 0 hides only finite numbers, and padding may be NaN. Gradients of padding are 0, too.
+        A probability of 0 hides only finite numbers, and padding may be NaN. So gradients of padding are 0, too.
         """
         if self.segments is not None:
             q = self.real(q)
@@ -205,7 +205,7 @@ class Terms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The optional operands of a call, or one device's pieces of them."""
+    """The optional operands of a call, or one device's part of them."""
 
     mask: jax.Array | None = None
     of_queries: jax.Array | None = None
@@ -233,12 +233,12 @@ class Given(NamedTuple):
 
 _LEARNED = "bias", "sinks"
 OF_HEADS = "bias", "sinks", "slopes"
-"""The optional operands that have numbers for each query head."""
+"""The names of the optional operands that have numbers for each query head."""
 
 
 @dataclass(frozen=True)
 class OfHeads:
-    """The spec of an operand that has numbers for each query head, and the bytes of an element."""
+    """The spec of an operand that has numbers for each query head, and the bytes of one of its elements."""
 
     spec: Spec
     bytes: int = FLOAT32
@@ -246,7 +246,7 @@ class OfHeads:
 
 @dataclass(frozen=True)
 class Extras:
-    """The optional operands that are given, the specs of those with numbers for each head, and the options."""
+    """The optional parts of a call except arrays: which optional operands are given, their specs, and options."""
 
     masked: bool = False
     segmented: bool = False
@@ -257,7 +257,7 @@ class Extras:
     buckets: Buckets | None = None
     limits: Limits = UNLIMITED
     alike: bool = False
-    """Whether queries and keys have the same segments, so that each query attends at least to its own key."""
+    """Whether the segments of queries and keys are one array, so that each query attends at least to its own key."""
 
     @property
     def _given(self) -> tuple[bool, ...]:
@@ -277,11 +277,11 @@ class Extras:
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum, for which annotations cannot ask a compiler."""
+        """Whether some gradient stays a partial sum, which annotations cannot ask of a compiler."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
-        """Return `Given.operands` by name; operands that are not given are None."""
+        """Return the given operands, in order, as a `Given`; operands that are not given are None."""
         rest = iter(operands)
         return Given(*(next(rest) if each else None for each in self._given))
 
@@ -298,7 +298,7 @@ class Extras:
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that bring the operands with numbers for each head to the query heads."""
+        """Return the chains that move the operands with numbers for each head to the devices of their query heads."""
         return {
             name: move(
                 each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
@@ -307,7 +307,7 @@ class Extras:
         }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that add up the gradients of bias and sinks over the devices of all queries."""
+        """Return the chains that sum the gradients of bias and sinks over the devices of all queries."""
         found = {}
         for name, each in self.learned.items():
             made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))
@@ -378,7 +378,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
         raise SpecError(f"{doing}: {name} is {shown(value)}.\n  It is {meaning}: pass a whole number, 1 or more.")
     if not causal:
         raise SpecError(
-            f"{doing}: a {name} is that of keys before a query, and attention is not causal.\n"
+            f"{doing}: a {name} limits the keys before a query, and attention is not causal.\n"
             f"  Leave {name} out, or attend causally."
         )
     return size
@@ -387,7 +387,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
 def read_of_heads(
     doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return an array with one number for each query head, `sinks` or `slopes`, and its spec; None without one.
+    """Return an array with one number for each query head (`sinks` or `slopes`) and its spec; None if it is not given.
 
     Raises:
         SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
@@ -421,7 +421,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
             f"{doing}: segments are not a pair.\n"
-            f"  Give those of the queries and those of the keys, (int32 {q.shape[:2]}, int32 {k.shape[:2]})."
+            f"  Give one array for the queries and one for the keys, (int32 {q.shape[:2]}, int32 {k.shape[:2]})."
         )
     names = "segments of the queries", "segments of the keys"
     found = [array(doing, name, x, "integers") for name, x in zip(names, segments)]
@@ -461,8 +461,8 @@ def read_bias(
     head, remedy = query.dims[2], f"Write it 'R{query.dims[2]}', with the mesh axes that hold it."
     if len(spec.dims) != 2 or spec.dims[1] != head or spec.dims[0] in query.dims:
         raise SpecError(
-            f"{doing}: '{spec}' is not the spec of a bias, which has a letter of its own for its buckets, and {head}, "
-            f"the query heads.\n  {remedy}"
+            f"{doing}: '{spec}' is not the spec of a bias, which has a letter of its own for its buckets, and "
+            f"{head} for the query heads.\n  {remedy}"
         )
     faults = [
         fault(spec, spec.dims[at], f"the bias has size {table.shape[at]} in {spec.dims[at]}, not {size}, {why}.")

@@ -11,9 +11,10 @@ TILE = 8
 
 
 def suits(heads: int, key_heads: int, scaled: bool) -> bool:
-    """Return whether heads are multiplied together: there are several, and fewer than a tile share a key head.
+    """Return whether all heads are multiplied in one product: if there are several, and few of them share a key head.
 
-    Int8 keys are multiplied separately if several query heads share a key head: repeating their scales takes longer.
+    Few means fewer than the rows of a tile. With int8 keys there must also be as many key heads as query heads, or only
+    one: otherwise repeating the scales for each query head takes more time than is saved.
     """
     group = heads // max(key_heads, 1)
     return heads > 1 and 0 < group < TILE and (group == 1 or key_heads == 1 or not scaled)
@@ -36,11 +37,11 @@ def attend_together(
 
         logits[b, h, t] = Σ_k Σ_d (q[b, h, d] if head h uses key head k else 0) · k[b, t, k, d]
 
-    The matrix unit reads each key head once, as it would for a separate product, and adds only zeros. But a tile of the
-    logits then has rows of several heads, instead of one row of a head and seven rows of padding, which all later
-    operations would process. The compiler estimates these microseconds per layer, in bfloat16 and in int8, and in
-    parentheses for products head by head with two rows each (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128): v4 496
-    (577), 302 (406); v5e 740 (875), 490 (647); v5p 286 (352), 212 (277).
+    The matrix unit reads each key head once, as for separate products, and adds only zeros. But a tile of the logits
+    then has rows of several heads; with separate products it has one row of a head and seven rows of padding, which all
+    later operations would process too. The compiler's estimates in µs per layer, for bfloat16 and int8, with separate
+    products of two rows each in parentheses (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128): v4 496 (577), 302
+    (406); v5e 740 (875), 490 (647); v5p 286 (352), 212 (277).
 
     Args:
         q: [B, 1, H, D].
@@ -64,7 +65,7 @@ def attend_together(
     if value_scales is not None:
         weights *= value_scales.transpose(0, 2, 1)
     grouped = weights[:, :heads].astype(q.dtype).reshape(rows, key_heads, heads // key_heads, -1)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, int(heads == key_heads)), (0, 0)))  # one row is slow
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, int(heads == key_heads)), (0, 0)))  # products with one row are slow
     values = jnp.einsum("bkqt,btkd->bkqd", grouped, v.astype(q.dtype), preferred_element_type=jnp.float32)
     values = values[:, :, : heads // key_heads].reshape(rows, 1, heads, v.shape[3])
     return Attended(top[:, None, :heads], total[:, None, :heads], values)

@@ -1,4 +1,4 @@
-"""The attention core: every device attends with its own heads and sequences, to all keys of a sequence."""
+"""The attention core: every device attends with its own heads and sequences to all keys of a sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,62 +64,64 @@ def attention(
 ) -> jax.Array:
     """Compute scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v; groups of heads share a key head.
 
-    Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
-    heads by a slice. The gradients of `k` and `v` are summed over the axes that only the queries are sharded over.
+    Batch and heads stay where they are, so the forward pass sends nothing. If mesh axes shard H but not K, each device
+    slices out the key heads that its query heads use. The gradients of `k` and `v` are summed over the mesh axes that
+    shard only the queries.
 
     If mesh axes shard the queries' L, the keys' T must be unsharded or sharded over the same axes: `"BL_xHD",
-    "BT_xKD"`. In the second case keys and values go round a ring of their devices while the queries attend to those
-    that have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` takes the cheaper way. With
-    `causal` the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels,
-    `mask` and `segments` all follow that order: see `gspmd.ops.zigzag_positions`.
+    "BT_xKD"`. In the second case keys and values go round a ring of devices while the queries attend to the keys that
+    have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` takes the cheaper way. With `causal`
+    the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels, `mask` and
+    `segments` must all be in this order: see `gspmd.ops.zigzag_positions`.
 
-    Padding may hold anything, NaN included: it changes no bit of the result and of the gradients elsewhere, and its own
-    gradients are 0.
+    Padding may hold any numbers, including NaN: they change neither the result nor the gradients of other tokens, and
+    the gradients of padding are 0.
 
     Args:
         q: [B, L, H, D].
         k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
-        v: the shape of `k`, except that D may differ. A ring and the TPU's kernel need the same D for all arrays, so
-            there the narrower arrays are padded.
+        v: the shape of `k`, except that D may differ. For a ring and for the TPU's kernel, which need one D for all
+            arrays, the narrower arrays are padded.
         query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
-        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H, T
-            unsharded or over those of L, D unsharded.
+        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`. B is sharded as in `query_spec`, K over the first of the mesh
+            axes of H, T over the mesh axes of L or not at all, and D is unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
-        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the documents of packed
-            rows. A query attends only to keys of its own segment. Segment 0 is padding, of keys and of queries. In
-            self-attention give one array twice: then the TPU's kernel knows that every query sees some key.
+        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the numbers of documents
+            that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding, of both
+            keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel that
+            every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
         bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i
-            and key j in head h, where i and j are positions in the text, counted through a packed row. Each device
-            computes the biases of its own logits, so only the table is sent.
-        bias_spec: the spec of `bias`, `"RH_yz"`; it is moved to the axes of the query heads, if it has others. Its
-            gradient is summed over the axes of B and L, or stays a partial sum over those that are `reduced`:
-            `"RH_yz reduced-x"`.
+            and key j in head h, where i and j are positions in the row (also if it is packed). Each device computes the
+            biases of its own logits, so only the table is sent.
+        bias_spec: the spec of `bias`, `"RH_yz"`; the bias is moved to the mesh axes of the query heads if it has other
+            axes. Its gradient is summed over the mesh axes of B and L, except that it stays a partial sum over axes
+            that are `reduced`: `"RH_yz reduced-x"`.
         buckets: the buckets of relative positions, as many as R.
-        window: the number of keys that a query sees, itself included: a query at position p of a row attends only to
+        window: the number of keys that a query sees, including its own: a query at position p of a row attends only to
             keys at positions j > p - window. None for all; only with `causal`.
-        chunk: the number of tokens of the chunks into which a row is cut from its start: a query attends only to keys
-            of its own chunk. None for one chunk; only with `causal`, without `window` and `segments` (segments that
-            begin anew with every chunk of a document, and `window` of this size, do the same).
+        chunk: the number of tokens in a chunk: rows are cut into chunks from their start, and a query attends only to
+            keys of its own chunk. None for one chunk; only with `causal`, and without `window` and `segments`. (With
+            packed documents, give every chunk of a document a segment of its own instead, and `window` of this size.)
         softcap: logits become softcap · tanh(scale · q·k / softcap), before bias and mask, as in Gemma 2.
-        sinks: [H] a learned logit of each query head that is added to the softmax's denominator and has no value, as in
+        sinks: [H] a learned logit for each query head, which adds to the softmax's denominator and has no value, as in
             gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
-        sinks_spec: the spec of `sinks`, `"H_yz"`. They are moved, and their gradient is summed or stays a partial sum,
-            as for `bias`.
+        sinks_spec: the spec of `sinks`, `"H_yz"`. Sinks are moved, and their gradient is summed or stays a partial sum,
+            as described for `bias_spec`.
         slopes: [H] a constant of each query head for ALiBi: `slopes[h] · (j - i)` is added to the logit of query i and
             key j in head h, where i and j are positions in the text. They have no gradient.
         slopes_spec: the spec of `slopes`; unsharded when None.
 
     Returns:
-        [B, L, H, D] in q's dtype, with D of the values; logits, biases and softmax are float32. A query that may attend
-        to nothing, such as one of padding on the left or of segment 0, gets 0.
+        [B, L, H, D] in q's dtype, with the D of the values; logits, biases and softmax are float32. A query that sees
+        no key, such as padding on the left or of segment 0, gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, a window or a chunk is given
             without `causal`, or a chunk together with a window or segments.
-        PlanError: by the specs of batch or heads a device lacks keys that it needs; or keys are sharded along the
+        PlanError: the specs of batch or heads leave a device without keys that it needs; or keys are sharded along the
             sequence, and `offset` is given or zigzag order does not divide the length.
 
     Example:
@@ -153,8 +155,8 @@ def attention(
     limits = read_limits(doing, causal, window, softcap, chunk)
     if limits.chunk is not None and segments is not None:
         raise SpecError(
-            f"{doing}: chunks are counted from the start of a row, and segments are texts that begin within it.\n"
-            f"  Give segments that begin anew with every chunk, and window={limits.chunk} in place of chunk."
+            f"{doing}: chunks are counted from the start of a row, and segments may begin anywhere in it.\n"
+            f"  Give every chunk of a document a segment of its own, and window={limits.chunk} in place of chunk."
         )
     if limits.chunk is not None and not shifted and k.shape[1] <= limits.chunk:  # a single chunk hides no key
         limits = limits.without_reach
@@ -210,13 +212,13 @@ class _Core:
     extras: Extras
     share: Share
     spread: tuple[str, ...]
-    """The axes that shard the queries of a sequence; each device needs all of its keys."""
+    """The mesh axes that shard the queries of a sequence; a device needs all keys of the sequence."""
     kernel: bool = False
-    """Whether a device attends by the TPU's kernel, whose normalisers are kept for the gradient."""
+    """Whether attention runs in the TPU's kernel; its normalisers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device needs, before it picks one head."""
+        """The spec of the keys that a device needs, before it picks the head that it uses."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
@@ -241,7 +243,7 @@ class _Core:
 
 
 def _kernel_terms(given: Given) -> Terms:
-    """Return the terms by which padded entries of the kernel's arrays are set to zero."""
+    """Return the terms that set the padding in the kernel's arrays to zero."""
     return Terms(segments=None if given.of_queries is None else (given.of_queries, given.of_queries))
 
 
@@ -258,7 +260,7 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 
 
 def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
-    """Attend with the arrays of all devices, or with the arrays of one device, whose queries begin at `first`."""
+    """Attend with arrays of all devices, or with those of one device, whose first query is number `first`."""
     given = extras.named(more)
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
@@ -296,7 +298,7 @@ def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array
     steps, body = _value(core, q.shape[2], (k.shape, v.shape), k.dtype.itemsize, ctx)
     outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
     found = run(ctx, f"attention {core.query}, {core.key}", steps, body, core.inputs, outs, q, k, v, *more)
-    found = checkpoint_name(found, MIXED)  # the gradient reads exactly the kept values
+    found = checkpoint_name(found, MIXED)  # everything that the gradient reads has this name
     y, kept = (found[0], found) if core.kernel else (found, ())
     return y, (q, k, v, kept, more)
 
@@ -320,7 +322,7 @@ _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {
 
 @lru_cache(maxsize=1024)
 def _value(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context):
-    # slices, which send nothing, pick a device's key heads
+    # These chains are slices, which send nothing: they pick a device's key heads.
     planned = _planned(core, heads, shapes, width, ctx)
     bring = {name: planned[name] for name in ("key", "value")} | core.extras.bring(core.query, heads, ctx)
     chains = Chains(ctx.mesh, **bring)
@@ -346,8 +348,8 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
     chains = Chains(ctx.mesh, **bring, **back)
 
     def body(g, q, k, v, *more):
-        # the logits are computed again, since they are larger than everything that is kept; if the logits of the
-        # forward pass are still held, the compiler reuses them
+        # The logits are computed again, since they are larger than everything that is kept. If those of the forward
+        # pass are still in memory, the compiler reuses them.
         k, v = chains.send("key", k), chains.send("value", v)
         kept, more = more[: 2 * core.kernel], more[2 * core.kernel :]
         given = core.extras.sent(chains, more)
@@ -370,7 +372,7 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
     """Return the chains of both passes: keys and values to the queries, and their gradients back."""
-    if is_unknown(ctx.mesh):  # the heads that a device needs are unknown too
+    if is_unknown(ctx.mesh):  # in a trace for the search the heads that a device needs are unknown too
         asked = core.query, core.key, heads, shapes, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
     found = {}

@@ -1,8 +1,8 @@
 """The zigzag order of a sequence that is sharded over devices, in which every device has the same causal work.
 
-Except for attention and experts, a model works on each token by itself. So tokens and labels are brought into this
-order while L is unsharded, and nothing is sent for it. If only attention used this order, the queries, keys, values
-and output of every layer would be sent to their places and back.
+Except for attention and experts, a model computes each token by itself. So tokens and labels can be brought into this
+order once, while L is still unsharded, without communication. If only attention used this order, the queries, keys,
+values and output of every layer would have to be sent to other devices and back.
 """
 
 from math import prod
@@ -20,8 +20,8 @@ from gspmd.ops._attention.online import Attended
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
     """Return the position of each token in a sequence in zigzag order.
 
-    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one whose tokens attend
-    to few keys, and one whose tokens attend to many.
+    The sequence is cut into 2n chunks for n devices. Device i has chunk i, whose tokens attend to few keys, and chunk
+    2n - 1 - i, whose tokens attend to many.
 
     Args:
         length: the length of the sequence; 2n divides it unless n is 1.
@@ -37,8 +37,8 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
         >>> zigzag_positions(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
 
-    Source: Zhu, *zigzag ring attention* (public code, 2024), which Llama 3 trains with (Grattafiori et al. 2024,
-        arXiv 2407.21783, section 3.3.2); Brandon et al. 2023 (arXiv 2311.09431) balance the same work by stripes.
+    Source: Zhu, *zigzag ring attention* (public code, 2024); Llama 3 is trained in this order (Grattafiori et al. 2024,
+        arXiv 2407.21783, section 3.3.2). Brandon et al. 2023 (arXiv 2311.09431) balance the same work by stripes.
     """
     sizes = whole(length), whole(devices)
     if None in sizes or not (0 <= length < 2**31 and devices >= 1) or (devices > 1 and length % (2 * devices)):
@@ -85,7 +85,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class ZigzagPairs:
-    """Two products, each of half of a device's queries with one chunk of another device's keys, without a mask.
+    """Two products of half of a device's queries with half of another device's keys, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries
     attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are

@@ -1,1 +1,1 @@
-"""The common parts of operations: reading specs, arrays and options, and the building blocks of an operation."""
+"""The common parts of operations: reading specs, arrays and options, and building blocks for plans."""

@@ -1,4 +1,4 @@
-"""The work of a Pallas kernel, written in its named scope: compilers cannot see its products or estimate its cycles.
+"""The work of a Pallas kernel, written in its named scope: HLO shows neither its products nor its estimated cycles.
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """
@@ -14,14 +14,14 @@ _SCOPE = re.compile(r"kernel\[((?:\w+=\d+ ?)+)\]")
 
 @dataclass(frozen=True)
 class KernelWork:
-    """One run of a kernel on one device, by the schedule of its blocks.
+    """The work of a kernel in one run on one device.
 
     Attributes:
         flops: operations of its matrix products, two per multiplication, including padding and masked parts of blocks.
         bytes: bytes read from and written to main memory.
         steps: steps of its grid.
-        blocks: steps with matrix products: the others are skipped.
-        rows: the number of steps that begin sums, which is also the number of steps that write them.
+        blocks: steps with matrix products; the other steps are skipped.
+        rows: the number of steps that begin a sum, which equals the number of steps that write one.
     """
 
     flops: int
@@ -31,7 +31,7 @@ class KernelWork:
     rows: int
 
     def scope(self) -> Any:
-        """Open the scope in which the kernel, and no other, is called."""
+        """Open the scope in which this kernel is called, and no other kernel."""
         return jax.named_scope(f"kernel[{' '.join(f'{name}={value}' for name, value in asdict(self).items())}]")
 
 

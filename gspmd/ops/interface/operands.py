@@ -17,8 +17,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
     """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
-        SpecError: the number of operands is not that of the equation, or an operand is neither an array nor a tuple of
-            arrays.
+        SpecError: the equation has another number of operands, or an operand is neither an array nor a tuple of arrays.
     """
     if len(operands) != len(equation.operands):
         equation.sizes([()] * len(operands))  # raises the error that lists the operands
@@ -46,13 +45,13 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
     """Return an operand as an array.
 
     Args:
-        doing: the action, with which an error begins.
+        doing: what is being done, for the beginning of an error.
         name: the name of the operand.
         given: an array, or a number.
         holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
 
     Raises:
-        SpecError: the operand is not an array, or its numbers are not of the kind `holds`.
+        SpecError: the operand is not an array, or has another kind of numbers than `holds`.
     """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
@@ -85,10 +84,10 @@ def _kind(given: Any) -> str:
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
-    """Return the arrays, with Python numbers converted by JAX's rules of promotion, and the dtype of the product.
+    """Return the arrays, with Python numbers converted by JAX's rules of promotion, and the dtype of their product.
 
     Raises:
-        PlanError: JAX's rules of promotion have no dtype for them together, or XLA has no product of it.
+        PlanError: JAX cannot promote the arrays to one dtype, or XLA cannot multiply this dtype.
     """
     for number, x in enumerate(arrays, 1):
         if x.dtype.name in ("int1", "uint1", "int2", "uint2"):

@@ -26,7 +26,7 @@ def number(doing: str, name: str, given: Any) -> float:
     if not is_number or not abs(given) < 2**64 or not isfinite(given):
         raise PlanError(
             f"{doing}: {name} is {shown(given)}.\n"
-            "  Pass a finite number, which is part of the program: no array, and nothing traced."
+            "  It is part of the program: pass a finite Python number, not an array or a traced value."
         )
     return float(given)
 
@@ -46,7 +46,7 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
     """Return the dtype of the results: the requested one, or by default the operands' joint dtype.
 
     Raises:
-        PlanError: JAX has no such dtype as it is configured, or the dtype cannot hold the results.
+        PlanError: JAX does not have the dtype in its configuration, or the dtype cannot hold the results.
     """
     if preferred is None:
         return joint
@@ -83,10 +83,10 @@ def _try_precision(precision: Any) -> None:
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """Return the name of the wire's dtype, which must hold all operands and results: the same dtype, or both floating.
+    """Return the name of the wire's dtype; None if operands and results are sent in their own dtypes.
 
     Raises:
-        PlanError: the wire's dtype holds another kind of number than an operand or a result.
+        PlanError: `wire_dtype` differs from the dtype of an operand or result, and one of the two is not floating.
     """
     if wire_dtype is None:
         return None
@@ -113,13 +113,13 @@ def _numbers(dtype: str) -> str:
 
 
 def _travels(dtype: str) -> bool:
-    """Return whether a floating dtype has whole bytes, and the sign and zero that scales of 8 exponent bits lack."""
+    """Return whether a floating dtype has whole bytes, a sign and a zero; float8_e8m0fnu has only exponents."""
     return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
 
 
 def _available(doing: str, option: str, dtype: Any) -> str:
     name = dtype_name(dtype)
-    config: Any = jax.config  # the types of JAX 0.10 leave its options out
+    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
     if name in ("float64", "int64", "uint64", "complex128") and not config.jax_enable_x64:
         raise PlanError(
             f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"

@@ -1,7 +1,7 @@
 """The common parts of planned operations between einsums: reading a spec, reducing a statistic, numbering a shard.
 
 Planned operations (norm, softmax, embedding lookup, cross-entropy, ...) are functions that no single einsum expresses.
-Each has one shard_map in its value and one in its gradient, with exactly the collectives that its steps list.
+Each has one shard_map in its forward pass and one in its gradient, with exactly the collectives that its steps list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ from gspmd.planner.steps import NumberedSteps, Step
 from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
-"""The bytes of a statistic on the wire: norms, softmax and losses are float32 for all operands."""
+"""The bytes of a statistic on the wire: norms, softmax and losses are computed in float32 for operands of any dtype."""
 
 STATISTIC = "statistic"
-"""The name by which `jax.checkpoint` may keep a statistic, which is small, and needs collectives to compute again."""
+"""The name by which `jax.checkpoint` can save statistics: they are small, and need collectives to compute again."""
 
 
 def read(
@@ -34,10 +34,10 @@ def read(
 ) -> Spec:
     """Read the spec of an operand.
 
-    It must fit the array, must not be a partial sum, and may be open only under lowering `xla`.
+    The spec must fit the array, must not be a partial sum, and may be open only under lowering `xla`.
 
     Args:
-        doing: the action, with which an error begins.
+        doing: what is being done, for the beginning of an error.
         text: the spec.
         x: the operand.
         ctx: the context of the call.
@@ -121,27 +121,27 @@ def settle(
     name: str = "",
     reduce: str = "sum",
 ) -> tuple[Step, ...]:
-    """Return the steps that reduce a statistic with spec `spec`, a partial sum over `axes`, to all devices."""
+    """Return the steps that all-reduce a statistic of the given spec, which is a partial sum over `axes`."""
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
 def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
-    """Return the steps of a move between known specs; `name` is the name of its tensor in the plan."""
+    """Return the steps of a move between known specs; the plan calls the tensor `name`."""
     (before,) = what.before
     sizes = sizes_of(before, what.shape)
     return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)
 
 
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
-    """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
+    """Make an operation whose gradient is planned; the backward pass has the context of the forward pass.
 
-    Everything that either pass needs besides arrays is in the form, which is hashable: specs and options, nothing
-    traced. So each pass can cache its steps and its body by the form, and `run` finds its compiled program.
+    Besides arrays, everything that either pass needs is in the form, which is hashable: specs and options, nothing
+    traced. So each pass can cache its steps and its body by the form, and `run` finds the compiled program.
 
     Args:
-        forward: (form, ctx, *arrays) to (results, residuals).
-        backward: (form, ctx, residuals, cotangents) to a tuple with the cotangent of every array.
-        title: the name of a form in errors.
+        forward: (form, ctx, *arrays) -> (results, residuals).
+        backward: (form, ctx, residuals, cotangents) -> a tuple with the cotangent of every array.
+        title: a function from a form to its name in errors.
 
     Returns:
         A function (form, ctx, *arrays) -> results.
@@ -169,11 +169,13 @@ class Chains:
         self.steps = tuple(program.steps)
 
     def send(self, name: str, x: jax.Array, *, reduce: str = "sum") -> jax.Array:
-        """Run one chain on a device's piece, inside a shard_map: each chain once, in the order of the constructor.
+        """Run one chain on this device's shard, inside a shard_map.
+
+        Each chain must be run once, in the order in which the chains were given.
 
         Args:
             name: the name of the chain.
-            x: the piece, in the dtype whose bytes the chain was planned for.
+            x: the shard, in the dtype for which the chain was planned.
             reduce: the reduction for which the chain was planned.
         """
         return emit(self.chains[name], x, self.mesh, reduce=reduce)

@@ -1,8 +1,8 @@
-"""Every joint placement of two operands in which they can be multiplied, and the cost of each, as numpy arrays.
+"""All joint placements in which two operands can be multiplied, and their costs, as numpy arrays.
 
-Each mesh axis shards a dimension of either operand, or nothing, or belongs to the partial sum of one of them (a product
-is linear in one factor at a time). The operands agree on the dimensions that both have. This determines the result: it
-is a partial sum over the axes of the operands' partial sums and of contracted dimensions.
+In a joint placement each mesh axis shards a dimension of either operand, or nothing, or belongs to the partial sum of
+one of them (a product is linear in one factor at a time). Dimensions that both operands have are sharded alike. This
+determines the result, which is a partial sum over the axes of the operands' partial sums and of contracted dimensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class PlacedTensor:
     """An operand or the result of a contraction.
 
     Attributes:
-        tensor: the operand as it is given, or the result as it is requested.
+        tensor: the operand as given, or the result as requested.
         paths: the shortest paths between its placements.
         nodes: the number of its placement in each row of the table.
     """
@@ -62,13 +62,13 @@ class PlacedTensor:
 
 
 class ContractionTable:
-    """A table of the joint placements of the left operand and one contraction, one in each row.
+    """A table with one row for each joint placement of the left operand and a contraction.
 
     Args:
-        added: whether the result will be added to other results, which may be partial sums over further axes.
+        added: whether the result will be added to other results, which may be partial sums over other axes too.
 
     Attributes:
-        dims: the dimensions of the result in the target's order, without those that no operand has.
+        dims: the dimensions of the result in the target's order, except dimensions that no operand has.
         left, right, result: the three tensors and their placements; right is None if the left operand is alone.
     """
 
@@ -80,8 +80,8 @@ class ContractionTable:
         self.dims = tuple(dim for dim in target.spec.dims if dim in self._union)
         self._summed = len(self.dims) < len(self._union)
         tensors = [(tensor.spec.dims, tensor.dtype) for tensor in operands] + [(self.dims, target.dtype)]
-        self._touched = [(dims, itemsize(dtype)) for dims, dtype in tensors]  # read or written by a local einsum
-        self._dtype = max((tensor.dtype for tensor in operands), key=itemsize)  # decides the speed of a product
+        self._touched = [(dims, itemsize(dtype)) for dims, dtype in tensors]  # what a local einsum reads or writes
+        self._dtype = max((tensor.dtype for tensor in operands), key=itemsize)  # the wider dtype decides the speed
         axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
         masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in operands)
         allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
@@ -98,7 +98,7 @@ class ContractionTable:
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:
-        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has its axes by row."""
+        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has these axes by row."""
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
@@ -133,15 +133,15 @@ class ContractionTable:
 
     @property
     def _target_number(self) -> int:
-        """The number of the placement to which the result is brought before dimensions are broadcast."""
+        """The number of the placement to which the result is brought before any dimension is broadcast."""
         spec = self.result.tensor.spec
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand at `held`. Ties go to the first row in the order of specs."""
+        """Return the choice with the left operand at `held`; of equal `rows`, the first spec as text is taken."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
-            row = min(rows, key=lambda row: str(right.spec(row)))  # a tie, broken as in `search`
+            row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand
             spec, steps = right.spec(row), right.steps(row)
         paths, made, name = self.result.paths, int(self.result.nodes[row]), self.result.tensor.name
         result = paths.spec(self.dims, made)
@@ -155,7 +155,7 @@ class ContractionTable:
         return ContractionChoice(spec, steps, einsum, result, settle)
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
-        """Return the operations and seconds of the local einsum of pieces of these sizes."""
+        """Return the operations and seconds of a local einsum, from the local sizes of the dimensions."""
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)

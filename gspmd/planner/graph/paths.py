@@ -2,13 +2,14 @@
 
     cost(head) = min over arcs of cost(tail) + price(arc)
 
-Bellman-Ford, vectorized: a round relaxes, with one addition and one minimum, every arc out of a node that became
-cheaper in the round before. Paths have few steps, so few rounds are enough. Permutes, which are most of the arcs, are
-relaxed only when the other arcs change nothing more.
+The algorithm is Bellman-Ford, vectorized: each round relaxes, with one addition and one minimum, all arcs out of nodes
+that became cheaper in the round before. Paths have few steps, so few rounds are enough. Permutes, which are most of the
+arcs, are relaxed only when the other arcs change nothing any more.
 
-Costs rank by seconds, then bytes, then steps. They are complex numbers, picoseconds + i · (bytes · 2⁶ + steps), which
-numpy compares by the real part and then by the imaginary part. Both are whole numbers that floats hold exactly, so ties
-are exact. A step that costs more than a quarter of 2⁵³ is left out, and a tensor that needs such a step is refused.
+Costs are ordered by seconds, then bytes, then steps. They are complex numbers, picoseconds + i · (bytes · 2⁶ + steps),
+which numpy compares by the real part and then by the imaginary part. Both parts are whole numbers that floats represent
+exactly, so ties are exact. A step that costs more than a quarter of 2⁵³ is left out, and a tensor that needs such a
+step is refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,10 +28,10 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
-"""A number above the steps of any path; bytes are multiplied by it, to leave room for the number of steps."""
+"""A number above the number of steps of any path; bytes are multiplied by it to leave room for the number of steps."""
 
 LARGEST = 2**53 // 4
-"""The largest part of one step's price: sums of a few such steps are still exact whole numbers (below 2⁵³)."""
+"""The largest price of a step (of either part): sums of a few such prices are still exact, below 2⁵³."""
 
 FAR = complex(np.inf, 0)
 
@@ -116,7 +117,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place, from each placement's cost without a further step to its least cost."""
+        """Lower the costs in place: every placement may also be reached by steps from another one."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -134,8 +135,8 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
-        Among equal costs, steps that send nothing come first, then steps that send less, then the order of KINDS, of
-        the tensor's dimensions and of the mesh's axes.
+        Of paths with equal cost, it has steps that send nothing first, then steps that send less; the order of KINDS,
+        of the tensor's dimensions and of the mesh's axes decides the rest.
         """
         rows = self.nodes.rows
         while rest[number] != 0:
@@ -148,7 +149,7 @@ class ShortestPaths:
             number = int(there[at])
 
     def path_between(self, start: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """Return the same path between two placements, found backwards from the costs of all placements."""
+        """Yield the arcs of a shortest path between two placements, as `path` does."""
         costs = self.costs_from(start)
         rest, unseen = np.full(len(self.nodes), FAR), [number]
         while unseen:
@@ -160,7 +161,7 @@ class ShortestPaths:
         return self.path(rest, start)
 
     def _arcs(self, arcs: Arcs, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps of one placement: their codes, and the placements at their other ends."""
+        """Return the arcs of one placement: their codes, and the placements at their other ends."""
         some, permutes = arcs.of(number), self.graph.permutes.of(number)
         code = np.concatenate([arcs.code[some], self.graph.permutes.code[permutes]])
         return code, np.concatenate([arcs.tail[some], self.graph.permutes.tail[permutes]])
@@ -172,7 +173,7 @@ class ShortestPaths:
             kind, mask, parts = self.graph.meaning(code)
             before, after = (self.spec(dims, end) for end in ends)
             axes = self._named(mask)
-            if kind != "collective-permute":  # in the order of the dimension that they leave or join, if it is one
+            if kind != "collective-permute":  # axes in the order that they have in the dimension they leave or join
                 held = next((held for held in (*after.axes, *before.axes) if set(axes) <= set(held)), axes)
                 axes = tuple(axis for axis in held if axis in axes)
             seconds, sent = self._figures(kind, mask, parts)
@@ -189,17 +190,17 @@ class ShortestPaths:
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Refuse a tensor without a path, if steps that are too large to be counted might give one."""
+        """Refuse a tensor that has no path, if steps that were left out as too large might be part of one."""
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(
                 f"cannot plan {name or 'a tensor'} of {lengths}, {amount_of_bytes(self._whole)}: on every path a"
-                f" device\n  sends more than {most} at once, or for more than {LARGEST / 1e12:.0f} s. Check the sizes,"
-                " or use larger mesh axes."
+                f" device\n  sends more than {most} in one step, or for more than {LARGEST / 1e12:.0f} s. Check the"
+                " sizes, or use larger mesh axes."
             )
 
 
-#: The latest entry is last. An OrderedDict would raise a KeyError if an interrupt came while it computes a key's hash.
+#: The latest entry is last. A plain dict, because an OrderedDict can raise a KeyError after an interrupt during a hash.
 _kept: dict[tuple, ShortestPaths] = {}
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 _lock = Lock()
@@ -215,7 +216,7 @@ def shortest_paths(
         if made is None:
             made = ShortestPaths(*key)
         _kept[key] = made
-        # Tensors that differ only in size share a graph.
+        # Tensors that differ only in size share a graph, so arcs are counted once for each graph.
         arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
         while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):
             del _kept[next(iter(_kept))]

@@ -1,9 +1,10 @@
 """Every placement of a tensor on a mesh, as rows of numpy arrays: the nodes of the planner's graph.
 
-A placement gives the role of each mesh axis: it shards a dimension (after certain other axes), belongs to a partial
-sum, or neither. The axes of one dimension, major first, are a *sequence*. Sequences are numbered, so that a placement
-is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n axes and d dimensions there
-are at most (n + d)! / d! placements without a partial sum: 840 for 3 axes and 4 dimensions, 15,120 for 5.
+A placement gives each mesh axis a role: it shards a dimension, at some place in the order of that dimension's axes, or
+belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
+numbered, and a placement is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n
+axes and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
+15,120 for 5 axes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +18,14 @@ Axes = tuple[int, ...]
 
 
 class Sequences:
-    """The ordered subsets of a number of axes, shortest first: number 0 is empty.
+    """All ordered subsets of `count` axes, the shortest first; number 0 is empty.
 
     Attributes:
         axes: the axes of each sequence, major first.
         mask: the axes of each sequence as a set.
         rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
-        append: the sequence with one more axis at its end, by sequence and axis; -1 if it has that axis.
-        prefix, suffix: the axes before its last j axes, and its last j axes, by sequence and j.
+        append: the sequence with one more axis at its end, by sequence and axis; -1 if it already has this axis.
+        prefix, suffix: the sequence without its last j axes, and the sequence of its last j axes, by sequence and j.
     """
 
     def __init__(self, count: int):
@@ -39,7 +40,7 @@ class Sequences:
         self._padded = np.array([(*axes, *[-1] * (count - len(axes))) for axes in self.axes])
 
     def joined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the sequences `left` with the axes of `right` appended; no sequence may have one of them already."""
+        """Return the sequences `left` with the axes of `right` appended, none of which `left` may contain already."""
         for axis in self._padded[right].T:
             left = np.where(axis < 0, left, self.append[left, axis])
         return left
@@ -49,7 +50,7 @@ sequences = lru_cache(maxsize=16)(Sequences)
 
 
 def parts_of(sizes: Sequence[int]) -> list[int]:
-    """Return the number of parts into which each set of axes cuts a dimension, by mask."""
+    """Return the number of parts into which a set of axes cuts a dimension, for each set by its mask."""
     parts = [1]
     for size in sizes:
         parts += [count * size for count in parts]
@@ -72,8 +73,8 @@ def placements(
         partial: for each partial sum, the axes over which it may extend.
 
     Returns:
-        The sequence on each dimension, by placement and dimension; the axes that shard any, by placement; and the axes
-        of each partial sum, by placement and sum.
+        The sequence of each dimension, by placement and dimension; the axes that shard any dimension, by placement; and
+        the axes of each partial sum, by placement and sum.
     """
     subsets, masks = np.arange(1 << count), sequences(count).mask
     table, taken = np.zeros((1, 0), int), np.zeros(1, int)
@@ -87,7 +88,7 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by a column, for each choice that uses no taken axis; return the rows and their taken axes."""
+    """Extend every row by each choice for one more column that uses no taken axis; return the rows and taken axes."""
     free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -98,7 +99,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers, one column after the other, so that 64 bits are enough."""
+    """Number the distinct rows of a table of small numbers, column after column, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
@@ -108,8 +109,9 @@ def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
 class Nodes:
     """The placements of one tensor, numbered in the order of their keys.
 
-    A key is a number with a digit for each axis: 0 nowhere, 1 in the partial sum, 2 + count · d + r on dimension d
-    behind r others. So a step changes it by a difference of two entries of `on` and `partial_keys`.
+    A key is a number with a digit for each axis: 0 if the axis is unused, 1 if it is in the partial sum, 2 + count · d
+    + r if it shards dimension d after r other axes. So the key changes in a step by differences of entries of `on` and
+    `partial_keys`.
 
     Args:
         sizes: the sizes of the mesh axes, all above 1.
@@ -117,11 +119,11 @@ class Nodes:
         partial: the axes over which the tensor may be a partial sum.
 
     Attributes:
-        rows, used, partial: as for `placements`, by node.
-        keys: by node.
+        rows, used, partial: the results of `placements`, by node.
+        keys: the key of each node.
         on: the number that a sequence adds to the key, by dimension and sequence.
-        partial_keys: the number that the axes of the partial sum add, by mask.
-        parts: the number of parts into which a set of axes cuts, by mask.
+        partial_keys: the number that the axes of the partial sum add to the key, by mask.
+        parts: the number of parts into which a set of axes cuts a dimension, by mask.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
@@ -140,7 +142,7 @@ class Nodes:
         return len(self.keys)
 
     def key(self, rows: Iterable[Any], partial: Any) -> np.ndarray:
-        """Return the keys of placements: the sequences on each dimension, and the axes of the partial sum."""
+        """Return the keys of placements, given the sequences of each dimension and the axes of the partial sum."""
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
@@ -149,11 +151,11 @@ class Nodes:
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return the number of a placement; -1 if it does not divide the sizes, or its partial sum is not allowed."""
+        """Return a placement's number; -1 if its axes do not divide the sizes, or its partial sum is not allowed."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 
     def placement(self, number: int) -> tuple[tuple[Axes, ...], Axes]:
-        """Return the axes on every dimension, and the axes of the partial sum."""
+        """Return the axes of every dimension, and the axes of the partial sum."""
         axes = tuple(self.sequences.axes[row] for row in self.rows[number])
         return axes, tuple(axis for axis in range(self.count) if self.partial[number] >> axis & 1)

@@ -1,7 +1,7 @@
 """The cheapest chain of collectives that brings a tensor from one spec to another: a shortest path.
 
-The graph has every placement of the tensor as a node and every collective that leads to another as an arc
-(`transitions`), so whatever slices, scatters and detours make a chain shorter are on the path.
+Nodes of the graph are all placements of the tensor, and arcs are all slices and collectives between them
+(`transitions`). So the path contains a slice, a scatter or a detour wherever this makes the chain cheaper.
 """
 
 from collections.abc import Mapping
@@ -29,20 +29,20 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two moves that lead to the same placement, nor more than the move of a larger tensor
-    with the same divisibility.
+    A move never costs more than two moves by way of another placement, nor more than the same move of a larger tensor
+    that the same mesh axes divide.
 
     Args:
-        src, dst: the present spec of the tensor, and the spec to which it is brought. Both have the same dimensions,
-            and the axes of the partial sum of `dst` are a subset of the axes of the partial sum of `src`.
-        sizes, mesh: size of each dimension of the whole tensor, and of each mesh axis.
+        src, dst: the present spec of the tensor, and the target spec. Both have the same dimensions, and `dst` may be a
+            partial sum only over axes over which `src` is one.
+        sizes, mesh: the size of each dimension of the whole tensor, and of each mesh axis.
         itemsize: bytes per element on the wire.
         chip: the chip whose links determine the seconds.
-        operand: how the steps name the tensor.
+        operand: the name of the tensor in the steps.
         reduce: how a partial sum is reduced, `"sum"` or `"max"`; a reduce-scatter cannot take a maximum.
 
     Returns:
-        The steps, cheapest in seconds (in whole picoseconds), then in bytes, then in number.
+        The chain with the fewest seconds (in whole picoseconds), then bytes, then steps.
 
     Raises:
         PlanError: the target is a partial sum over an axis that the source is not, or no path divides the sizes.
@@ -67,7 +67,7 @@ def move(
 
 @lru_cache(maxsize=1 << 14)
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
-    """Plan a move from hashable arguments: `dst` in the order of `src`, without mesh axes of size 1."""
+    """Plan a move from hashable arguments; `dst` has the order of `src`, and there are no mesh axes of size 1."""
     if not set(dst.partial) <= set(src.partial):
         missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {missing}.")

@@ -1,13 +1,13 @@
 """The exact search for every plan: it chooses the dimension that each mesh axis shards while an einsum runs.
 
-One left operand is contracted with one or several right operands. With d the cost of a shortest path (`paths`), the
-plan is the least, over all placements p of the left operand, of
+One left operand is contracted with one or several right operands. If d is the cost of a shortest path (`paths`), the
+plan has the least value, over all placements p of the left operand, of
 
     d(left → p) + Σ over contractions  min over q  d(right → q) + einsum(p, q) + d(result of (p, q) → target)
 
-where q runs over the placements of the right operand that agree with p on the dimensions that both have. All d come
-from one run of shortest paths for each tensor, so a joint placement (p, q) costs three look-ups and a sum, and the
-search is linear in their number (`contractions`). If no steps overlap, nothing is estimated or left out.
+where q runs over the placements of the right operand that shard the common dimensions as p does. All d of a tensor come
+from one computation of shortest paths, so the cost of a joint placement (p, q) takes three look-ups and a sum, and the
+search is linear in the number of joint placements (`contractions`). For steps that do not overlap the search is exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """The costs of bringing one contraction's result to every placement, and the other results to their targets."""
+    """The costs of a group for every placement of one contraction's result, with the other results at their targets."""
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -43,7 +43,7 @@ class ResultCosts:
 
 
 class NoPlacement(PlanError):
-    """No placement of the operands gives the targets."""
+    """The error for operands that have no placement from which the targets can be reached."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -56,8 +56,8 @@ def search(
         pinned: the spec to which the left operand is brought; None to search for it.
 
     Raises:
-        NoPlacement: no assignment of mesh axes gives the targets, for example if no operand makes a target's partial
-            sum.
+        NoPlacement: no placement of the operands leads to the targets, for example if a target is a partial sum that no
+            operand makes.
         PlanError: a tensor is too large to be planned.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
@@ -75,10 +75,10 @@ def search(
 def ranked(
     environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], count: int
 ) -> tuple[PlacedGroup, ...]:
-    """Find the cheapest way for each choice that `search` compares, and return the `count` cheapest in its order.
+    """Find the cheapest way for each choice that `search` compares, and return the `count` cheapest, in order of cost.
 
-    A choice says which dimension each mesh axis shards while the einsums run; the order of the axes of one dimension
-    makes no difference. With several contractions, it is the choice for the operand that they share.
+    A choice says which dimension each mesh axis shards while the einsums run, without the order of axes in a dimension.
+    With several contractions, the choice is only about the left operand, which they share.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
     first, own = tables[0], _left_costs(tables[0], None)
@@ -91,7 +91,7 @@ def ranked(
         at, kinds, total = np.arange(len(own)), first.left.paths.kinds, sum(best, own)
         name = lambda number: (str(first.left.paths.spec(left.spec.dims, number)),)  # noqa: E731
     order = np.argsort(total, kind="stable")
-    lowest = order[np.sort(np.unique(kinds[order], return_index=True)[1])]  # one for each choice, cheapest first
+    lowest = order[np.sort(np.unique(kinds[order], return_index=True)[1])]  # the cheapest of each choice, in order
     lowest = lowest[np.isfinite(total[lowest].real)]
     last = total[lowest[:count][-1]] if len(lowest) else FAR
     found = []
@@ -106,7 +106,7 @@ def ranked(
 
 
 def _cheapest_rows(tables: Sequence[ContractionTable], best: Sequence[np.ndarray], number: int) -> list[list[int]]:
-    """Return the rows of each table with the left operand at placement `number` that cost least."""
+    """Return, for each table, the cheapest rows with the left operand at placement `number`."""
     rows = [(table.left.nodes == number) & (table.totals == each[number]) for table, each in zip(tables, best)]
     return [np.flatnonzero(each).tolist() for each in rows]
 
@@ -141,7 +141,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """Return the lowest cost of each number from 0 to `count` - 1; `at` has the number of each cost."""
+    """Return the lowest cost for each number from 0 to `count` - 1; `at` has the number to which each cost belongs."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
@@ -164,6 +164,6 @@ def _refuse(
     remedies = [
         "  A partial sum in the result needs a mesh axis on a summed dimension, or an operand with that partial sum."
     ] * (partial or not via) + [
-        "  The specs of via must place every dimension that the operands share on the same mesh axes."
+        "  The specs of via must shard every dimension that the operands share over the same mesh axes."
     ] * bool(via)
     raise NoPlacement("\n".join([f"cannot plan: no steps bring '{left.spec}'{via} to {targets}.", *remedies]))

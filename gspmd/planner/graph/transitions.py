@@ -7,7 +7,7 @@
     all-to-all          B_wE_xy -> B_wxyE          moves minor axes to the minor end of another dimension, in order
     collective-permute  B_xyE_z -> B_wE_yx         changes to any placement with the same local shape and partial sum
 
-A step may add axes in any order. A permute moves data along the axes that change dimension or stride.
+A step may add axes in any order. A permute sends data along the axes whose dimension or stride changes.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ _CHUNK = 1 << 21  # arcs that are processed together, to bound the memory that a
 
 
 class Arcs:
-    """Arcs grouped by head, each with tail and code of its price; in a reversed graph head and tail are swapped."""
+    """Arcs grouped by head, with the tail and the price code of each; in a reversed graph head and tail are swapped."""
 
     def __init__(self, tail: np.ndarray, head: np.ndarray, code: np.ndarray, nodes: int, in_order: bool = False):
         if not in_order:
-            # numpy sorts 16-bit numbers by radix
+            # As 16-bit numbers if possible, which numpy sorts faster (radix sort).
             order = np.argsort(head.astype(np.uint16) if nodes <= 1 << 16 else head, kind="stable")
             tail, head, code = tail[order], head[order], code[order]
         self.tail, self.code = tail.astype(np.int32), code.astype(np.int32)
@@ -70,11 +70,11 @@ class Graph:
 
     Attributes:
         nodes: the placements.
-        coming, going: the arcs except permutes, by the node where they end and by the node where they begin.
-        permutes: the permutes; the same in both directions, since a permute undoes a permute.
+        coming, going: all arcs except permutes, grouped by the node where they end, and by the node where they begin.
+        permutes: the permutes; they are the same in both directions, since every permute has an inverse.
         arcs: the number of arcs.
         codes: the steps to price: code, kind, the axes as a mask, and the number of parts into which the tensor is cut
-            at the end of the step where a device holds more of it.
+            before or after the step, whichever is less.
         size: a number above all codes.
     """
 
@@ -92,17 +92,17 @@ class Graph:
         self.arcs = 2 * len(code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
-        """Return the kind, the axes as a mask, and the number of parts of the buffer."""
+        """Return the kind, the axes as a mask, and the number of parts, as in `codes`."""
         step, level = divmod(code, len(self._parts))
         kind, mask = divmod(step, self._masks)
         return KINDS[kind], mask, int(self._parts[level])
 
     def kinds(self, codes: np.ndarray) -> np.ndarray:
-        """Return the numbers of kinds, in the order of KINDS."""
+        """Return the position of each code's kind in KINDS."""
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:
-        """Return the codes of steps; `holder` is the end of the step at which a device holds more."""
+        """Return the codes of steps; `holder` is the placement before or after the step, whichever holds more."""
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
@@ -135,23 +135,23 @@ class Graph:
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
-        """Return the arcs between every two placements with pieces of one shape and the same partial sum."""
+        """Return the arcs between every two placements with shards of the same shape and the same partial sum."""
         nodes, sequences = self.nodes, self.nodes.sequences
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
-        order = np.argsort(shape, kind="stable")  # placements of one shape are consecutive
+        order = np.argsort(shape, kind="stable")  # puts placements of the same shape together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
         if (permutes := (counts.astype(float) ** 2).sum()) > _MOST:
             raise PlanError(
                 f"cannot plan on {len(nodes.sizes)} mesh axes (of sizes {', '.join(map(str, nodes.sizes))}): for this"
-                f" tensor {int(permutes):,} permutes\n  would have to be compared, and {_MOST:,} are the most.\n"
-                "  Make one mesh axis of two that are always used together."
+                f" tensor {int(permutes):,} permutes\n  would have to be compared, more than the limit of {_MOST:,}.\n"
+                "  Merge two mesh axes that are always used together."
             )
         many = np.repeat(counts, counts)  # for each placement in this order: the number of placements with its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
         tail = order[np.repeat(np.repeat(first, counts), many) + within]
-        # The stride of every axis by sequence, then by placement one number for its dimension and stride together; 0 if
-        # it shards no dimension.
+        # First the stride of every axis by sequence, then, by placement, one number for both the dimension and the
+        # stride of every axis; 0 if the axis shards no dimension.
         strides = np.zeros((len(sequences.axes), nodes.count), int)
         for row, axes in enumerate(sequences.axes):
             for rank, axis in enumerate(axes):
@@ -170,7 +170,8 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
     """Return the graph of a tensor.
 
-    The graph depends on no sizes except those of the mesh, so tensors with the same divisibility share it.
+    Of the sizes of a tensor the graph depends only on which sets of mesh axes divide them, so tensors of different
+    sizes share it.
     """
     key = sizes, allowed, partial
     found = _graphs.get(key)

@@ -1,11 +1,11 @@
 """Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
 
-The backward pass reads the kept output of the forward pass and the logarithms of its denominators, and runs two
-kernels: one for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels
-only behind its own `jax.custom_vjp`, which would run the forward kernel again. So this file, and no other, calls them
-by their private names. JAX's kernel for all three gradients at once has five products instead of seven, but it returns
-one part of the queries' gradient for every block of keys, and summing these parts costs more than the kernel saves. For
-4 rows of 64 heads and 4,096 tokens it takes 12.5 ms, of which 4.9 are the sum; the two kernels take 11.6 (libtpu
+The backward pass reads the output of the forward pass and the logarithms of its denominators, and runs two kernels: one
+for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels only behind its
+own `jax.custom_vjp`, which would run the forward kernel again. So this file calls them by their private names; no other
+file does. JAX also has one kernel for all three gradients, with five products instead of seven. But for every block of
+keys it returns a separate part of the queries' gradient, and summing these parts costs more than the kernel saves: for
+4 rows of 64 heads and 4,096 tokens it takes 12.5 ms, 4.9 of them for the sum, and the two kernels take 11.6 ms (libtpu
 0.0.42, v5p).
 """
 
@@ -24,30 +24,32 @@ from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, positions
 from gspmd.ops.interface.kernels import KernelWork
 
 _WITHOUT = "TPU v2", "TPU v3"
-"""Chips whose matrix units do not read bfloat16 from memory: the kernels do not compile for them."""
+"""Chips for which the kernels do not compile: their matrix units do not read bfloat16 from memory."""
 _LANES = 128
 _LONGEST = 1024, 512
-"""The most queries and keys of a block, and keys of a product: fastest on v5p and v6e by the compiler's schedule."""
+"""The largest numbers of queries and keys in a block, and of keys in a product: the fastest by the compiler's schedules
+for v5p and v6e."""
 _WIDEST = 512
-"""The bytes of a head in such a block. Blocks of wider heads are half as long, to fit the memory of the core."""
+"""The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
 _STEP = 2**17
-"""The logits that take as long as a step of the grid without any: by the schedules of the three kernels on v5p
-together, 0.6 µs, where 65,536 logits of heads of 128 take 0.3 (libtpu 0.0.42)."""
+"""The fixed cost of a step of the grid, as the number of logits that take the same time. By the schedules of the three
+kernels together it is 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p)."""
 _PRECISIONS = None, "default", "fastest", "bfloat16"
 """The names of JAX's default precision of products; the kernels do not compile for others."""
 _MOST = 64
-"""The most blocks of queries: JAX reads every block of a mask in plain Python, and the core holds a table of them."""
+"""The largest number of blocks of queries: JAX visits all blocks of a mask in Python, and the core holds a table of
+them."""
 
 
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
-    """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
+    """Return whether the devices are TPUs whose kernels accept queries [B, L, H, D], keys and values [B, L, K, D].
 
-    The kernels compute causal self-attention on one device in bfloat16 or float32, in JAX's default precision of
-    products, with any window, chunk, soft cap and sinks. They are used if the logits do not fit in memory.
+    The kernels compute causal self-attention on one device, in bfloat16 or float32, with products in JAX's default
+    precision, and with any window, chunk, soft cap and sinks. They are used if there are too many logits for memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
-    config: Any = jax.config  # the types of JAX 0.10 leave its options out
+    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
     if config.jax_default_matmul_precision not in _PRECISIONS:
         return False
     if q.shape[1] != k.shape[1] or not q.dtype == k.dtype == v.dtype:
@@ -68,7 +70,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The blocks of the kernels: as many queries as keys, padded at the end to a whole number of blocks.
+    """The blocks of the kernels. There are as many queries as keys, padded at the end to a whole number of blocks.
 
     With a window or a chunk, shorter blocks may be faster, since they contain fewer keys that no query sees. The
     padding comes after every query, so causality hides it.
@@ -135,7 +137,7 @@ class _Schedule:
             block_q_dkv=self.block, block_kv_dkv=self.block, block_kv_dkv_compute=product,
             block_q_dq=self.block, block_kv_dq=self.block,
         )  # fmt: skip
-        # the mask of one head, the same for all
+        # All heads have the same mask.
         shape, window, chunk = (self.length, self.length), self.limits.window, self.limits.chunk
         mask: Any = CausalMask(shape)
         if window is not None:
@@ -153,9 +155,9 @@ class _Schedule:
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
         seen = sum(self.seen)
-        # two arrays with the length of the queries and two with the length of the keys are read or written, either for
-        # every block or once; statistics of 32 bits have 128 copies in the forward kernel, 1 in the second and 8 in the
-        # third
+        # Each kernel reads or writes two arrays with the length of the queries and two with the length of the keys;
+        # some of them for every block, the others once. Statistics, of 32 bits, have 128 copies in the forward kernel,
+        # 1 in the kernel for queries and 8 in the kernel for keys.
         blocks, once = 2 * of_head * seen * self.block * width, 2 * of_head * self.length * width
         keys, statistics = 2 * rows * k.shape[2] * self.length * width, 4 * of_head * self.length
         moved = {
@@ -166,14 +168,14 @@ class _Schedule:
         return KernelWork(
             flops=2 * products * of_head * seen * self.block**2 * size,
             bytes=moved[products],
-            # kernels shrink the grid to the most that some block sees, or is seen by
+            # The kernels shrink the grid to the largest number of blocks that one block sees, or that see one block.
             steps=of_head * self.count * max(self.seeing if products == 4 else self.seen),
             blocks=of_head * seen,
             rows=(rows * k.shape[2] if products == 4 else of_head) * self.count,
         )
 
     def by_key_head(self, x: jax.Array, key_heads: int) -> jax.Array:
-        """Return [B, L, H, ...] as [B·K, Q, L, ...], padded; the two cores of a chip share the work along B·K."""
+        """Return [B, L, H, ...] as [B·K, Q, L, ...], padded; the two cores of a chip divide the work along B·K."""
         x = jnp.pad(x, ((0, 0), (0, self.length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
         x = group(x, key_heads)
         return x.reshape(-1, *x.shape[2:])
@@ -199,14 +201,13 @@ def attended(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention [B, L, H, D] on one device, and the normaliser [B, L, H] of each query, in float32.
 
-    The normaliser is the logarithm of the sum of exponentials of a query's logits and its sink. Derivatives are
-    computed as for attention in blocks.
+    The normaliser is log Σ exp over a query's logits and its sink. Derivatives are computed by attention in blocks.
 
     Args:
         form: the factor of the logits, window or chunk, and the soft cap.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
-        segments: [B, L] int32, of queries and keys alike, or None; segment 0 attends to itself.
+        segments: [B, L] int32, of both queries and keys, or None; here segment 0 attends to itself.
         sinks: [H], one more logit for each head, without a value; None for none.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
@@ -260,7 +261,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-# -- derivatives of these, which the kernels lack -------------------------------------------------------------------
+# -- derivatives of `attended` and `gradients`, which the kernels lack ----------------------------------------------
 
 
 @attended.defjvp
@@ -293,7 +294,7 @@ def _gradients_tangent(form, primals, tangents):
 
 
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
-    """Return the terms of queries padded to whole blocks; for segment 0 blocks, unlike the kernel, give 0."""
+    """Return the terms of queries padded to whole blocks; they give 0 for segment 0, which the kernel attends to."""
     pair = None if segments is None else (segments, segments)
     placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
