@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -157,20 +157,22 @@ class RelaxedProblem(PhaseProblem):
         """Return the problem whose answer costs no more than that of any number of microbatches between these two."""
 
 
-def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
+ReadProgram = tuple[Build, TracedProgram, Lines]
+"""The builder of a program, its trace and its lines, which are the same on every mesh."""
+
+
+def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
     """Read one of several programs that need the same lines tied, and let the others begin with its ties.
 
     Args:
         build: makes the program.
         alike: the lines of all these programs; they are tied in place.
-
-    Returns:
-        The lines of this program, and the program.
+        around: `around` and `beside` of `Lines`, if this program has them.
     """
-    lines = alike.copy()
+    lines = replace(alike.copy(), **around)
     program = read(build, lines)
     alike.tie_as(lines)
-    return lines, program
+    return build, program, lines
 
 
 def _where(key: str) -> tuple[str, str]:

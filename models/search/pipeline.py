@@ -25,16 +25,14 @@ from gspmd.planner.unknown import UnknownSteps, unknowns_in
 from gspmd.search.finding import MeshProblem
 from gspmd.search.held import work
 from gspmd.search.lines import Lines
-from gspmd.search.phase import Case, LayoutLine, PhaseProblem
+from gspmd.search.phase import Case, LayoutLine, PhaseProblem, ReadProgram, read_alike
 from gspmd.search.pricing import Table
-from gspmd.search.program import Build, TracedProgram, read
 from gspmd.tracing.jaxprs import inner_jaxprs
 from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
 from ..step import Language
-from .unsearched import Unsearched
-from .workload import BASE, Workload
+from .workload import BASE, Unsearched, Workload
 
 STAGES = "p"
 """The mesh axis of a pipeline's stages."""
@@ -129,9 +127,9 @@ class StageProblem(PhaseProblem):
         """The search for the layout of all stages."""
         case = self.case
         beside = {axis: self.axes[axis] for axis in case.side if axis in self.axes}
-        built, lines, program = read_stages(*self._step, case.stages, tuple(beside.items()))
+        read = read_stages(*self._step, case.stages, tuple(beside.items()))
         whole = {STAGES: case.stages, **self.axes}
-        return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
+        return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
         """Return the lines of the layout that these picks give, followed by the pipeline's own."""
@@ -213,8 +211,8 @@ def read_stages(
     update: Update,
     stages: int,
     beside: tuple[tuple[str, int], ...],
-) -> tuple[Build, Lines, TracedProgram]:
-    """Return the builder of a training step in stages, its lines and its traced program.
+) -> ReadProgram:
+    """Read a training step in stages.
 
     Args:
         config, dtype, batch, length, update: describe the step.
@@ -222,12 +220,8 @@ def read_stages(
         beside: mesh axes, with their sizes, along which pipelines run side by side.
     """
     build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
-    alike = _lines(replace(config, remat="none"))
-    around = {STAGES: stages, **dict(beside)}
-    lines = replace(alike.copy(), around=around, beside=tuple(axis for axis, _ in beside))
-    program = read(build, lines)
-    alike.tie_as(lines)
-    return build, lines, program
+    around, side = {STAGES: stages, **dict(beside)}, tuple(axis for axis, _ in beside)
+    return read_alike(build, _lines(replace(config, remat="none")), around=around, beside=side)
 
 
 @lru_cache(maxsize=64)
