@@ -26,7 +26,7 @@ from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits
 from gspmd.search.held import Held, HeldArray
 from gspmd.search.lines import Lines, choices_of
-from gspmd.search.pricing import Prices, Table
+from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.program import Build, TracedProgram, Use, read
 from gspmd.search.solver import Search
@@ -343,7 +343,7 @@ class MeshProblem:
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
         """Return tables as terms; tables of one set of choices are added up."""
         names = [option.name for option in self.prices.choices]
-        time, size = _added([*seconds, *self.prices.ties]), _added(sizes)
+        time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
         found = []
         for of in dict.fromkeys((*time, *size)):
             shape = tuple(len(self.prices.choices[each].rows) for each in of)
@@ -439,13 +439,6 @@ def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip:
 
 def _is_norm(use: Use) -> bool:
     return isinstance(use.what, UnknownMove) and not use.what.shape and bool(use.what.before[0].partial)
-
-
-def _added(tables: Sequence[Table]) -> dict[tuple[int, ...], np.ndarray]:
-    found: dict[tuple[int, ...], np.ndarray] = {}
-    for of, table in tables:
-        found[of] = found[of] + table if of in found else table
-    return found
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:
