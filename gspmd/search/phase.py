@@ -35,6 +35,11 @@ class LayoutLine:
     choice: str
     section: str = ""
 
+    @property
+    def name(self) -> str:
+        """The key, after the overriding section if it is in one: `optimizer.ffn.w_in`."""
+        return name_of(self.section, self.key)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -148,6 +153,10 @@ class PhaseProblem(ABC):
             found += [LayoutLine(name, dims_of(name), "") for name in absent]
         return found
 
+    def written(self, picks: Mapping[str, int]) -> dict[str, str]:
+        """Return the lines of the layout that these picks give, name to text."""
+        return {line.name: line.text for line in self.lines(picks)}
+
 
 class RelaxedProblem(PhaseProblem):
     """A problem with the same choices that bounds several numbers of microbatches at once."""
@@ -175,6 +184,11 @@ def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
     return build, program, lines
 
 
-def _where(key: str) -> tuple[str, str]:
-    section, _, rest = key.partition(".")
-    return (section, rest) if is_override(key) else ("", key)
+def name_of(section: str, key: str) -> str:
+    """Return the name of a line: its key, after the overriding section if it is in one."""
+    return f"{section}.{key}" if section else key
+
+
+def _where(name: str) -> tuple[str, str]:
+    section, _, key = name.partition(".")
+    return (section, key) if is_override(name) else ("", name)

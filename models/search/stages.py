@@ -122,7 +122,7 @@ class PipelineRow:
 
     @property
     def slotted(self) -> float:
-        """Seconds of a step without the work that runs once: M + S - 1 slots of equal stages; infinite if nothing fits."""
+        """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if nothing fits."""
         layers = self.problem.case.config.repeats // self.stages
         return self.problem.slots * self.prices.alike(layers) if self.prices else inf
 

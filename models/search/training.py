@@ -142,7 +142,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
             # Groups that span sequences shrink with the microbatch, and so do their masks of tokens times slots.
             once, others = [(of, 2 / most * table) for of, table in once], {}
         seconds = [*once, *((of, fewest / 2 * table) for of, table in each)]
-        held = [*question.arguments, *question.spread(others)]
+        held = [*question.spread(question.stored), *question.spread(others)]
         return self.question.stated(seconds, held, limit)
 
     @cached_property

@@ -10,6 +10,7 @@ from gspmd.search import Answer, NothingFits
 from gspmd.search.answers import Candidate, SearchResult, nearby
 from gspmd.search.answers.document import PRICED, LineCost, changed
 from gspmd.search.answers.presets import Placed, placed_presets
+from gspmd.search.phase import name_of
 
 APART = 0.01
 """The smallest share of a step by which layouts are different, so that compiling both tells more than compiling one."""
@@ -55,8 +56,8 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
         if answer.picks[name] != before.picks[name]:  # A search that was given up may have found no other option.
             lines = changed(preset.candidate, name, before, answer)
-            (section, key), text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
-            found.append(_instead(preset, answer, f"{section}.{key} {text}" if section else f"{key} {text}"))
+            where, text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
+            found.append(_instead(preset, answer, f"{name_of(*where)} {text}"))
     return _hiding(settings, found)
 
 

@@ -10,6 +10,7 @@ from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
+from gspmd.search import Answer
 from gspmd.search.answers import Candidate, SearchResult
 from gspmd.search.answers.document import PRICED
 from gspmd.search.answers.errors import expected_error
@@ -43,15 +44,21 @@ def header(
         "predicted": seconds(answer.seconds)
         + plus_or_minus(settings)
         + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
-        "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
-        f"of which {100 * settings.memory:.3g}% may be used",
-        "found": _how(finding),
+        "memory": _memory(settings, target, answer),
+        "found": finding.proof
+        if finding.complete
+        else "the best so far: the search was interrupted, and there may be a better one",
         **dict(_compiled(finding, shortlist)),
     }
     verbs = {"train": "training", "encode": "encoding sources", "prefill": "reading prompts", "decode": "decoding"}
     verb = verbs[settings.phase]
     title = f"{settings.name}: a layout for {verb} on {target.name}, found by exact search."
     return comment(title, facts, argv, _used(settings, finding.best, argv))
+
+
+def _memory(settings: SearchSettings, target: Slice, answer: Answer) -> str:
+    held = f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device"
+    return f"{held}, of which {100 * settings.memory:.3g}% may be used"
 
 
 def _stored(settings: SearchSettings) -> str:
@@ -109,8 +116,7 @@ def header_of_stages(
         "mesh": f"{mesh}: {counted(target.devices, 'device')}",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": f"{seconds(row.answer.seconds)}; {seconds(than)} without stages",
-        "memory": f"{amount_of_bytes(row.answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
-        f"of which {100 * settings.memory:.3g}% may be used",
+        "memory": _memory(settings, target, row.answer),
     }
     title = f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search."
     used = f"--layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}"
@@ -168,12 +174,6 @@ def plus_or_minus(settings: SearchSettings) -> str:
     """Return the error to expect, ` ± 12%`; empty if it is not known."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
-
-
-def _how(finding: SearchResult) -> str:
-    if not finding.complete:
-        return "the best so far: the search was interrupted, and there may be a better one"
-    return finding.proof
 
 
 def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
