@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from gspmd.annotate.errors import PlanError
@@ -27,6 +28,7 @@ from gspmd.search.held import work
 from gspmd.search.lines import Lines
 from gspmd.search.phase import Case, LayoutLine, PhaseProblem, ReadProgram, read_alike
 from gspmd.search.pricing import Table
+from gspmd.search.stages import LayerRange
 from gspmd.tracing.jaxprs import inner_jaxprs
 from gspmd.training.step import Update, abstract_program
 
@@ -43,6 +45,7 @@ class Slots:
     """The seconds and bytes of a pipeline's step, by part.
 
     Attributes:
+        count: number of stacked layers of a stage.
         first, last: seconds per slot of the embedding, and of output and loss.
         sent: seconds per slot of the permutes to neighbouring stages.
         layers: seconds per slot of all other work: the layers of a stage.
@@ -52,6 +55,7 @@ class Slots:
         layers_bytes: bytes of everything else.
     """
 
+    count: int
     first: float
     last: float
     sent: float
@@ -60,6 +64,26 @@ class Slots:
     ends_bytes: float
     input_bytes: float
     layers_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one slot: forward and backward pass of one microbatch, with embedding and output."""
+        return self.layers + self.sent + self.first + self.last
+
+    def apart(self, layers: int) -> np.ndarray:
+        """Return seconds [layers, layers, 1] by a stage's first and last layer; only the first stage has the embedding,
+        and only the last the output."""
+        table = np.full((layers, layers, 1), np.inf)
+        for first in range(layers):
+            for last in range(first, layers):
+                ends = (first == 0) * self.first + (last == layers - 1) * self.last
+                table[first, last] = (last - first + 1) * self.layers / self.count + self.sent + ends
+        return table
+
+    def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
+        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
+        ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
+        return (stage.last - stage.first + 1) * self.layers_bytes / self.count + ends + waiting * self.input_bytes
 
 
 class StageProblem(PhaseProblem):
@@ -167,6 +191,7 @@ class StageProblem(PhaseProblem):
         waits = total([question.prices.shared(unknowns_in(question.lines.spec("ffn.residual", "BLE")), float(stream))])
         waiting = min(case.microbatches, 2 * self.stages - 1)
         return Slots(
+            case.config.repeats // self.stages,
             **{place: value / self.slots for place, value in seconds.items()},
             once=self.problem().cost(picks) - sum(seconds.values()),
             ends_bytes=held["ends"],

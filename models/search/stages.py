@@ -31,61 +31,11 @@ from gspmd.search.answers.meshes import factorings, meshes
 from gspmd.search.phase import LayoutLine
 from gspmd.search.stages import LayerRange, NoSplit, StageSplit, split
 
-from .pipeline import STAGES, StageProblem
+from .pipeline import STAGES, Slots, StageProblem
 from .workload import Workload
 
 MOST = 2
 """The largest number of mesh axes of a stage; with the axis of the stages, a torus has three."""
-
-
-@dataclass(frozen=True)
-class StagePrices:
-    """The seconds and bytes of one microbatch, by part.
-
-    Attributes:
-        layer: seconds of one stacked layer, forward and backward.
-        first, last: seconds of the embedding, and of output and loss.
-        sent: seconds of the permutes to the next stage and back.
-        layer_bytes: bytes of one layer.
-        ends_bytes: bytes of embedding and output together.
-        input_bytes: bytes of a stage's input for one microbatch.
-    """
-
-    layer: float
-    first: float
-    last: float
-    sent: float
-    layer_bytes: float
-    ends_bytes: float
-    input_bytes: float
-
-    @classmethod
-    def of(cls, problem: StageProblem, picks: Mapping[str, int], layers: int) -> StagePrices:
-        """Return the seconds and bytes of an answer whose stages have this number of stacked layers."""
-        slots = problem.apart(picks)
-        return cls(
-            slots.layers / layers, slots.first, slots.last, slots.sent,
-            slots.layers_bytes / layers, slots.ends_bytes, slots.input_bytes,
-        )  # fmt: skip
-
-    def alike(self, layers: int) -> float:
-        """Return the seconds of a stage of this many layers that has both embedding and output."""
-        return layers * self.layer + self.sent + self.first + self.last
-
-    def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by a stage's first and last layer; only the first stage has the embedding,
-        and only the last the output."""
-        table = np.full((layers, layers, 1), np.inf)
-        for first in range(layers):
-            for last in range(first, layers):
-                ends = (first == 0) * self.first + (last == layers - 1) * self.last
-                table[first, last] = (last - first + 1) * self.layer + self.sent + ends
-        return table
-
-    def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
-        ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
-        return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
 
 @dataclass(frozen=True)
@@ -107,7 +57,7 @@ class PipelineRow:
     along: int
     problem: StageProblem
     answer: Answer | None
-    prices: StagePrices | None
+    prices: Slots | None
     least: float = 0.0
 
     @property
@@ -123,8 +73,7 @@ class PipelineRow:
     @property
     def slotted(self) -> float:
         """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if nothing fits."""
-        layers = self.problem.case.config.repeats // self.stages
-        return self.problem.slots * self.prices.alike(layers) if self.prices else inf
+        return self.problem.slots * self.prices.seconds if self.prices else inf
 
     @property
     def lines(self) -> list[LayoutLine]:
@@ -190,7 +139,7 @@ def table(
             if workload.batch % count == 0:
                 tell(f"{stages} stages, {count} microbatches")
                 made = _problems(replace(workload, microbatches=count), stages, torus)
-                solved = [row for row in (_solved(along, problem, periods, limit) for along, problem in made) if row]
+                solved = [row for row in (_solved(along, problem, limit) for along, problem in made) if row]
                 if solved:
                     rows.append(min(solved, key=lambda row: (row.answer.seconds if row.answer else inf, row.least)))
     free = {count: _free(rows, count, periods, prod(torus), limit) for count in dict.fromkeys(microbatches)}
@@ -226,7 +175,7 @@ def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator
                 yield size, mesh
 
 
-def _solved(along: int, problem: StageProblem, periods: int, limit: float) -> PipelineRow | None:
+def _solved(along: int, problem: StageProblem, limit: float) -> PipelineRow | None:
     stages, count = problem.stages, problem.case.microbatches
     try:
         answer = Search(problem.problem(limit), StepBudget(), TOLERANCE).best()
@@ -234,7 +183,7 @@ def _solved(along: int, problem: StageProblem, periods: int, limit: float) -> Pi
         if fault.nearest is None:
             return None
         return PipelineRow(stages, count, along, problem, None, None, fault.nearest.bytes)
-    return PipelineRow(stages, count, along, problem, answer, StagePrices.of(problem, answer.picks, periods // stages))
+    return PipelineRow(stages, count, along, problem, answer, problem.apart(answer.picks))
 
 
 def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:

@@ -64,6 +64,7 @@ class Candidate:
 
     Attributes:
         free: the answer without a limit on memory; its seconds are a lower bound on the seconds with a limit.
+        unlimited, unlimited_search: the problem and the search without a limit.
         problem, search: the problem and the search with the limit.
         answer: the answer found; None if there is none, for the reason in `outcome`.
         outcome: how the search on this mesh ended.
@@ -75,7 +76,8 @@ class Candidate:
         self.problem = self.within(limit)
         self.budget = StepBudget()
         self.search = Search(self.problem, self.budget, TOLERANCE)
-        self.free = Search(self.unlimited).best()
+        self.unlimited_search = Search(self.unlimited)
+        self.free = self.unlimited_search.best()
         self.answer: Answer | None = None
         self.outcome: Outcome = "not solved"
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from gspmd.annotate import LayoutError, Spec, SpecError, parse_via
 from gspmd.annotate.errors import listed
 from gspmd.display.tables import counted
-from gspmd.search import Answer, NothingFits, Search
+from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import Candidate
 from gspmd.search.answers.options import written
 from gspmd.search.phase import name_of
@@ -81,7 +81,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
     except NothingFits as fault:
         if fault.nearest is None or fault.over is None:
             raise LayoutError(f"no options of the other lines fit {key} = '{text}'.") from None
-        answer = Search(candidate.unlimited).best(without=without)
+        answer = candidate.unlimited_search.best(without=without)
         return Why(key, text, candidate, best, answer, fault.over)
 
 
