@@ -104,7 +104,10 @@ class Prices:
         return self.choices_in_names(unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
-        """Return the choices of some unknowns; if there are several for one, one already listed, or the smallest."""
+        """Return the choices that decide some unknowns.
+
+        If several choices contain an unknown, one that another unknown needs is taken, or else the smallest.
+        """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
         for choices in wanted:
@@ -296,7 +299,7 @@ class Prices:
         return np.where(full[0], -1, nodes)
 
     def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sequence of mesh axes on one dimension; its mask; and whether an axis appears twice in it."""
+        """Return the sequence of mesh axes on one dimension, its mask, and whether some axis appears twice in it."""
         number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
         twice = np.zeros((1,) * len(of), bool)
         for name in names:
@@ -350,7 +353,8 @@ class Prices:
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """Return the lookup for all placements of its tensors; and which placement each option has, -1 for none."""
+        """Return the prices of a lookup, and for each combination of the options the placement of the pair of ids and
+        rows, and of the table; -1 for an impossible one."""
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._places((given.ids, given.rows), of)
         tables, table = self._places((given.table,), of)
@@ -409,7 +413,7 @@ class Prices:
         return most
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the last step of a chain, 0 unless it is a reduction that a compiler may remove."""
+        """Return the seconds of a chain's last step if it is a reduction that a compiler may remove, and 0 if not."""
         chains, at = self._chains(what.chain, of)
         ends = [_reduction_of(chain) for chain in chains]
         seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]
@@ -438,7 +442,7 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return the same for chains that are planned one by one, for each placement of their tensors."""
+        """Return the seconds of the first steps that two chains share, planning both for each placement."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.

@@ -1,4 +1,4 @@
-"""Layers to the stages of a pipeline: the contiguous split, and the submesh of each stage, in the fewest seconds.
+"""The split of layers into consecutive stages of a pipeline, with a submesh for each stage, in the fewest seconds.
 
 A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
 t_max, the most that a stage may take, the fewest Σ t_i is a dynamic program over the last stages. t_max is one of the

@@ -94,7 +94,7 @@ class StageProblem(PhaseProblem):
         stages: S.
         mesh: sizes of the mesh axes of one stage, without the axis of the stages.
         side: mesh axes along which pipelines run side by side. Layouts in which further axes split only the batch are
-            searched too, but their cost is overestimated; it is exact for the problem whose `side` has these axes.
+            searched too, but priced too high; the problem with these axes in `side` prices them exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward

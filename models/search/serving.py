@@ -23,7 +23,7 @@ from ..decoding.serving import for_serving
 from .workload import BASE, Phase, Unsearched, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of the rows that experts compute on: they are sharded alike, so that rows stay in place, and C is whole."""
+"""Lines of the rows on which experts compute. They are sharded alike, so that rows stay in place, and not along C."""
 
 
 class ServingProblem(PhaseProblem):

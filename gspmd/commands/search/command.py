@@ -163,9 +163,9 @@ class CommandResults:
         planned: the answer before anything was compiled.
         said: the comment on each choice.
         asked: the answers to --why.
-        presets: the presets with their costs, in the space or outside of it.
-        beside: the layouts of --beside, likewise.
-        front, drawn: for --frontier, the staircase, and the layouts of --beside and the presets on its mesh.
+        presets, beside: the presets and the layouts of --beside with their costs, in the space or outside of it.
+        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
+            mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
@@ -271,8 +271,8 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """If the fastest program is a preset's, compile it with other lines: each by itself, then the faster ones together.
 
-    Among the lines in which the answer differs, one may gain and another lose more. The layouts are written as the
-    search writes one, with its mesh axes, norms and biases, and not as the preset.
+    Of the lines in which the answer differs from the preset, one may save time and another cost more. These layouts are
+    written as the search writes them, with its mesh axes, norms and biases, and not as the preset has them.
     """
     first = found.fastest
     if not first or not first.preset:

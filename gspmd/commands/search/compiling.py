@@ -29,7 +29,7 @@ class Listed:
     """A layout of the shortlist.
 
     Attributes:
-        name: the measure by which it is the best, or the preset's name.
+        name: what distinguishes it, such as "another ffn.w_in", or the preset's name.
         candidate, answer: the mesh, and the layout's place in the space.
         mesh: sizes by the names of the layout's own mesh axes.
         preset: whether it is a preset.

@@ -130,11 +130,11 @@ def _line(candidate: Candidate, name: str, answer: Answer) -> str:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """Return the share of a step that two layouts spend on other parts of the cost, or hide; 0 if only axes are
-    renamed.
+    """Return the share of a step by which two layouts differ in the parts of the cost, or in what loops hide; 0 if only
+    axes are renamed.
 
-    It is also 0 if they cost and hide the same: they are taken as one layout with mesh axes of equal sizes swapped in a
-    part of it, which the compiler compiled to the same program.
+    It is also 0 if they cost and hide the same: such layouts differ by swapped mesh axes of equal sizes in a part of
+    the model, and the compiler made one program of them.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):

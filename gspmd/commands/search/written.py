@@ -124,8 +124,7 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the flags for which the layout was found, if the config may differ; for a custom model the whole
-    command, since its file is named in it."""
+    """Return the flags with which a run uses the layout, as it was found; for a custom model the whole command."""
     if not is_own(settings):
         remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
         return f"--layout FILE --mesh {best.named}{remat}"
@@ -158,8 +157,8 @@ def where(best: Candidate) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Return seconds to five digits, since layouts differ by thousandths. They are negative for what is subtracted
-    because two parts of the cost count the same steps."""
+    """Return seconds to five digits, since layouts differ by thousandths. A part of the cost is negative if it corrects
+    others that count the same steps."""
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)

@@ -148,7 +148,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """Find the same as `best`, if asked with some options fixed, in a search that gives up sooner.
+        """Find the cheapest answer as `best` does, or with some options fixed, in a search that gives up sooner.
 
         Raises:
             NothingFits: nothing was found.

@@ -60,7 +60,7 @@ def placed_presets(
         ranges: further numbers of microbatches, searched for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
-    # These are the numbers that the search tried: several microbatches have to gain enough for a preset too.
+    # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = first or every
