@@ -29,7 +29,6 @@ from gspmd.search.answers.candidate import TOLERANCE, StepBudget
 from gspmd.search.phase import PhaseProblem
 from gspmd_models import ModelConfig
 from gspmd_models.search.pipeline import StageProblem
-from gspmd_models.search.stages import StagePrices
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
 
@@ -163,9 +162,8 @@ def _priced(config: ModelConfig, plan: Plan) -> Price | None:
         return None
     if not isinstance(asked, StageProblem):
         return Price(answer.seconds, answer.seconds)
-    own = config.repeats // plan.stages
-    prices = StagePrices.of(asked, answer.picks, own)
-    inner = own * prices.layer + prices.sent
+    prices = asked.apart(answer.picks)
+    inner = prices.layers + prices.sent
     stages = [prices.first + inner, *[inner] * (plan.stages - 2), inner + prices.last]
     once = answer.seconds - asked.slots * (prices.first + inner + prices.last)
     return Price(once + sum(stages) + (plan.microbatches - 1) * max(stages), answer.seconds)

@@ -26,7 +26,7 @@ from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits
 from gspmd.search.held import Held, HeldArray
 from gspmd.search.lines import Lines, choices_of
-from gspmd.search.pricing import Prices, Table
+from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.program import Build, TracedProgram, Use, read
 from gspmd.search.solver import Search
@@ -265,7 +265,9 @@ class MeshProblem:
     @cached_property
     def _norms(self) -> list[Use]:
         """The sums of scalars over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
-        return [use for use in self.program.uses if _is_norm(use) and len(self.prices.choices_in(use.what)) > 2]
+        moves = [(use, use.what) for use in self.program.uses if isinstance(use.what, UnknownMove)]
+        scalars = [use for use, what in moves if not what.shape and what.before[0].partial]
+        return [use for use in scalars if len(self.prices.choices_in(use.what)) > 2]
 
     @property
     def uses(self) -> list[Use]:
@@ -288,28 +290,18 @@ class MeshProblem:
     @cached_property
     def beside(self) -> list[Table]:
         """The seconds of work outside of plans: passes over memory, and products inside other operations."""
-        done = self.program.work
+        done, share = self.program.work, self.prices.shared
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
-        passes = [self._spread(array, count * array.size / bandwidth) for array, count in done.passed.items()]
-        return passes + [self._spread(array, flops / rate) for array, flops in done.flops.items()]
+        passes = [share(array.unknowns, count * array.size / bandwidth) for array, count in done.passed.items()]
+        return passes + [share(array.unknowns, flops / rate) for array, flops in done.flops.items()]
 
     @cached_property
     def _held(self) -> Held:
         return self.program.held(prod(self.mesh.values()), self.like)
 
-    @property
-    def arguments(self) -> list[Table]:
-        """The bytes of the program's arguments on a device."""
-        return self.spread(self.stored)
-
-    @property
-    def inner(self) -> list[Table]:
-        """The bytes of all other arrays on a device at the moment of most bytes."""
-        return self.spread(self.others)
-
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
         """Return the bytes that a device has of some arrays, given the number of each."""
-        return [self._spread(each, count * each.size) for each, count in arrays.items()]
+        return [self.prices.shared(each.unknowns, count * each.size) for each, count in arrays.items()]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:
@@ -321,16 +313,13 @@ class MeshProblem:
         """The other arrays at the moment when most bytes are held, with the number of each."""
         return self._held.others
 
-    def _spread(self, array: HeldArray, amount: float) -> Table:
-        """Return a device's share of an amount that is divided over the devices like an array."""
-        return self.prices.shared(array.unknowns, amount)
-
     # -- the problem ---------------------------------------------------------------------------------------------------
 
     def problem(self, limit: float | None = None) -> Problem:
         """Return the search problem, with a choice for all lines that are tied and a term for each set of choices."""
         choices = self._choices()
-        terms = self.terms([*self.planned, *self.beside], [*self.arguments, *self.inner])
+        held = [*self.spread(self.stored), *self.spread(self.others)]
+        terms = self.terms([*self.planned, *self.beside], held)
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
 
     def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
@@ -343,7 +332,7 @@ class MeshProblem:
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
         """Return tables as terms; tables of one set of choices are added up."""
         names = [option.name for option in self.prices.choices]
-        time, size = _added([*seconds, *self.prices.ties]), _added(sizes)
+        time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
         found = []
         for of in dict.fromkeys((*time, *size)):
             shape = tuple(len(self.prices.choices[each].rows) for each in of)
@@ -435,17 +424,6 @@ def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip:
     with jax.sharding.use_abstract_mesh(abstract), lowering("blocking"), planned_for(chip):
         function, *arguments = build(layout, abstract)
         return trace(function, *arguments).seconds
-
-
-def _is_norm(use: Use) -> bool:
-    return isinstance(use.what, UnknownMove) and not use.what.shape and bool(use.what.before[0].partial)
-
-
-def _added(tables: Sequence[Table]) -> dict[tuple[int, ...], np.ndarray]:
-    found: dict[tuple[int, ...], np.ndarray] = {}
-    for of, table in tables:
-        found[of] = found[of] + table if of in found else table
-    return found
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:

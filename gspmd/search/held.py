@@ -1,5 +1,5 @@
-"""The memory of a program, and its passes over memory, derived from types: how often each array passes, and the
-moment when most bytes are held.
+"""The memory of a program and its passes over memory, derived from types: how often each array is read or written, and
+the moment when most bytes are held.
 
 A type under Explicit axes has the unknowns over which an array is sharded, so the bytes on a device follow from the
 mesh axes that the lines of the layout put in their place.
@@ -25,6 +25,7 @@ from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 _LOOPS = ("scan", "while")
 _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
+"""Operations that compilers do not fuse with their neighbours."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that by themselves move nothing in memory: products read their operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
@@ -79,11 +80,11 @@ def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
 
 
 class HeldValue:
-    """A value of a program, under whatever name it is used.
+    """A value of a program; all variables that pass it on unchanged stand for one `HeldValue`.
 
     Args:
         aval: its type.
-        seen: the value of which this one is a reshaped view, and whose memory it shares.
+        seen: the value whose memory it shares, if it is a reshaped view of that value.
     """
 
     def __init__(self, aval: Any, seen: HeldValue | None = None):

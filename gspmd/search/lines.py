@@ -94,7 +94,7 @@ class Lines:
         made._whole_by_default()
         # The vias of weights in custom sections, and the lines of optimizer and cache, are known once the program is
         # read.
-        made.check_fixed(name for name in fixed if name in KEYS or not _is_known_later(name))
+        made.check_fixed(name for name in fixed if name in KEYS or not (name.endswith("_via") or is_override(name)))
         for first, second, dims in (*ALIKE, *_FOLLOWS):
             if first in made.dims and second in made.dims:
                 for dim in dims:
@@ -291,7 +291,8 @@ class Lines:
             owed: the unknowns over which it has partial sums: a parameter with neither a partial sum nor a state is not
                 trained.
         """
-        self.trained = [name for name in self.trained if self.owed(name) in owed or self._has_state(name, unknowns)]
+        state = {name: unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])) for name in self.trained}
+        self.trained = [name for name, own in state.items() if self.owed(name) in owed or not unknowns.isdisjoint(own)]
         for line, pairs in self.tensors().items():
             if pairs and not any(name in unknowns for _, name in pairs):
                 self.dims.pop(line, None)
@@ -314,9 +315,6 @@ class Lines:
         if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
             return False
         return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
-
-    def _has_state(self, name: str, unknowns: Collection[str]) -> bool:
-        return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))
 
     def _owes(self, line: str) -> bool:
         """Return whether the gradient of a parameter may stay a partial sum."""
@@ -415,11 +413,6 @@ class Lines:
             if key in found and found[key] == found.get(name):
                 del found[key]
         return found
-
-
-def _is_known_later(name: str) -> bool:
-    """Return whether only the program can tell if a line exists."""
-    return name.endswith("_via") or is_override(name)
 
 
 def _clashing(

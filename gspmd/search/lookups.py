@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from gspmd.annotate.spec import Spec
-from gspmd.planner.graph.placements import placements, sequences
+from gspmd.planner.graph.placements import fitting, placements, sequences
 from gspmd.planner.steps import Environment
-from gspmd.search.moves import MoveCosts, allowed
+from gspmd.search.moves import MoveCosts, at_every
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ class LookupPrices:
     def leaving(self) -> np.ndarray:
         """The seconds [pair, table] of the first steps of the table's move, which run once if they leave the loop."""
         tensor, before, after = self.ends("table")
-        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
-        table = tensor.hoisted(sources, targets)
-        return table[here.reshape(before.shape), there.reshape(after.shape)]
+        return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
         """Return the tensor called "ids", "table" or "rows", with the placements, [pair, table], of its move."""
@@ -65,8 +63,8 @@ class LookupPrices:
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
         """Dimensions, and for each joint placement of them the sequences of mesh axes, also as masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
-        counts = tuple(size for _, size in self.environment.mesh)
-        rows, _, _ = placements(len(counts), allowed(dims, dict(self.environment.sizes), counts), [])
+        counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
+        rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
         return dims, rows, sequences(len(counts)).mask[rows]
 
     @cached_property
@@ -83,7 +81,7 @@ class LookupPrices:
             ("rows", self.rows, row_bytes, () if backward else vocabulary),
             *(("scales", scales, each, ()) for each in scale),
         ):
-            tensor = MoveCosts(self.environment, outside[0].dims, "float32", width)
+            tensor = MoveCosts(self.environment, outside[0].dims, width)
             comes = name in ("ids", "scales") or backward == (name == "rows")
             found[name] = tensor, tensor.numbers(outside), self._nodes(tensor, summed), comes
         return found

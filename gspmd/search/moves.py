@@ -4,20 +4,17 @@ A plan asks for one shortest path; a search asks for all of them. `MoveCosts` ru
 each placement of interest and keeps the seconds as the rows of a table.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
 
 import numpy as np
 
 from gspmd.annotate.spec import Spec
-from gspmd.hardware.dtypes import itemsize, wire_of
 from gspmd.planner.graph.paths import ShortestPaths, shortest_paths
-from gspmd.planner.graph.placements import placements as all_placements
-from gspmd.planner.graph.placements import sequences
 from gspmd.planner.steps import Environment, Step
 
-Sizes = Mapping[str, int]
+Arc = tuple[int, int, int]
 PICOSECOND = 1e-12
 """The unit in which the planner's paths count costs (`gspmd.planner.graph.paths`), in seconds."""
 HOISTED = ("all-to-all", "collective-permute")
@@ -30,20 +27,16 @@ class MoveCosts:
     Args:
         environment: mesh, chip, and the sizes of all dimensions.
         dims: the tensor's dimensions.
-        dtype: the dtype in which it is held and sent.
-        width: bytes of an element on the wire; by default the bytes of the dtype.
+        width: bytes of an element on the wire.
         reduce: how a partial sum is reduced, as in `gspmd.planner.graph.resharding.move`.
     """
 
-    def __init__(
-        self, environment: Environment, dims: Sequence[str], dtype: str, width: int | None = None, reduce: str = "sum"
-    ):
-        self.environment, self.dims, self.dtype, self.reduce = environment, tuple(dims), dtype, reduce
-        self.width = itemsize(wire_of(dtype, summed=True)) if width is None else width
+    def __init__(self, environment: Environment, dims: Sequence[str], width: int, reduce: str = "sum"):
+        self.environment, self.dims, self.width, self.reduce = environment, tuple(dims), width, reduce
         sizes = dict(environment.sizes)
         self.shape = tuple(sizes[dim] for dim in self.dims)
         self._axes = tuple(axis for axis, _ in environment.mesh)
-        self._steps: dict[tuple[int, int, int], tuple[Step, ...]] = {}
+        self._steps: dict[Arc, tuple[Step, ...]] = {}
 
     @cached_property
     def paths(self) -> ShortestPaths:
@@ -60,13 +53,14 @@ class MoveCosts:
         """Return the numbers of placements, from the mesh axes on each dimension and the axes of a partial sum."""
         return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
 
-    def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str) -> np.ndarray:
+    def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str = "") -> np.ndarray:
         """Return [sources, targets] the seconds of the cheapest chains of steps; infinite if there is none.
 
         Args:
             sources, targets: numbers of placements; -1 for a tensor that does not exist.
-            by: `"sources"` or `"targets"`, whichever are fewer: each needs one run of shortest paths.
+            by: `"sources"` or `"targets"`, each of which takes one run of shortest paths; by default the fewer.
         """
+        by = by or ("sources" if len(sources) <= len(targets) else "targets")
         few, many = (sources, targets) if by == "sources" else (targets, sources)
         names, index = np.unique(few, return_inverse=True)
         table = np.stack([self._seconds(by, int(name), many) for name in names])
@@ -77,18 +71,22 @@ class MoveCosts:
     def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
         """Return [source][target] the chains of steps; no steps if there is no chain."""
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
+        for row, column, _, path in self._paths_between(sources, targets):
+            for arc in path:
+                if arc not in self._steps:
+                    self._steps[arc] = self.paths.steps([arc], self.dims, "")
+                table[row][column] += self._steps[arc]
+        return table
+
+    def _paths_between(
+        self, sources: np.ndarray, targets: np.ndarray
+    ) -> Iterator[tuple[int, int, np.ndarray, Iterable[Arc]]]:
+        """Yield row and column of each possible move, the cost from every placement to its target, and its arcs."""
         for column, end in enumerate(targets.tolist()):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):
                 if rest is not None and name >= 0 and np.isfinite(rest[name].real):
-                    path = self.paths.path(rest, name)
-                    table[row][column] = tuple(step for arc in path for step in self._step(arc))
-        return table
-
-    def _step(self, arc: tuple[int, int, int]) -> tuple[Step, ...]:
-        if arc not in self._steps:
-            self._steps[arc] = self.paths.steps([arc], self.dims, "")
-        return self._steps[arc]
+                    yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return [sources, targets] the seconds of the first steps, which leave a loop if the tensor is invariant.
@@ -96,20 +94,11 @@ class MoveCosts:
         From the first step on that enlarges the tensor, a chain stays in the loop. So does everything after a slice,
         because compilers count the device's position among its operands.
         """
-        (names, rows), (ends, columns) = (np.unique(each, return_inverse=True) for each in (sources, targets))
-        table = np.zeros((len(names), len(ends)))
-        for column, end in enumerate(ends.tolist()):
-            rest = self.paths.costs_to(end) if end >= 0 else None
-            for row, name in enumerate(names.tolist()):
-                if rest is not None and name >= 0 and np.isfinite(rest[name].real):
-                    table[row, column] = self._first(rest, name)
-        return table[np.ix_(rows, columns)]
-
-    def _first(self, rest: np.ndarray, number: int) -> float:
-        """Return the seconds of the first steps of a shortest path, given the remaining cost from each placement."""
-        meaning = self.paths.graph.meaning
-        first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
-        return sum((rest[here] - rest[there]).real for _, here, there in first) * PICOSECOND
+        meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
+        for row, column, rest, path in self._paths_between(sources, targets):
+            first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, path)
+            table[row, column] = sum((rest[here] - rest[there]).real for _, here, there in first) * PICOSECOND
+        return table
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [sources, ends, others] the seconds of the first steps that the moves to two placements share.
@@ -158,35 +147,13 @@ class MoveCosts:
         return costs[others].real * PICOSECOND
 
 
-def placements(dims: Sequence[str], sizes: Sizes, mesh: Sizes, whole: Iterable[str] = ()) -> tuple[Spec, ...]:
-    """List every placement of a tensor on a mesh: each mesh axis on one dimension, or on none, in every order.
+def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
+    """Return the entries of a table for arrays of placements that broadcast; it is made of the different ones only.
 
     Args:
-        dims: the tensor's dimensions.
-        sizes: sizes of the dimensions; placements whose axes do not divide them are left out.
-        mesh: sizes of the mesh axes; those of size 1 shard nothing.
-        whole: dimensions that no axis may shard.
-
-    Returns:
-        Specs, those that use fewer axes first.
-
-    Example:
-        >>> [str(spec) for spec in placements("EF", {"E": 4, "F": 6}, {"x": 2, "y": 4})]
-        ['EF', 'E_xF', 'E_yF', 'EF_x', 'E_yF_x']
+        made: makes the table, with an axis for each of its arguments, which are placements without repetition.
+        places: the placements, by number.
     """
-    axes = tuple(axis for axis, size in mesh.items() if size > 1)
-    counts = tuple(mesh[axis] for axis in axes)
-    rows, _, _ = all_placements(len(axes), allowed(dims, sizes, counts, whole), [])
-    order = sequences(len(axes)).axes
-    specs = [Spec(tuple(dims), tuple(tuple(axes[a] for a in order[n]) for n in row)) for row in rows.tolist()]
-    return tuple(sorted(specs, key=lambda spec: (len(spec.used), [[-len(held) for held in spec.axes], spec.axes])))
-
-
-def allowed(
-    dims: Sequence[str], sizes: Sizes, counts: Sequence[int], whole: Iterable[str] = ()
-) -> tuple[frozenset[int], ...]:
-    """Return for each dimension the sets of mesh axes, as masks, that divide it; no axes for unsharded dimensions."""
-    from gspmd.planner.graph.placements import fitting
-
-    kept = set(whole)
-    return tuple(frozenset({0}) if dim in kept else fitting(sizes[dim], tuple(counts)) for dim in dims)
+    different = [np.unique(each, return_inverse=True) for each in places]
+    table = made(*(numbers for numbers, _ in different))
+    return table[tuple(index.reshape(each.shape) for (_, index), each in zip(different, places))]

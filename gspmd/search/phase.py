@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,11 @@ class LayoutLine:
     text: str
     choice: str
     section: str = ""
+
+    @property
+    def name(self) -> str:
+        """The key, after the overriding section if it is in one: `optimizer.ffn.w_in`."""
+        return name_of(self.section, self.key)
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,10 @@ class PhaseProblem(ABC):
             found += [LayoutLine(name, dims_of(name), "") for name in absent]
         return found
 
+    def written(self, picks: Mapping[str, int]) -> dict[str, str]:
+        """Return the lines of the layout that these picks give, name to text."""
+        return {line.name: line.text for line in self.lines(picks)}
+
 
 class RelaxedProblem(PhaseProblem):
     """A problem with the same choices that bounds several numbers of microbatches at once."""
@@ -157,22 +166,29 @@ class RelaxedProblem(PhaseProblem):
         """Return the problem whose answer costs no more than that of any number of microbatches between these two."""
 
 
-def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
+ReadProgram = tuple[Build, TracedProgram, Lines]
+"""The builder of a program, its trace and its lines, which are the same on every mesh."""
+
+
+def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
     """Read one of several programs that need the same lines tied, and let the others begin with its ties.
 
     Args:
         build: makes the program.
         alike: the lines of all these programs; they are tied in place.
-
-    Returns:
-        The lines of this program, and the program.
+        around: `around` and `beside` of `Lines`, if this program has them.
     """
-    lines = alike.copy()
+    lines = replace(alike.copy(), **around)
     program = read(build, lines)
     alike.tie_as(lines)
-    return lines, program
+    return build, program, lines
 
 
-def _where(key: str) -> tuple[str, str]:
-    section, _, rest = key.partition(".")
-    return (section, rest) if is_override(key) else ("", key)
+def name_of(section: str, key: str) -> str:
+    """Return the name of a line: its key, after the overriding section if it is in one."""
+    return f"{section}.{key}" if section else key
+
+
+def _where(name: str) -> tuple[str, str]:
+    section, _, key = name.partition(".")
+    return (section, key) if is_override(name) else ("", name)

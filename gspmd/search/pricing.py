@@ -34,7 +34,7 @@ from gspmd.planner.unknown import (
 )
 from gspmd.search.lines import LineChoice
 from gspmd.search.lookups import LookupPrices
-from gspmd.search.moves import HOISTED, MoveCosts
+from gspmd.search.moves import HOISTED, MoveCosts, at_every
 from gspmd.search.program import Chain, Use
 from gspmd.tracing.compilers import compiler_for
 
@@ -104,7 +104,10 @@ class Prices:
         return self.choices_in_names(unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
-        """Return the choices of some unknowns; if there are several for one, one already listed, or the smallest."""
+        """Return the choices that decide some unknowns.
+
+        If several choices contain an unknown, one that another unknown needs is taken, or else the smallest.
+        """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
         for choices in wanted:
@@ -135,16 +138,15 @@ class Prices:
             both = counted.setdefault(use.what, [0, 0])
             both[0] += use.times
             both[1] += use.once
-        found: dict[tuple[int, ...], np.ndarray] = {}
+        found: list[Table] = []
         reduces_sums = compiler_for(self.chip).reduces_sums
         for what, (times, once) in counted.items():
             if isinstance(what, UnknownReduction) and not reduces_sums:
                 continue
             if isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what)):
                 continue  # The common steps of two chains are then priced twice.
-            of, seconds = self.table(what, times, once)
-            found[of] = found[of] + seconds if of in found else seconds
-        return list(found.items())
+            found.append(self.table(what, times, once))
+        return list(added_up(found).items())
 
     def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
         """Return the seconds of one step that runs several times.
@@ -184,18 +186,19 @@ class Prices:
         """Return the seconds of a step that runs once."""
         if isinstance(what, UnknownProduct):
             return self._product(what, of)
-        if isinstance(what, UnknownSteps) and not isinstance(what, UnknownMoves):
-            return self._lookup(what, of) if what.plan is routed else self._steps(what, of)
-        assert isinstance(what, UnknownMove | UnknownMoves)
-        found = self._moved(what, of)
-        if found is None:  # No placement of its tensors is possible.
-            return np.full((1,) * len(of), np.inf)
-        tensor, parts, home = found
-        if not _are_equal(parts):
-            return _added_up(tensor, parts, home)
-        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (parts[0], home))
-        table = tensor.between(sources, targets, by="sources" if len(sources) <= len(targets) else "targets")
-        return table[here.reshape(parts[0].shape), there.reshape(home.shape)]
+        nowhere = np.full((1,) * len(of), np.inf)  # No placement of its tensors is possible.
+        if isinstance(what, UnknownMove | UnknownMoves):
+            if (ends := self._moved(what, of)) is None:
+                return nowhere
+            tensor, parts, home = ends
+            return at_every(tensor.between, parts[0], home) if _are_equal(parts) else _summed(tensor, parts, home)
+        assert isinstance(what, UnknownSteps)
+        if what.plan is routed:
+            found, at = self._looked_up(what, of)
+            return nowhere if found is None else np.where(at[0] >= 0, found.seconds(what.name)[at], np.inf)
+        every, kind = self._placements(unknowns_in(what), of)
+        planned = [self._planned_steps(what, known) for known in every]
+        return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
 
     def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of the first steps, which leave a loop in which the tensor is invariant."""
@@ -207,8 +210,7 @@ class Prices:
         if ends is None or not _are_equal(ends[1]):
             return nothing
         tensor, parts, home = ends
-        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (parts[0], home))
-        return tensor.hoisted(sources, targets)[here.reshape(parts[0].shape), there.reshape(home.shape)]
+        return at_every(tensor.hoisted, parts[0], home)
 
     def _is_too_large(self, of: tuple[int, ...]) -> bool:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
@@ -244,13 +246,12 @@ class Prices:
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
         """Return the result of `_moved` for a move that an operation plans, once for each placement of its tensors."""
-        names = [name for name in unknowns_in(what.arguments) if name in self._at]
-        own = tuple(each for each in of if any(each in self._at[name] for name in names))
+        names = unknowns_in(what.arguments)
+        own = tuple(each for each in of if any(each in self._at.get(name, ()) for name in names))
         key = what.plan, what.arguments, own
         if key not in self._places_of:
-            kinds, kind = self._kinds(names, own)
-            planned = [self._planned(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
-            self._places_of[key] = planned, kind
+            every, kind = self._placements(names, own)
+            self._places_of[key] = [self._planned(what, known) for known in every], kind
         planned, kind = self._places_of[key]
         moves = [each and each[what.name] for each in planned]
         first = next((each for each in moves if each), None)
@@ -277,7 +278,7 @@ class Prices:
         key = dims, what.shape, what.itemsize, what.reduce
         if key not in self._moves:
             environment = Environment.of(tuple(zip(dims, what.shape)), tuple(self.mesh.items()), self.chip)
-            self._moves[key] = MoveCosts(environment, dims, "float32", what.itemsize, what.reduce)
+            self._moves[key] = MoveCosts(environment, dims, what.itemsize, what.reduce)
         return self._moves[key]
 
     def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
@@ -298,7 +299,7 @@ class Prices:
         return np.where(full[0], -1, nodes)
 
     def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sequence of mesh axes on one dimension; its mask; and whether an axis appears twice in it."""
+        """Return the sequence of mesh axes on one dimension, its mask, and whether some axis appears twice in it."""
         number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
         twice = np.zeros((1,) * len(of), bool)
         for name in names:
@@ -325,8 +326,7 @@ class Prices:
         for spec in what.specs:
             axes |= dict(zip(spec.dims, spec.axes))
         parts = np.array(parts_of(self.counts))
-        cuts = np.broadcast_arrays(*(parts[self._sequence(names, of)[1]] for names in axes.values()))
-        kinds, kind = np.unique(np.stack([cut.ravel() for cut in cuts], axis=1), axis=0, return_inverse=True)
+        kinds, kind = _different([parts[self._sequence(names, of)[1]] for names in axes.values()])
         sizes, (one, other, made) = dict(what.sizes), what.dtypes
         widest = max((one, other), key=itemsize)
         arrays = [(spec.dims, itemsize(dtype)) for spec, dtype in zip(what.specs, (one, other, made))]
@@ -334,7 +334,7 @@ class Prices:
         for row in kinds.tolist():
             local = {dim: sizes[dim] // cut for dim, cut in zip(axes, row)}
             seconds.append(picoseconds(local_einsum_seconds(local, arrays, widest, self.chip)) * 1e-12)
-        return np.array(seconds)[kind.ravel()].reshape(cuts[0].shape)
+        return np.array(seconds)[kind]
 
     # -- what operations plan by themselves ----------------------------------------------------------------------------
 
@@ -342,32 +342,19 @@ class Prices:
     def _context(self) -> Context:
         return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
 
-    def _kinds(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return [kind, name] the different sequences of some unknowns, and the one of each option of each choice."""
+    def _placements(self, unknowns: Iterable[str], of: tuple[int, ...]) -> tuple[list[Known], np.ndarray]:
+        """Return the different placements of some unknowns, and the one for each combination of the options."""
+        names = [name for name in unknowns if name in self._at]
         if not names:
-            return np.zeros((1, 0), int), np.zeros((1,) * len(of), int)
-        columns = np.broadcast_arrays(*(self._column(name, of) for name in names))
-        kinds, kind = np.unique(np.stack([each.ravel() for each in columns], axis=1), axis=0, return_inverse=True)
-        return kinds, kind.reshape(columns[0].shape)
-
-    def _steps(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the operation's own steps, planned once for each placement of its tensors."""
-        names = [name for name in unknowns_in(what) if name in self._at]
-        kinds, kind = self._kinds(names, of)
-        found = [self._planned_seconds(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
-        return np.array(found)[kind]
-
-    def _lookup(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds in which a tensor of a lookup in a table moves."""
-        found, at = self._looked_up(what, of)
-        if found is None:
-            return np.full((1,) * len(of), np.inf)
-        return np.where(at[0] >= 0, found.seconds(what.name)[at], np.inf)
+            return [{}], np.zeros((1,) * len(of), int)
+        kinds, kind = _different([self._column(name, of) for name in names])
+        return [dict(zip(names, map(self.named, row))) for row in kinds.tolist()], kind
 
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """Return the lookup for all placements of its tensors; and which placement each option has, -1 for none."""
+        """Return the prices of a lookup, and for each combination of the options the placement of the pair of ids and
+        rows, and of the table; -1 for an impossible one."""
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._places((given.ids, given.rows), of)
         tables, table = self._places((given.table,), of)
@@ -390,19 +377,14 @@ class Prices:
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
         """Return the different placements of some tensors, None if impossible, and which placement each option has."""
-        names = [name for name in unknowns_in(specs) if name in self._at]
-        kinds, kind = self._kinds(names, of)
+        every, kind = self._placements(unknowns_in(specs), of)
         found: list[tuple[Spec, ...] | None] = []
-        for row in kinds.tolist():
+        for known in every:
             try:
-                found.append(placed(specs, dict(zip(names, map(self.named, row)))))
+                found.append(placed(specs, known))
             except SpecError:
                 found.append(None)
         return found, kind
-
-    def _planned_seconds(self, what: UnknownSteps, known: Known) -> float:
-        steps = self._planned_steps(what, known)
-        return np.inf if steps is None else sum(step.seconds for step in steps)
 
     def _planned_steps(self, what: UnknownSteps, known: Known) -> tuple[Step, ...] | None:
         steps = self._planned(what, known)
@@ -431,7 +413,7 @@ class Prices:
         return most
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the last step of a chain, 0 unless it is a reduction that a compiler may remove."""
+        """Return the seconds of a chain's last step if it is a reduction that a compiler may remove, and 0 if not."""
         chains, at = self._chains(what.chain, of)
         ends = [_reduction_of(chain) for chain in chains]
         seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]
@@ -460,7 +442,7 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return the same for chains that are planned one by one, for each placement of their tensors."""
+        """Return the seconds of the first steps that two chains share, planning both for each placement."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.
@@ -471,20 +453,21 @@ class Prices:
         """Return all possible chains of steps, and the number of the chain for each combination of the options."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
-        names = [name for name in unknowns_in(what) if name in self._at]
-        kinds, kind = self._kinds(names, of)
-        planned = [self._planned_steps(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
-        chains, which = _numbered([_chain_of(steps or ()) for steps in planned])
+        every, kind = self._placements(unknowns_in(what), of)
+        chains, which = _numbered([_chain_of(self._planned_steps(what, known) or ()) for known in every])
         return chains, which[kind]
 
     def _chains_of_move(self, what: UnknownMove, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
         tensor = self._tensor(what)
-        before, after = self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of)
-        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
-        between = tensor.steps_between(sources, targets)
-        chains, which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
-        which = which.reshape(len(sources), len(targets))
-        return chains, which[here.reshape(before.shape), there.reshape(after.shape)]
+        chains: list[Planned] = []
+
+        def numbers(sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+            between = tensor.steps_between(sources, targets)
+            chains[:], which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
+            return which.reshape(len(sources), len(targets))
+
+        which = at_every(numbers, self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of))
+        return chains, which
 
 
 @lru_cache(maxsize=1 << 17)
@@ -510,6 +493,21 @@ def _latest(key: tuple) -> dict:
 def forget() -> None:
     """Drop the tables that are kept from search to search: a run does not need them after its search."""
     _tables.clear()
+
+
+def added_up(tables: Iterable[Table]) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the sum of all tables for each set of choices."""
+    found: dict[tuple[int, ...], np.ndarray] = {}
+    for of, table in tables:
+        found[of] = found[of] + table if of in found else table
+    return found
+
+
+def _different(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different rows of columns that broadcast, and the number of the row at each place."""
+    full = np.broadcast_arrays(*columns)
+    rows, number = np.unique(np.stack([each.ravel() for each in full], axis=1), axis=0, return_inverse=True)
+    return rows, number.reshape(full[0].shape)
 
 
 def _are_equal(parts: Sequence[np.ndarray]) -> bool:
@@ -557,22 +555,22 @@ def _begun(
         return np.zeros((1,) * before.ndim)
     # An impossible placement has infinite seconds elsewhere.
     before, after, same, end = (np.maximum(each, 0) for each in np.broadcast_arrays(before, after, same, end))
-    places = [np.unique(each, return_inverse=True) for each in (before, after, end)]
-    seconds, leaving = tensor.shared(*(each for each, _ in places))
-    table = times * seconds - (times - once) * leaving
-    found = table[tuple(index.reshape(before.shape) for _, index in places)]
-    return np.where(before == same, found, 0.0)
+
+    def first(*places: np.ndarray) -> np.ndarray:
+        seconds, leaving = tensor.shared(*places)
+        return times * seconds - (times - once) * leaving
+
+    return np.where(before == same, at_every(first, before, after, end), 0.0)
 
 
-def _added_up(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
+def _summed(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
     """Return the seconds to bring the parts of a sum to the cheapest placement for adding, and the sum to its
     target."""
     everywhere = np.arange(len(tensor.paths.nodes))
-    full = np.broadcast_arrays(*parts)
-    kinds, kind = np.unique(np.stack([part.ravel() for part in full], axis=1), axis=0, return_inverse=True)
+    kinds, kind = _different(parts)
     nodes = [np.unique(column, return_inverse=True) for column in kinds.T]
     brought = sum(tensor.between(each, everywhere, by="sources")[index] for each, index in nodes)  # [kind, place]
     targets, there = np.unique(home, return_inverse=True)
     onward = tensor.between(everywhere, targets, by="targets")  # [place, target]
     least = np.stack([(brought + column).min(axis=1) for column in onward.T], axis=1)  # [kind, target]
-    return least[kind.reshape(full[0].shape), there.reshape(home.shape)]
+    return least[kind, there.reshape(home.shape)]

@@ -1,4 +1,4 @@
-"""A program with unknown placements: how often each of its steps runs, and which arrays a device holds."""
+"""A program with unknown placements: its steps with the number of times that each runs, and the arrays of a device."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Use:
     Attributes:
         what: the step, with unknowns.
         times: how often it runs.
-        once: how often its first steps run that are hoisted out of a loop in which its tensor is invariant; `times` if
-            none are.
+        once: how often its hoisted steps run: its first steps, if they leave a loop in which its tensor is invariant;
+            `times` if none do.
         inside: whether it runs in a shard_map of the program, and is planned without the mesh axes of that shard_map.
     """
 
@@ -115,7 +115,7 @@ class TracedProgram:
 
         Args:
             devices: number of devices of the mesh.
-            like: a program that differs in sizes only; memory is counted at the point where that one holds the most.
+            like: a program that differs in sizes only; memory is counted at the point where `like` holds the most.
         """
         moment = like.held(devices).moment if like else None
         if (devices, moment) not in self._held:
@@ -161,7 +161,7 @@ def read(build: Build, lines: Lines) -> TracedProgram:
                 f"cannot search this program, which does not allow every dimension to be sharded: {text.strip()}\n"
                 "  Fix the lines of this error, as in fixed={'mixer.stream': 'BLE'}."
             ) from None
-        if not _met(found, lines):
+        if not _adjust(found, lines):
             lines.keep(found.unknowns, found.owed)
             return found
     raise PlanError(
@@ -170,7 +170,7 @@ def read(build: Build, lines: Lines) -> TracedProgram:
     )
 
 
-def _met(program: TracedProgram, lines: Lines) -> bool:
+def _adjust(program: TracedProgram, lines: Lines) -> bool:
     """Give each product of a weight a line for its via, and tie the products of one sum, as their gradient needs it;
     return whether anything changed."""
     before, tied = len(lines.vias), False
@@ -191,11 +191,11 @@ def _met(program: TracedProgram, lines: Lines) -> bool:
     lines.add_vias(products)
     if len(lines.vias) == before:  # All products that can have a via have one.
         for use in program.uses:
-            tied = _tied_where_they_lie(use.what, lines) or tied
+            tied = _tie_operands(use.what, lines) or tied
     return tied or len(lines.vias) > before
 
 
-def _tied_where_they_lie(what: Unknown, lines: Lines) -> bool:
+def _tie_operands(what: Unknown, lines: Lines) -> bool:
     """Tie the operands of a product of two activations for which no via exists, such as the logits of attention; return
     whether anything changed.
 

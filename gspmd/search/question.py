@@ -176,12 +176,10 @@ class BoundedSearch:
         """Return the bytes that sums equal to the limit may reach, in whatever order they are taken."""
         return self.limit + ROUNDING * abs(self.limit)
 
-    def _rounding(self) -> float:
-        return ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
-
     def _slack(self) -> float:
-        """Return the seconds by which better picks are not looked for."""
-        return self._rounding() + (self.tolerance * abs(self.seconds) if self.best else 0.0)
+        """Return the gain in seconds below which better picks are not looked for: rounding, and the tolerance."""
+        rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
+        return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
     def _proved(self) -> bool:
         known = self.best is not None and self.bound >= self.seconds - self._slack()

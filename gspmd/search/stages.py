@@ -1,4 +1,4 @@
-"""Layers to the stages of a pipeline: the contiguous split, and the submesh of each stage, in the fewest seconds.
+"""The split of layers into consecutive stages of a pipeline, with a submesh for each stage, in the fewest seconds.
 
 A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
 t_max, the most that a stage may take, the fewest Σ t_i is a dynamic program over the last stages. t_max is one of the
@@ -39,14 +39,10 @@ class StageSplit:
     Attributes:
         stages: in the order of the layers.
         seconds: the seconds of all microbatches through all stages.
-        slowest: seconds of the slowest stage for one microbatch, which sets the pace.
-        bound: a lower bound on the seconds of any split, with equal stages or not.
     """
 
     stages: tuple[LayerRange, ...]
     seconds: float
-    slowest: float
-    bound: float
 
 
 class NoSplit(ValueError):
@@ -62,7 +58,6 @@ def split(
     devices: int,
     microbatches: int,
     fits: Fits | None = None,
-    alike: bool = False,
 ) -> StageSplit:
     """Split layers into stages, each on a submesh, so that all devices are used, in the fewest seconds.
 
@@ -74,8 +69,6 @@ def split(
         microbatches: B.
         fits: returns whether a stage fits in memory, given the number n of stages after it. In 1F1B a stage holds the
             inputs of n + 1 microbatches, or of all if there are fewer.
-        alike: whether all stages must have the same number of layers and the same submesh, so that one program runs
-            them.
 
     Raises:
         NoSplit: no split uses all devices, is allowed and fits.
@@ -85,29 +78,24 @@ def split(
         >>> layers = np.array([3.0, 1.0, 1.0, 1.0])  # the first layer takes longer, and two devices halve it all
         >>> table = [[[layers[i : j + 1].sum() / n for n in (1, 2)] for j in range(4)] for i in range(4)]
         >>> split(table, (1, 2), devices=2, microbatches=4)
-        StageSplit(stages=(LayerRange(first=0, last=3, submesh=1),), seconds=12.0, slowest=3.0, bound=12.0)
+        StageSplit(stages=(LayerRange(first=0, last=3, submesh=1),), seconds=12.0)
         >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4).stages
         (LayerRange(first=0, last=0, submesh=0), LayerRange(first=1, last=3, submesh=0))
-        >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4, alike=True).stages
-        (LayerRange(first=0, last=1, submesh=0), LayerRange(first=2, last=3, submesh=0))
     """
     given, sizes = np.asarray(seconds, float), tuple(submesh_devices)
     _check_shape(given, len(sizes))
     table = _upper(given)
     _check(table, sizes, devices, microbatches)
     space = _SplitSpace(table, sizes, devices, fits)
-    any_kind = _cheapest(space, microbatches)
-    best = _cheapest_alike(space, microbatches) if alike else any_kind
-    if best is None or any_kind is None:
-        raise NoSplit(_fault(space, alike))
-    paces = [table[each.first, each.last, each.submesh] for each in best]
-    bound = _seconds(table, any_kind, microbatches)
-    return StageSplit(best, _seconds(table, best, microbatches), float(max(paces)), bound)
+    best = _cheapest(space, microbatches)
+    if best is None:
+        raise NoSplit(_fault(space))
+    return StageSplit(best, _seconds(table, best, microbatches))
 
 
 @dataclass(frozen=True, eq=False)
 class _SplitSpace:
-    """The choices that there are, as `split` is asked."""
+    """The arguments of `split`, and what follows from them for every number of microbatches."""
 
     table: np.ndarray
     sizes: tuple[int, ...]
@@ -151,7 +139,7 @@ def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
 
 
 def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """Find the cheapest split of any kind, trying all t_max."""
+    """Find the cheapest split, trying all t_max."""
     best = free = _fewest(space, math.inf)
     if free is None:
         return None
@@ -222,27 +210,6 @@ def _followed(space: _SplitSpace, picks: Sequence[np.ndarray]) -> Iterator[Layer
         first, left = last + 1, left - space.sizes[submesh] // space.unit
 
 
-def _cheapest_alike(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """Find the cheapest split into stages with equal numbers of layers, on equal submeshes."""
-    found = [stages for stages in _alike(space) if _is_allowed(space, stages)]
-    return min(found, key=lambda stages: _seconds(space.table, stages, microbatches), default=None)
-
-
-def _alike(space: _SplitSpace) -> Iterator[Stages]:
-    for submesh, size in enumerate(space.sizes):
-        count, rest = divmod(space.devices, size)
-        if not rest and count and space.layers % count == 0:
-            each = space.layers // count
-            yield tuple(LayerRange(at * each, (at + 1) * each - 1, submesh) for at in range(count))
-
-
-def _is_allowed(space: _SplitSpace, stages: Stages) -> bool:
-    behind = range(len(stages) - 1, -1, -1)
-    return all(
-        math.isfinite(space.allowed[left][each.first, each.last, each.submesh]) for each, left in zip(stages, behind)
-    )
-
-
 def _upper(table: np.ndarray) -> np.ndarray:
     """Return the table with its lower triangle infinite: no stage ends before it begins."""
     return np.where(np.triu(np.ones(table.shape[:2], bool))[..., None], table, math.inf)
@@ -267,19 +234,18 @@ def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: 
         )
 
 
-def _fault(space: _SplitSpace, alike: bool) -> str:
+def _fault(space: _SplitSpace) -> str:
     """Return why there is no split, and a remedy."""
 
     def possible(table: np.ndarray, fits: Fits | None) -> bool:
-        space_of = _SplitSpace(table, space.sizes, space.devices, fits)
-        return bool((_cheapest_alike if alike else _cheapest)(space_of, 1))
+        return bool(_cheapest(_SplitSpace(table, space.sizes, space.devices, fits), 1))
 
-    what = f"{space.layers} layers into stages{' that are alike' if alike else ''} on {space.devices} devices"
+    what = f"{space.layers} layers into stages on {space.devices} devices"
     offered = ", ".join(map(str, sorted({*space.sizes})))
     if not possible(_upper(np.zeros_like(space.table)), None):
         return (
             f"cannot split {what}: submeshes of {offered} devices do not add up to {space.devices} in any number of "
-            f"stages that the layers {'divide into' if alike else 'are enough for'}.\n"
+            "stages that the layers are enough for.\n"
             "  Offer a submesh of other devices, such as one of all of them."
         )
     if possible(space.table, None):

@@ -49,7 +49,7 @@ def document(
         "\n".join(f"# {line}".rstrip() for line in header),
         "\n".join(["[mesh]", *mesh_lines(mesh)]),
         f'[lowering]\ndefault = "{lowering}"',
-        *(_block(name, keys, lines, comments) for name, keys in _sections(lines)),
+        *(block(name, keys, lines, comments) for name, keys in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -76,9 +76,12 @@ def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield from sorted(found.items(), key=lambda item: is_override(item[1][0]))
 
 
-def _block(name: str, keys: list[str], lines: Mapping[str, str], comments: Mapping[str, str]) -> str:
+def block(
+    name: str, keys: Iterable[str], lines: Mapping[str, str], comments: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return one section: its name, and the lines of these keys; `lines` and `comments` as in `document`."""
     inside = [key.partition(".")[2] for key in keys]
-    names = [f'"{key}"' if "." in key else key for key in inside]  # Those of an overriding section.
+    names = [f'"{key}"' if "." in key else key for key in inside]  # Quoted in a section that overrides others.
     texts = [f'"{lines[key]}"' for key in keys]
     widths = max(map(len, names)), max(map(len, texts))
     rows = [f"[{name}]"]

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from gspmd.annotate.errors import PlanError
@@ -25,16 +26,15 @@ from gspmd.planner.unknown import UnknownSteps, unknowns_in
 from gspmd.search.finding import MeshProblem
 from gspmd.search.held import work
 from gspmd.search.lines import Lines
-from gspmd.search.phase import Case, LayoutLine, PhaseProblem
+from gspmd.search.phase import Case, LayoutLine, PhaseProblem, ReadProgram, read_alike
 from gspmd.search.pricing import Table
-from gspmd.search.program import Build, TracedProgram, read
+from gspmd.search.stages import LayerRange
 from gspmd.tracing.jaxprs import inner_jaxprs
 from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
 from ..step import Language
-from .unsearched import Unsearched
-from .workload import BASE, Workload
+from .workload import BASE, Unsearched, Workload
 
 STAGES = "p"
 """The mesh axis of a pipeline's stages."""
@@ -45,6 +45,7 @@ class Slots:
     """The seconds and bytes of a pipeline's step, by part.
 
     Attributes:
+        count: number of stacked layers of a stage.
         first, last: seconds per slot of the embedding, and of output and loss.
         sent: seconds per slot of the permutes to neighbouring stages.
         layers: seconds per slot of all other work: the layers of a stage.
@@ -54,6 +55,7 @@ class Slots:
         layers_bytes: bytes of everything else.
     """
 
+    count: int
     first: float
     last: float
     sent: float
@@ -62,6 +64,26 @@ class Slots:
     ends_bytes: float
     input_bytes: float
     layers_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one slot: forward and backward pass of one microbatch, with embedding and output."""
+        return self.layers + self.sent + self.first + self.last
+
+    def apart(self, layers: int) -> np.ndarray:
+        """Return seconds [layers, layers, 1] by a stage's first and last layer; only the first stage has the embedding,
+        and only the last the output."""
+        table = np.full((layers, layers, 1), np.inf)
+        for first in range(layers):
+            for last in range(first, layers):
+                ends = (first == 0) * self.first + (last == layers - 1) * self.last
+                table[first, last] = (last - first + 1) * self.layers / self.count + self.sent + ends
+        return table
+
+    def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
+        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
+        ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
+        return (stage.last - stage.first + 1) * self.layers_bytes / self.count + ends + waiting * self.input_bytes
 
 
 class StageProblem(PhaseProblem):
@@ -72,7 +94,7 @@ class StageProblem(PhaseProblem):
         stages: S.
         mesh: sizes of the mesh axes of one stage, without the axis of the stages.
         side: mesh axes along which pipelines run side by side. Layouts in which further axes split only the batch are
-            searched too, but their cost is overestimated; it is exact for the problem whose `side` has these axes.
+            searched too, but priced too high; the problem with these axes in `side` prices them exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward
@@ -129,9 +151,9 @@ class StageProblem(PhaseProblem):
         """The search for the layout of all stages."""
         case = self.case
         beside = {axis: self.axes[axis] for axis in case.side if axis in self.axes}
-        built, lines, program = read_stages(*self._step, case.stages, tuple(beside.items()))
+        read = read_stages(*self._step, case.stages, tuple(beside.items()))
         whole = {STAGES: case.stages, **self.axes}
-        return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
+        return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
         """Return the lines of the layout that these picks give, followed by the pipeline's own."""
@@ -169,6 +191,7 @@ class StageProblem(PhaseProblem):
         waits = total([question.prices.shared(unknowns_in(question.lines.spec("ffn.residual", "BLE")), float(stream))])
         waiting = min(case.microbatches, 2 * self.stages - 1)
         return Slots(
+            case.config.repeats // self.stages,
             **{place: value / self.slots for place, value in seconds.items()},
             once=self.problem().cost(picks) - sum(seconds.values()),
             ends_bytes=held["ends"],
@@ -213,8 +236,8 @@ def read_stages(
     update: Update,
     stages: int,
     beside: tuple[tuple[str, int], ...],
-) -> tuple[Build, Lines, TracedProgram]:
-    """Return the builder of a training step in stages, its lines and its traced program.
+) -> ReadProgram:
+    """Read a training step in stages.
 
     Args:
         config, dtype, batch, length, update: describe the step.
@@ -222,12 +245,8 @@ def read_stages(
         beside: mesh axes, with their sizes, along which pipelines run side by side.
     """
     build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
-    alike = _lines(replace(config, remat="none"))
-    around = {STAGES: stages, **dict(beside)}
-    lines = replace(alike.copy(), around=around, beside=tuple(axis for axis, _ in beside))
-    program = read(build, lines)
-    alike.tie_as(lines)
-    return build, lines, program
+    around, side = {STAGES: stages, **dict(beside)}, tuple(axis for axis, _ in beside)
+    return read_alike(build, _lines(replace(config, remat="none")), around=around, beside=side)
 
 
 @lru_cache(maxsize=64)

@@ -14,18 +14,16 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search.finding import MeshProblem
 from gspmd.search.lines import Lines
-from gspmd.search.phase import Case, PhaseProblem, read_alike
-from gspmd.search.program import Build, TracedProgram
+from gspmd.search.phase import Case, PhaseProblem, ReadProgram, read_alike
 
 from ..config import ModelConfig
 from ..decoding.cache import SELF
 from ..decoding.programs import serving_program
 from ..decoding.serving import for_serving
-from .unsearched import Unsearched
-from .workload import BASE, Phase, Workload
+from .workload import BASE, Phase, Unsearched, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of the rows that experts compute on: they are sharded alike, so that rows stay in place, and C is whole."""
+"""Lines of the rows on which experts compute. They are sharded alike, so that rows stay in place, and not along C."""
 
 
 class ServingProblem(PhaseProblem):
@@ -62,7 +60,7 @@ class ServingProblem(PhaseProblem):
     @cached_property
     def question(self) -> MeshProblem:
         """The search on this mesh."""
-        built, lines, program = read_phase(*self._step)
+        built, program, lines = read_phase(*self._step)
         if self._prompts:
             rows = lines.unknown(f"cache.{SELF}", "B")
             sizes = program.sizes.get(rows, frozenset()) | {self._prompts}
@@ -82,8 +80,8 @@ def read_phase(
     weights: str,
     cache: str,
     fixed: tuple[tuple[str, str], ...] = (),
-) -> tuple[Build, Lines, TracedProgram]:
-    """Return the builder of a serving program, its lines and the traced program; all are the same on every mesh."""
+) -> ReadProgram:
+    """Read a serving program, which is the same on every mesh."""
     stored: Any = {name: "int8" for name, kind in {"weights": weights, "cache": cache}.items() if kind == "int8"}
 
     def build(layout: Layout, mesh: jax.sharding.Mesh) -> tuple[Any, ...]:
@@ -93,7 +91,7 @@ def read_phase(
         )  # fmt: skip
         return program.step, *program.arguments
 
-    return build, *read_alike(build, _lines(config, phase, fixed))
+    return read_alike(build, _lines(config, phase, fixed))
 
 
 @lru_cache(maxsize=64)

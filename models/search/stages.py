@@ -3,9 +3,9 @@
 For every number of stages that divides both the layers and an axis of the torus (on GPUs, the number of GPUs), for each
 mesh of the rest, and for each choice of its axes along which pipelines run side by side, the specs of a stage are
 searched exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
-With these prices `gspmd.search.stages` splits the layers in two ways: into equal stages, each with embedding and
-output, as `gspmd.pipeline` runs them; and freely, as Alpa may, on submeshes of every size, with embedding on the first
-stage and output on the last.
+These prices give the seconds of equal stages, each with embedding and output, as `gspmd.pipeline` runs them. With them
+`gspmd.search.stages` also splits the layers freely, as Alpa may, on submeshes of every size, with embedding on the
+first stage and output on the last.
 
 Not covered: rounds, and stages over more than one torus axis. If stages take part of a torus axis, the rest of the axis
 is priced as a ring, although it is a line (`PipelineRow.along`).
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -31,62 +31,11 @@ from gspmd.search.answers.meshes import factorings, meshes
 from gspmd.search.phase import LayoutLine
 from gspmd.search.stages import LayerRange, NoSplit, StageSplit, split
 
-from .pipeline import STAGES, StageProblem
+from .pipeline import STAGES, Slots, StageProblem
 from .workload import Workload
 
 MOST = 2
 """The largest number of mesh axes of a stage; with the axis of the stages, a torus has three."""
-
-
-@dataclass(frozen=True)
-class StagePrices:
-    """The seconds and bytes of one microbatch, by part.
-
-    Attributes:
-        layer: seconds of one stacked layer, forward and backward.
-        first, last: seconds of the embedding, and of output and loss.
-        sent: seconds of the permutes to the next stage and back.
-        layer_bytes: bytes of one layer.
-        ends_bytes: bytes of embedding and output together.
-        input_bytes: bytes of a stage's input for one microbatch.
-    """
-
-    layer: float
-    first: float
-    last: float
-    sent: float
-    layer_bytes: float
-    ends_bytes: float
-    input_bytes: float
-
-    @classmethod
-    def of(cls, problem: StageProblem, picks: Mapping[str, int], layers: int) -> StagePrices:
-        """Return the seconds and bytes of an answer whose stages have this number of stacked layers."""
-        slots = problem.apart(picks)
-        return cls(
-            slots.layers / layers, slots.first, slots.last, slots.sent,
-            slots.layers_bytes / layers, slots.ends_bytes, slots.input_bytes,
-        )  # fmt: skip
-
-    def alike(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by a stage's first and last layer, if all stages have both ends."""
-        return self._table(layers, lambda first, last: self.first + self.last)
-
-    def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1]; only the first stage has the embedding, and only the last the output."""
-        return self._table(layers, lambda first, last: (first == 0) * self.first + (last == layers - 1) * self.last)
-
-    def _table(self, layers: int, ends: Callable[[int, int], float]) -> np.ndarray:
-        table = np.full((layers, layers, 1), np.inf)
-        for first in range(layers):
-            for last in range(first, layers):
-                table[first, last] = (last - first + 1) * self.layer + self.sent + ends(first, last)
-        return table
-
-    def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
-        ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
-        return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
 
 @dataclass(frozen=True)
@@ -100,7 +49,6 @@ class PipelineRow:
         problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
         answer: its answer, with the seconds of a step and the bytes of a device; None if nothing fits.
         prices: the prices of its parts; None if nothing fits.
-        split: the split into equal stages, whose seconds are those of a step without the work that runs once.
         least: bytes of the smallest layout, if nothing fits.
     """
 
@@ -109,8 +57,7 @@ class PipelineRow:
     along: int
     problem: StageProblem
     answer: Answer | None
-    prices: StagePrices | None
-    split: StageSplit | None
+    prices: Slots | None
     least: float = 0.0
 
     @property
@@ -122,6 +69,11 @@ class PipelineRow:
     def bubble(self) -> float:
         """The share of slots in which a stage waits, (S - 1) / (M + S - 1)."""
         return (self.stages - 1) / (self.microbatches + self.stages - 1)
+
+    @property
+    def slotted(self) -> float:
+        """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if nothing fits."""
+        return self.problem.slots * self.prices.seconds if self.prices else inf
 
     @property
     def lines(self) -> list[LayoutLine]:
@@ -145,8 +97,8 @@ class Table:
     @property
     def best(self) -> PipelineRow | None:
         """The fastest row, with ties broken by fewer stages; None if nothing fits."""
-        found = [row for row in self.rows if row.answer]
-        return min(found, key=lambda row: (float(f"{_seconds(row):.9g}"), row.stages), default=None)
+        found = [(float(f"{row.answer.seconds:.9g}"), row.stages, row) for row in self.rows if row.answer]
+        return min(found, key=lambda each: each[:2])[-1] if found else None
 
 
 def table(
@@ -187,7 +139,9 @@ def table(
             if workload.batch % count == 0:
                 tell(f"{stages} stages, {count} microbatches")
                 made = _problems(replace(workload, microbatches=count), stages, torus)
-                rows += [row for row in [_best(made, periods, limit)] if row]
+                solved = [row for row in (_solved(along, problem, limit) for along, problem in made) if row]
+                if solved:
+                    rows.append(min(solved, key=lambda row: (row.answer.seconds if row.answer else inf, row.least)))
     free = {count: _free(rows, count, periods, prod(torus), limit) for count in dict.fromkeys(microbatches)}
     return Table(tuple(rows), {count: found for count, found in free.items() if found})
 
@@ -215,40 +169,21 @@ def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator
     for size in sorted({size for size in torus if size % stages == 0}):
         rest = list(torus)
         rest[rest.index(size)] = size // stages
-        for mesh in meshes(rest, MOST):
+        for mesh in meshes(rest, most=MOST):
             if (shape := tuple(sorted(mesh.values()))) not in seen:
                 seen.add(shape)
                 yield size, mesh
 
 
-def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) -> PipelineRow | None:
-    best: PipelineRow | None = None
-    for along, problem in made:
-        row = _solved(along, problem, periods, limit)
-        if row is not None and (best is None or _rank(row) < _rank(best)):
-            best = row
-    return best
-
-
-def _solved(along: int, problem: StageProblem, periods: int, limit: float) -> PipelineRow | None:
+def _solved(along: int, problem: StageProblem, limit: float) -> PipelineRow | None:
     stages, count = problem.stages, problem.case.microbatches
     try:
         answer = Search(problem.problem(limit), StepBudget(), TOLERANCE).best()
     except NothingFits as fault:
         if fault.nearest is None:
             return None
-        return PipelineRow(stages, count, along, problem, None, None, None, fault.nearest.bytes)
-    prices = StagePrices.of(problem, answer.picks, periods // stages)
-    alike = split(prices.alike(periods), (1,), stages, count, alike=True)
-    return PipelineRow(stages, count, along, problem, answer, prices, alike)
-
-
-def _seconds(row: PipelineRow) -> float:
-    return row.answer.seconds if row.answer else float("inf")
-
-
-def _rank(row: PipelineRow) -> tuple[float, float]:
-    return _seconds(row), row.least
+        return PipelineRow(stages, count, along, problem, None, None, fault.nearest.bytes)
+    return PipelineRow(stages, count, along, problem, answer, problem.apart(answer.picks))
 
 
 def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:
@@ -280,7 +215,7 @@ def sheet(found: Table) -> Sheet:
         cells = (
             str(row.stages), str(row.microbatches), mesh_text(row.mesh), "".join(case.side),
             amount_of_seconds(row.answer.seconds) if row.answer else "", f"{row.bubble:.0%}",
-            f"{row.split.seconds / free.seconds:.3f}" if row.split and free else "",
+            f"{row.slotted / free.seconds:.3f}" if row.answer and free else "",
             amount_of_bytes(row.answer.bytes if row.answer else row.least), "yes" if row.answer else "no",
         )  # fmt: skip
         style = "[bold]{}[/]" if row is found.best else "{}" if row.answer else "[dim]{}[/]"

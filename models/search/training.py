@@ -15,9 +15,10 @@ from gspmd.search import Problem
 from gspmd.search.finding import MeshProblem
 from gspmd.search.held import HeldArray
 from gspmd.search.lines import Lines
-from gspmd.search.phase import Case, PhaseProblem, RelaxedProblem, read_alike
+from gspmd.search.phase import Case, PhaseProblem, ReadProgram, RelaxedProblem, read_alike
 from gspmd.search.pricing import Table
-from gspmd.search.program import Build, TracedProgram, Use
+from gspmd.search.program import Use
+from gspmd.training.model import Trainable
 from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
@@ -33,8 +34,56 @@ _TOKENS = ("B", "G", "C")
 """Dimensions whose size depends on the number of microbatches."""
 
 
-class TrainingProblem(PhaseProblem):
-    """The search problem of a training step on one mesh, with terms read from the program.
+class TrainingStep:
+    """A training step, traced once for each number of microbatches, whatever the mesh.
+
+    Args:
+        subject: the model, in its compute dtype.
+        update: how parameters are updated; its number of microbatches is ignored.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        lines: the lines of the model; they are tied in place, as its programs need it.
+    """
+
+    def __init__(self, subject: Trainable, update: Update, batch: int, length: int, lines: Lines):
+        self.subject, self.update, self.batch, self.length, self.lines = subject, update, batch, length, lines
+        self._read: dict[int, ReadProgram] = {}
+
+    def read(self, microbatches: int) -> ReadProgram:
+        """Read the step's program in a number of microbatches.
+
+        Raises:
+            LayoutError, PlanError, SpecError: the step cannot be built or searched.
+        """
+        if microbatches not in self._read:
+            update = replace(self.update, microbatches=microbatches)
+            build = abstract_program(self.subject, update, self.batch, self.length)
+            self._read[microbatches] = read_alike(build, self.lines)
+        return self._read[microbatches]
+
+
+class StepProblem(PhaseProblem):
+    """The search problem of a training step on one mesh, with terms read from the program."""
+
+    phase = "train"
+
+    def __init__(self, step: TrainingStep, case: Case):
+        super().__init__(case)
+        self._step = step
+
+    @cached_property
+    def question(self) -> MeshProblem:
+        """The search on this mesh."""
+        case, step = self.case, self._step
+        # Memory is counted at the point where the program with two microbatches holds the most, so that with more
+        # microbatches the count never grows.
+        _, like, _ = step.read(2) if case.microbatches > 2 and step.batch % 2 == 0 else (None, None, None)
+        read = step.read(case.microbatches)
+        return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, like)
+
+
+class TrainingProblem(StepProblem):
+    """The search problem of a training step of a model that comes with gspmd.
 
     Args:
         workload: the step.
@@ -44,39 +93,23 @@ class TrainingProblem(PhaseProblem):
         PlanError: the microbatches do not divide the batch, or the program has a part that cannot be searched.
     """
 
-    phase = "train"
-
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         config, batch, count = workload.config, workload.batch, workload.microbatches
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
-        source = config.tokens_of_source(workload.source_length, workload.length)
-        sizes = config.common_sizes(batch // count, workload.length, source)
         if config.lora and sum(size > 1 for size in mesh.values()) > MOST_WITH_ADAPTERS:
             raise PlanError(
                 f"cannot search layouts of adapters on the {len(mesh)} mesh axes {', '.join(mesh)}: their products are "
                 f"planned one by one, which takes hours.\n  Search a mesh of {MOST_WITH_ADAPTERS} axes."
             )
+        source = config.tokens_of_source(workload.source_length, workload.length)
         super().__init__(
+            _step(config, workload.dtype, batch, workload.length, source, workload.update, workload.fixed),
             Case(
-                config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count,
-                remat=config.remat_name,
-            )
+                config, config.common_sizes(batch // count, workload.length, source), dict(mesh), workload.chip,
+                workload.dtype, microbatches=count, remat=config.remat_name,
+            ),
         )  # fmt: skip
-        self._step = config, workload.dtype, batch, workload.length, source, workload.update, workload.fixed
-
-    @cached_property
-    def question(self) -> MeshProblem:
-        """The search on this mesh."""
-        case = self.case
-        # Memory is counted as in the program with two microbatches, so that more microbatches never hold more.
-        like = self._read(2)[2] if case.microbatches > 2 else None
-        built, lines, program = self._read(case.microbatches)
-        return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, like)
-
-    def _read(self, microbatches: int) -> tuple[Build, Lines, TracedProgram]:
-        *asked, update, fixed = self._step
-        return read_step(*asked, replace(update, microbatches=microbatches), fixed)
 
 
 class RelaxedTraining(TrainingProblem, RelaxedProblem):
@@ -104,12 +137,12 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         once, each = self._tables
         question, weights = self.question, self._weights
         others = {array: count if array in weights else 2 / most * count for array, count in question.others.items()}
-        moe = self._step[0].moe
+        moe = self.case.config.moe
         if moe and moe.groups:
             # Groups that span sequences shrink with the microbatch, and so do their masks of tokens times slots.
             once, others = [(of, 2 / most * table) for of, table in once], {}
         seconds = [*once, *((of, fewest / 2 * table) for of, table in each)]
-        held = [*question.arguments, *question.spread(others)]
+        held = [*question.spread(question.stored), *question.spread(others)]
         return self.question.stated(seconds, held, limit)
 
     @cached_property
@@ -124,7 +157,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
     def _tables(self) -> tuple[list[Table], list[Table]]:
         """The seconds that do not depend on the number of microbatches, and those of weights, which do."""
         question, tables = self.question, self.question.prices.tables
-        _, _, in_one = self._read(1)
+        _, in_one, _ = self._step.read(1)
         before = in_one.times
 
         def repeats(use: Use) -> bool:
@@ -143,20 +176,19 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
 
 @lru_cache(maxsize=64)
-def read_step(
+def _step(
     config: ModelConfig,
     dtype: str,
     batch: int,
     length: int,
     source_length: int,
     update: Update,
-    fixed: tuple[tuple[str, str], ...] = (),
-) -> tuple[Build, Lines, TracedProgram]:
-    """Return the builder of a training step, its lines and its traced program; all are the same on every mesh."""
+    fixed: tuple[tuple[str, str], ...],
+) -> TrainingStep:
+    """Return a training step, which is the same on every mesh."""
     # Pairs of sources and targets are packed into rows, or have padding.
     subject = Language(config, jnp.dtype(dtype), packed=source_length > 0, source_length=source_length)
-    build = abstract_program(subject, update, batch, length)
-    return build, *read_alike(build, _lines(replace(config, remat="none"), fixed))
+    return TrainingStep(subject, update, batch, length, _lines(replace(config, remat="none"), fixed))
 
 
 @lru_cache(maxsize=64)

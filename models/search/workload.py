@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gspmd.annotate.errors import PlanError
 from gspmd.hardware.chips import Chip
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import Update
@@ -61,3 +63,15 @@ class Workload:
     update: Update = field(default_factory=lambda: Update(OptimizerConfig(), STEPS))
     source_length: int = 0
     beams: int = 0
+
+
+class Unsearched(PlanError):
+    """A model has a part that the search cannot price. Commands replace the message's last line by their own flags.
+
+    Attributes:
+        fact: the question, and the reasons why it cannot be answered.
+    """
+
+    def __init__(self, asked: str, faults: Iterable[str]):
+        self.fact = f"cannot search {asked}: {'; '.join(faults)}."
+        super().__init__(f"{self.fact}\n  Give it a layout of your own.")

@@ -1,7 +1,8 @@
 """`gspmd.search`: the cheapest layout of any program, against every layout of a small one and against the trace."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 import gspmd
 import gspmd_models as models
+from gspmd import Spec
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import planned_for
 from gspmd.search import NothingFits
 from gspmd.search.answers.candidate import Candidate
-from gspmd.search.moves import placements
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import Update
 from gspmd_models import step
@@ -47,11 +48,20 @@ def one_product(layout, mesh):
 PRODUCT = own(x="BE", w_in="EF", y="BF")
 
 
+def placements(dims, mesh):
+    """Every spec of a tensor: each mesh axis on one of its dimensions or on none, in every order."""
+    for on in product((*dims, ""), repeat=len(mesh)):
+        of = [[axis for axis, dim in zip(mesh, on) if dim == each] for each in dims]
+        for orders in product(*map(permutations, of)):
+            if all(SIZES[dim] % prod(mesh[axis] for axis in order) == 0 for dim, order in zip(dims, orders)):
+                yield Spec(tuple(dims), orders)
+
+
 def every_layout(mesh):
     """Every layout of `one_product`, with its planned seconds and the bytes of arguments and result."""
     axes = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Explicit,) * len(mesh))
-    for x, w, y in product(*(placements(dims, SIZES, mesh) for dims in ("BE", "EF", "BF"))):
-        for joint in placements("BEF", SIZES, mesh):
+    for x, w, y in product(*(placements(dims, mesh) for dims in ("BE", "EF", "BF"))):
+        for joint in placements("BEF", mesh):
             via = f"{joint.without('F')}, {joint.without('B')}"
             layout = PRODUCT.override({"mine.x": x, "mine.w_in": w, "mine.y": y, "mine.in_via": via})
             with jax.sharding.use_abstract_mesh(axes), gspmd.lowering("blocking"), planned_for(CHIP):

@@ -294,3 +294,11 @@ def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it(monkeypat
         if each.fits:
             assert each.answer.seconds == pytest.approx(every[name].answer.seconds, rel=1e-9)
             assert each.answer.seconds >= finding.bound
+
+
+def test_a_batch_that_two_microbatches_do_not_divide_is_searched():
+    """Memory in more microbatches is counted as in two, where there are two."""
+    workload = Workload(DENSE, CHIP, batch=9, length=LENGTH, microbatches=3)
+    found = problem_of(workload, {"x": 2}).question.answer(None, lambda: False)
+    assert found.complete
+    assert found.planned_seconds == pytest.approx(found.priced_seconds, rel=1e-5)

@@ -63,7 +63,7 @@ def check(found: ServingProblem, draws: int, folder, seed: str):
         with jax.sharding.use_abstract_mesh(mesh):
             arguments = jax.tree.leaves(question.build(layout, mesh)[1:])
         held = sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arguments)
-        assert added(question.arguments, at) == held
+        assert added(question.spread(question.stored), at) == held
 
 
 def added(tables, picks):

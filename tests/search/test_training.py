@@ -165,7 +165,7 @@ def test_arguments_are_the_state_and_the_batch_to_the_byte(config, microbatches,
         picks = drawn(found.problem(), rng)
         resolved, _, state = state_of(config, layout_of(found.lines(picks), tmp_path), mesh)
         at = [picks[option.name] for option in found.question.prices.choices]
-        told = sum(float(table[tuple(at[n] for n in of)]) for of, table in found.question.arguments)
+        told = sum(float(table[tuple(at[n] for n in of)]) for of, table in found.question.spread(found.question.stored))
         batch = abstract_batch(resolved, mesh, BATCH, LENGTH)
         assert told == pytest.approx(local_bytes(state) + local_bytes(batch), abs=64)  # the random key, and the step
 

@@ -243,7 +243,7 @@ def _read_beside(
         question.sizes["source"],
         question.sizes["chunk"],
     )
-    # Each part of the cache has the rows of the prompts of its texts.
+    # Prompts are read on the devices that continue their texts: as many rows as the most prompts of any part.
     mesh = decode.case.mesh
     stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
     cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
@@ -255,7 +255,7 @@ def _read_beside(
     def reading(workload: Workload, kept: Mapping[str, str]) -> Reading:
         return read_beside(problem_of(workload, mesh), decode, answer, question.limit, kept)
 
-    # Sources are encoded in lines of the encoder, and of the keys of cross-attention, which prompts are read with too.
+    # Encoding sources decides the lines of the encoder and of cross-attention; reading prompts has to keep the latter.
     seconds, inner, beside = {"step of decoding": answer.seconds}, dict[str, str](), dict[str, str]()
     if source:
         tell("how sources are encoded")
@@ -325,7 +325,7 @@ def _question(
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """Return the kept answer, or that of a search; the same in all processes, and report it.
+    """Return the kept answer, or search for it, and report it; all processes get the answer of the first.
 
     Args:
         console: the console for messages.

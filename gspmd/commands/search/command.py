@@ -14,7 +14,7 @@ from gspmd.annotate import LayoutError
 from gspmd.audit import topology
 from gspmd.commands import runner
 from gspmd.commands.own import is_own
-from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
+from gspmd.commands.search import compiling, figures, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
 from gspmd.commands.search.settings import SearchSettings, parse
 from gspmd.commands.search.slice import Slice
@@ -23,15 +23,17 @@ from gspmd.commands.search.written import beside, header, header_of_stages, save
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
-from gspmd.layouts import presets
+from gspmd.layouts import Layout, presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.document import LineCost, of_lines, remarks
 from gspmd.search.answers.frontier import Point, frontier
+from gspmd.search.answers.microbatches import several
 from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd.search.answers.why import Why, why
 from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
+from gspmd_models.search.own import OwnProblem, OwnStep
 from gspmd_models.search.phases import problem_of, searched, several_of
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.workload import Workload
@@ -109,17 +111,28 @@ def said(progress: Progress, text: str) -> None:
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
     """Return a function from a slice to every mesh of it, with every possible choice of remat, in the given number of
-    microbatches or in all numbers."""
+    microbatches or in all numbers. The programs of a custom model are read once, whatever the slice.
+
+    Raises:
+        LayoutError: the layout lacks lines of a custom model, or a fixed line.
+    """
+    given = [parse_mesh(settings.mesh)] if settings.mesh else []
     if is_own(settings):
-        return own.spaces(settings)
+        layout = Layout.load(settings.layout)
+        step = OwnStep(settings.subject, settings.update, settings.batch, settings.length, layout, settings.given)
+        counts = (1, *several(settings.batch)) if settings.microbatches is None else (settings.microbatches,)
+        return lambda target: (
+            Space(partial(OwnProblem, step, mesh, target.chip, count))
+            for mesh in given or target.meshes()
+            for count in counts
+        )
 
     def of(target: Slice) -> Iterator[Space]:
-        every = [parse_mesh(settings.mesh)] if settings.mesh else searched(target.meshes(), settings.model)
-        for mesh in every:
+        for mesh in given or searched(target.meshes(), settings.model):
             for remat in settings.remats:
                 workload = workload_of(settings, target, replace(settings.model, remat=remat))
-                several = partial(several_of, workload, mesh) if settings.searches_microbatches else None
-                yield Space(partial(problem_of, workload, mesh), several)
+                more = partial(several_of, workload, mesh) if settings.searches_microbatches else None
+                yield Space(partial(problem_of, workload, mesh), more)
 
     return of
 
@@ -150,9 +163,9 @@ class CommandResults:
         planned: the answer before anything was compiled.
         said: the comment on each choice.
         asked: the answers to --why.
-        presets: the presets with their costs, in the space or outside of it.
-        beside: the layouts of --beside, likewise.
-        front, drawn: for --frontier, the staircase, and the layouts of --beside and the presets on its mesh.
+        presets, beside: the presets and the layouts of --beside with their costs, in the space or outside of it.
+        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
+            mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
@@ -258,8 +271,8 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """If the fastest program is a preset's, compile it with other lines: each by itself, then the faster ones together.
 
-    Among the lines in which the answer differs, one may gain and another lose more. The layouts are written as the
-    search writes one, with its mesh axes, norms and biases, and not as the preset.
+    Of the lines in which the answer differs from the preset, one may save time and another cost more. These layouts are
+    written as the search writes them, with its mesh axes, norms and biases, and not as the preset has them.
     """
     first = found.fastest
     if not first or not first.preset:

@@ -29,7 +29,7 @@ class Listed:
     """A layout of the shortlist.
 
     Attributes:
-        name: the measure by which it is the best, or the preset's name.
+        name: what distinguishes it, such as "another ffn.w_in", or the preset's name.
         candidate, answer: the mesh, and the layout's place in the space.
         mesh: sizes by the names of the layout's own mesh axes.
         preset: whether it is a preset.
@@ -69,10 +69,6 @@ class Listed:
         """Seconds of the compiled program; infinite if it does not fit."""
         line = self.report and self.report.timeline
         return line.step_seconds if self.fits and line else float("inf")  # GPUs have a timeline of what does not fit.
-
-
-def _text(listed: Listed) -> str:
-    return document(listed.candidate, listed.answer, (), {})
 
 
 def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
@@ -141,7 +137,7 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
     name = listed.name
     if not (listed.preset or listed.own):
         name = str(folder / "found.toml")
-        Path(name).write_text(_text(listed))
+        Path(name).write_text(document(listed.candidate, listed.answer, (), {}))
     sharding = ShardingConfig(
         layout=name,
         mesh=mesh_text(listed.mesh),
@@ -165,7 +161,8 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     not traced: their step has idle slots, which a trace does not count as a plan does.
     """
     every = [*presets]
-    wanted = [each for each in every if each.answer is None and each.usable and not _staged(each)]
+    outside = [(each, stages_axes(Layout.load(each.name))) for each in every if each.answer is None and each.usable]
+    wanted = [each for each, stages in outside if all(each.mesh.get(axis, 1) == 1 for axis in stages)]
     if not wanted:
         return every
     try:
@@ -184,8 +181,3 @@ def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Plac
     except (gspmd.LayoutError, gspmd.PlanError, ConfigError) as error:
         faults = error.faults or str(error).splitlines()
         return replace(preset, usable=False, reason=str(getattr(faults[0], "fact", faults[0])))
-
-
-def _staged(placed: Placed) -> bool:
-    """Return whether a preset is a pipeline on its mesh."""
-    return any(placed.mesh.get(axis, 1) > 1 for axis in stages_axes(Layout.load(placed.name)))

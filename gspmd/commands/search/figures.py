@@ -68,14 +68,8 @@ def _answer(candidate: Candidate, answer: Answer) -> dict:
         "seconds": answer.seconds,
         "bytes": answer.bytes,
         "terms": candidate.unlimited.seconds_of(answer.picks),
-        "lines": _lines(candidate, answer),
+        "lines": candidate.phase.written(answer.picks),
     }
-
-
-def _lines(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """Return the lines of the layout, key to text."""
-    lines = candidate.phase.lines(answer.picks)
-    return {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines}
 
 
 def _placed(each: Placed) -> dict:
@@ -112,5 +106,5 @@ def _compiled(each: Listed) -> dict:
         "fits": report and report.fits,
         "compile_seconds": report and report.compile_seconds,
         "spent": spent,
-        "lines": _lines(each.candidate, each.answer),
+        "lines": each.candidate.phase.written(each.answer.picks),
     }

@@ -1,4 +1,4 @@
-"""The message if nothing fits: the nearest layout, its excess, and the smallest slice that is large enough."""
+"""The message if nothing fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
 
 from collections.abc import Callable, Iterable
 

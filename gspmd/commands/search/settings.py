@@ -56,9 +56,9 @@ class SearchSettings:
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
     such as h100:8, h100:16x8 or gb200:2x72."""
     phase: Literal["train", "encode", "prefill", "decode"] = "train"
-    """Program to search for. train: a whole update, as `gspmd train` makes it. encode, prefill, decode: what `gspmd
-    generate` runs, an encoder on --source-length tokens of every row, --length tokens of every row into a cache, or one
-    token after a full cache; each phase is searched by itself."""
+    """Program to search for. train: a whole update, as `gspmd train` makes it. The others are what `gspmd generate`
+    runs: encode reads --source-length tokens of every row, prefill reads --length tokens of every row into a cache, and
+    decode reads one token of every row with a full cache. Each phase is searched by itself."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
@@ -67,7 +67,7 @@ class SearchSettings:
     length: int = 256
     """Tokens of a sequence."""
     source_length: int = 0
-    """Tokens of an encoder's source; if not given, that of [training], and 0 for --length."""
+    """Tokens of an encoder's source; 0 for as many as --length. If not given, the number in [training]."""
     microbatches: int | None = None
     """Number of parts of a training step's batch, as in `gspmd train`; if not given, the best of 1, 2, 4, ... that
     divide the batch, regardless of [training]."""
@@ -90,11 +90,11 @@ class SearchSettings:
     beside: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A layout file to price beside the presets, on the mesh that is best for it; repeatable."""
     stages: bool = False
-    """Also search pipelines: print a table of stages and microbatches, each with the best layout of a stage, on every
-    mesh of the remaining devices, regardless of --mesh."""
+    """Also search pipelines, on every mesh of the devices of a stage, regardless of --mesh: print a table with the best
+    pipeline for each number of stages and of microbatches."""
     compile: int = 0
-    """Number of different layouts to compile, the best ones, beside the best preset; if the preset is fastest, also try
-    other lines with it. 0 for a planned answer only."""
+    """Number of layouts to compile: the best different ones, beside the best preset. If the preset is fastest, it is
+    also compiled with other lines. 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""

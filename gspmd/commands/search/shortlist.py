@@ -10,6 +10,7 @@ from gspmd.search import Answer, NothingFits
 from gspmd.search.answers import Candidate, SearchResult, nearby
 from gspmd.search.answers.document import PRICED, LineCost, changed
 from gspmd.search.answers.presets import Placed, placed_presets
+from gspmd.search.phase import name_of
 
 APART = 0.01
 """The smallest share of a step by which layouts are different, so that compiling both tells more than compiling one."""
@@ -55,8 +56,8 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
         if answer.picks[name] != before.picks[name]:  # A search that was given up may have found no other option.
             lines = changed(preset.candidate, name, before, answer)
-            (section, key), text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
-            found.append(_instead(preset, answer, f"{section}.{key} {text}" if section else f"{key} {text}"))
+            where, text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
+            found.append(_instead(preset, answer, f"{name_of(*where)} {text}"))
     return _hiding(settings, found)
 
 
@@ -129,11 +130,11 @@ def _line(candidate: Candidate, name: str, answer: Answer) -> str:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """Return the share of a step that two layouts spend on other parts of the cost, or hide; 0 if only axes are
-    renamed.
+    """Return the share of a step by which two layouts differ in the parts of the cost, or in what loops hide; 0 if only
+    axes are renamed.
 
-    It is also 0 if they cost and hide the same: they are taken as one layout with mesh axes of equal sizes swapped in a
-    part of it, which the compiler compiled to the same program.
+    It is also 0 if they cost and hide the same: such layouts differ by swapped mesh axes of equal sizes in a part of
+    the model, and the compiler made one program of them.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):

@@ -1,6 +1,6 @@
 """The output of `gspmd search`: the answer beside every preset, the cost of another line, and missing presets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.markup import escape
 
@@ -43,7 +43,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
     dearest = max(
         (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
     )
-    fitting = costs[: _fitting(rows)]
+    fitting = costs[: sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)]  # They come first.
     own = [group for group in costs[0] if max(each.get(group, 0.0) for each in fitting) > _SMALL * dearest]
     trained = _trained(candidate for _, candidate, _, _ in rows)
     names = ("layout", "mesh", *trained, "a step", ratio_of, *own, "rest", "memory", "fits")
@@ -81,11 +81,6 @@ def _trained(candidates: Iterable[Candidate]) -> list[str]:
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
     return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
-
-
-def _fitting(rows: Sequence[tuple]) -> int:
-    """Return the number of rows that fit: they come first."""
-    return sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
@@ -133,22 +128,18 @@ def reasons(asked: Why) -> list[Sheet]:
         (Column("part of the cost"), Column("found", "right"), Column("asked", "right"), Column("more", "right")),
     )
     for name, before, after in asked.terms:
-        costs.add(escape(name), seconds(before), seconds(after), _signed(after - before))
-    costs.add("a step", seconds(ours), seconds(theirs), _signed(theirs - ours), total=True)
-    held = [amount_of_bytes(each.bytes) for each in (asked.best, asked.answer)]
-    costs.add("memory", *held, _signed_bytes(asked.answer.bytes - asked.best.bytes), total=True)
+        costs.add(escape(name), *_compared(before, after, seconds))
+    costs.add("a step", *_compared(ours, theirs, seconds), total=True)
+    costs.add("memory", *_compared(asked.best.bytes, asked.answer.bytes, amount_of_bytes), total=True)
     lines = Sheet("these lines would change too", (Column("line"), Column("found"), Column("asked")))
     for row in asked.lines:
         lines.add(*(escape(cell) if cell else "as the weight" for cell in row))
     return [costs, lines] if asked.lines else [costs]
 
 
-def _signed(amount: float) -> str:
-    return f"{'-' if amount < 0 else '+'}{seconds(abs(amount))}"
-
-
-def _signed_bytes(amount: float) -> str:
-    return f"{'-' if amount < 0 else '+'}{amount_of_bytes(abs(amount))}"
+def _compared(before: float, after: float, told: Callable[[float], str]) -> tuple[str, str, str]:
+    """Return two amounts and their difference with its sign, as text."""
+    return told(before), told(after), f"{'-' if after < before else '+'}{told(abs(after - before))}"
 
 
 def compiled(shortlist: Sequence[Listed]) -> Sheet:

@@ -29,7 +29,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of one device; on one slice of TPUs with its shape, so that mesh axes are priced as they lie."""
+        """The figures of one device; for one slice of TPUs with its shape, by which mesh axes are priced."""
         chip, alone = self.topology.chip, self.topology.slices == 1 and self.topology.cores == 1
         return chip if chip.is_switch or not alone else replace(chip, slice_shape=tuple(n for n in self.shape if n > 1))
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from gspmd.commands.file import File
 from gspmd.training.config import ConfigError
-from gspmd_models.search.unsearched import Unsearched
+from gspmd_models.search.workload import Unsearched
 
 
 @contextmanager

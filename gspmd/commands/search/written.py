@@ -10,6 +10,7 @@ from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
+from gspmd.search import Answer
 from gspmd.search.answers import Candidate, SearchResult
 from gspmd.search.answers.document import PRICED
 from gspmd.search.answers.errors import expected_error
@@ -43,15 +44,21 @@ def header(
         "predicted": seconds(answer.seconds)
         + plus_or_minus(settings)
         + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
-        "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
-        f"of which {100 * settings.memory:.3g}% may be used",
-        "found": _how(finding),
+        "memory": _memory(settings, target, answer),
+        "found": finding.proof
+        if finding.complete
+        else "the best so far: the search was interrupted, and there may be a better one",
         **dict(_compiled(finding, shortlist)),
     }
     verbs = {"train": "training", "encode": "encoding sources", "prefill": "reading prompts", "decode": "decoding"}
     verb = verbs[settings.phase]
     title = f"{settings.name}: a layout for {verb} on {target.name}, found by exact search."
     return comment(title, facts, argv, _used(settings, finding.best, argv))
+
+
+def _memory(settings: SearchSettings, target: Slice, answer: Answer) -> str:
+    held = f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device"
+    return f"{held}, of which {100 * settings.memory:.3g}% may be used"
 
 
 def _stored(settings: SearchSettings) -> str:
@@ -109,8 +116,7 @@ def header_of_stages(
         "mesh": f"{mesh}: {counted(target.devices, 'device')}",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": f"{seconds(row.answer.seconds)}; {seconds(than)} without stages",
-        "memory": f"{amount_of_bytes(row.answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
-        f"of which {100 * settings.memory:.3g}% may be used",
+        "memory": _memory(settings, target, row.answer),
     }
     title = f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search."
     used = f"--layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}"
@@ -118,8 +124,7 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the flags for which the layout was found, if the config may differ; for a custom model the whole
-    command, since its file is named in it."""
+    """Return the flags with which a run uses the layout, as it was found; for a custom model the whole command."""
     if not is_own(settings):
         remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
         return f"--layout FILE --mesh {best.named}{remat}"
@@ -152,8 +157,8 @@ def where(best: Candidate) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Return seconds to five digits, since layouts differ by thousandths. They are negative for what is subtracted
-    because two parts of the cost count the same steps."""
+    """Return seconds to five digits, since layouts differ by thousandths. A part of the cost is negative if it corrects
+    others that count the same steps."""
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
@@ -168,12 +173,6 @@ def plus_or_minus(settings: SearchSettings) -> str:
     """Return the error to expect, ` ± 12%`; empty if it is not known."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
-
-
-def _how(finding: SearchResult) -> str:
-    if not finding.complete:
-        return "the best so far: the search was interrupted, and there may be a better one"
-    return finding.proof
 
 
 def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:

@@ -64,6 +64,7 @@ class Candidate:
 
     Attributes:
         free: the answer without a limit on memory; its seconds are a lower bound on the seconds with a limit.
+        unlimited, unlimited_search: the problem and the search without a limit.
         problem, search: the problem and the search with the limit.
         answer: the answer found; None if there is none, for the reason in `outcome`.
         outcome: how the search on this mesh ended.
@@ -75,7 +76,8 @@ class Candidate:
         self.problem = self.within(limit)
         self.budget = StepBudget()
         self.search = Search(self.problem, self.budget, TOLERANCE)
-        self.free = Search(self.unlimited).best()
+        self.unlimited_search = Search(self.unlimited)
+        self.free = self.unlimited_search.best()
         self.answer: Answer | None = None
         self.outcome: Outcome = "not solved"
 
@@ -146,7 +148,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """Find the same as `best`, if asked with some options fixed, in a search that gives up sooner.
+        """Find the cheapest answer as `best` does, or with some options fixed, in a search that gives up sooner.
 
         Raises:
             NothingFits: nothing was found.

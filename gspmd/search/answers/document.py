@@ -140,7 +140,7 @@ def of_lines(
     """
     kept = ordered(lines)
     return writing.document(
-        header, mesh or case.mesh, {_named(line): line.text for line in kept}, lowering, dict(_comments(kept, said))
+        header, mesh or case.mesh, {line.name: line.text for line in kept}, lowering, dict(_comments(kept, said))
     )
 
 
@@ -164,20 +164,15 @@ def lowering_of(phase: str) -> str:
     return "auto" if phase == "prefill" else PRICED
 
 
-def _named(line: LayoutLine) -> str:
-    """Return the key of a line, with the overriding section that contains it."""
-    return f"{line.section}.{line.key}" if line.section else line.key
-
-
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
     """Yield the comment of each line: the cost on a choice's first line, and a reference to it on the others."""
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:
-            yield _named(line), f"with {first[line.choice]}"
+            yield line.name, f"with {first[line.choice]}"
         elif line.choice in said and not line.section and line.key not in DERIVED:
             first[line.choice] = line.key
-            yield _named(line), str(said[line.choice])
+            yield line.name, str(said[line.choice])
 
 
 DERIVED = ("embedding.tokens",)

@@ -21,8 +21,8 @@ SEEN = 3.0
 class Point:
     """A layout that is the cheapest for all limits from its own bytes to `limit`.
 
-    No layout within these limits costs less than `bound`: its own seconds, to `TOLERANCE`, unless the search was
-    stopped with the best so far.
+    No layout within these limits costs less than `answer.bound`, which is its own seconds up to `TOLERANCE`, unless the
+    search was stopped with the best so far.
     """
 
     answer: Answer
@@ -35,7 +35,7 @@ def frontier(
     """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
     Each search has a limit between two known layouts, in the interval where the most is unknown. Between the limit of
-    one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
+    one point and the bytes of the next, there may be layouts whose seconds lie between those of the two points.
     The candidate's own answer, if it is known, is one of the points.
 
     Returns:

@@ -60,12 +60,12 @@ def placed_presets(
         ranges: further numbers of microbatches, searched for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
-    # These are the numbers that the search tried: several microbatches have to gain enough for a preset too.
+    # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
-    spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
+    spaces = first or every
     layouts = [Layout.load(name) for name in (presets() if names is None else names)]
-    phase = spaces[0].of.phase.phase if spaces else "train"
+    phase = spaces[0].phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
     known = _Known()
     found = [min((placed for each in spaces for placed in _placings(each, of, known)), key=_rank) for of in layouts]
@@ -91,7 +91,7 @@ def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Know
             if isinstance(part, Range):
                 push(part)
             else:
-                placed = min(_placings(_Space(part, Search(part.unlimited)), layout, known), key=_rank)
+                placed = min(_placings(part, layout, known), key=_rank)
                 dearer = placed.answer is not None and placed.answer.seconds > enough
                 best = best if dearer else min(best, placed, key=_rank)
     return best
@@ -109,14 +109,6 @@ def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> floa
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
 
-@dataclass(frozen=True)
-class _Space:
-    """A candidate, and a search without its limit on memory."""
-
-    of: Candidate
-    search: Search
-
-
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
     """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if it has fewer axes."""
     mesh = of.phase.case.mesh
@@ -124,9 +116,8 @@ def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, i
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
-def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
+def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[Placed]:
     """Yield the layout under every assignment of its mesh axes to those of the mesh."""
-    candidate = space.of
     if len(layout.axes) < len(candidate.phase.case.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
     for own, names in _orders(candidate, layout):
@@ -135,7 +126,7 @@ def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
             yield Placed(layout.name, candidate, own, reason=without.reason, usable=without.usable)
             continue
         try:
-            yield Placed(layout.name, candidate, own, _best(space.search, without))
+            yield Placed(layout.name, candidate, own, _best(candidate.unlimited_search, without))
         except LayoutError as error:
             yield Placed(layout.name, candidate, own, reason=_short(error))
 

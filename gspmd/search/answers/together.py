@@ -12,6 +12,7 @@ from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import Candidate
 from gspmd.search.answers.finding import NoneFits
 from gspmd.search.phase import PhaseProblem
+from gspmd.search.writing import block
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,5 @@ def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> s
         lines: its lines, key to text.
         before: the lines of the layout that it overrides.
     """
-    changed = {f'"{key}"': text for key, text in lines.items() if before.get(key) != text}
-    width = max(map(len, changed), default=0)
-    rows = [f'{key.ljust(width)} = "{text}"' for key, text in changed.items()]
-    return "\n".join(["", f"[{name}]", *rows, ""]) if rows else ""
+    changed = {f"{name}.{key}": text for key, text in lines.items() if before.get(key) != text}
+    return f"\n{block(name, changed, changed)}\n" if changed else ""

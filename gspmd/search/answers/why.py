@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from gspmd.annotate import LayoutError, Spec, SpecError, parse_via
 from gspmd.annotate.errors import listed
 from gspmd.display.tables import counted
-from gspmd.search import Answer, NothingFits, Search
+from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import Candidate
 from gspmd.search.answers.options import written
+from gspmd.search.phase import name_of
 
 _NEAREST = 3
 """Number of keys that an error names."""
@@ -49,13 +50,9 @@ class Why:
     @property
     def lines(self) -> list[tuple[str, str, str]]:
         """The lines that differ: key, text in the best answer and in this one; empty where an answer lacks the line."""
-        ours, theirs = (_written(self.candidate, answer) for answer in (self.best, self.answer))
+        ours, theirs = (self.candidate.phase.written(answer.picks) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
-
-
-def _written(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    return {_name(line.section, line.key): line.text for line in candidate.phase.lines(answer.picks)}
 
 
 def why(candidate: Candidate, key: str, text: str) -> Why:
@@ -84,7 +81,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
     except NothingFits as fault:
         if fault.nearest is None or fault.over is None:
             raise LayoutError(f"no options of the other lines fit {key} = '{text}'.") from None
-        answer = Search(candidate.unlimited).best(without=without)
+        answer = candidate.unlimited_search.best(without=without)
         return Why(key, text, candidate, best, answer, fault.over)
 
 
@@ -94,7 +91,7 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
     Raises:
         LayoutError: the search has no such line.
     """
-    known = {_name(*where): where for where in candidate.options.choices}
+    known = {name_of(*where): where for where in candidate.options.choices}
     if key not in known:
         near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
         raise LayoutError(
@@ -102,10 +99,6 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
             "The lines of the layout that was found are all in its file (--out); `gspmd layouts keys` lists every key."
         )
     return known[key]
-
-
-def _name(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
 
 
 def _read(candidate: Candidate, key: str, text: str) -> tuple[Spec, ...]:
