@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from gspmd.annotate.errors import shown
+from gspmd.commands.files import write_whole
 from gspmd.figures.figure import Figure
 
 ENDINGS = ("svg", "png")
@@ -26,7 +27,7 @@ def write(figure: Figure, options: argparse.Namespace) -> list[str]:
     faults = []
     for path in asked(options):
         try:
-            figure.save(path)
+            write_whole(path, figure.save)
         except (ImportError, RuntimeError) as error:  # A PNG without resvg, or without fonts.
             faults.append(str(error))
         except OSError as error:

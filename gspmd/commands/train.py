@@ -25,7 +25,7 @@ from gspmd.training.checkpoints import checksums, kept_settings
 from gspmd.training.reporting import memory, report
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
-from gspmd.training.run.folder import choose_out, released_after
+from gspmd.training.run.folder import check_out, choose_out, released_after
 from gspmd.training.state import TrainState
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
@@ -110,6 +110,11 @@ def check(console: Console, settings: RunSettings) -> Checked:
     training, sharding = settings.training, settings.sharding
     if training.log:
         check_installed()
+    if not settings.explain:
+        if training.data:
+            data.matching(training.data)  # They are read after all checks, since that may take minutes.
+        if processes.first():
+            check_out(training.out, resume=training.resume, step=training.resume_step)
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
