@@ -53,7 +53,8 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
     if settings.phase == "train" and not settings.smallest and not own.is_own(settings):
         layout, mesh = layout_of(settings), mesh_of(settings, asked)
         layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)
-        show_remat(console, settings.model, layout, mesh, settings.batch, settings.length, settings.dtype)
+        step = settings.batch, settings.length, settings.dtype, settings.microbatches
+        show_remat(console, settings.model, layout, mesh, *step)
     command = shlex.join([*(("python", f"scripts/{script}") if script else ("gspmd", "compile")), *argv])
     faults = save(settings, report, command)
     print(*faults, sep="\n", end="\n" * bool(faults), file=sys.stderr)

@@ -156,11 +156,13 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
             ledger = gspmd.ledger(compiled)
         held = memory.table(state, gradients_of(settings, arrangement, state), compiled)
     comparison = ledger.compare(plan)
-    console.print(held, ledger.table(), "", comparison.table(), sep="\n")
+    together = not settings.details
+    console.print(held, ledger.table(together), "", comparison.table(), sep="\n")
     if not own.is_own(settings):
-        show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
+        step = training.batch, training.length, training.dtype, training.microbatches
+        show_remat(console, settings.model, layout, mesh, *step)
     if comparison.differing:
-        console.print(comparison.steps_table())
+        console.print(comparison.steps_table(together=together))
 
 
 def sample(

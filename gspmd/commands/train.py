@@ -108,6 +108,8 @@ def check(console: Console, settings: RunSettings) -> Checked:
         ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message says which.
     """
     training, sharding = settings.training, settings.sharding
+    if settings.details and not settings.explain:
+        raise ConfigError("cannot use these flags:", ["--details is for --explain; add --explain, or leave it out."])
     if training.log:
         check_installed()
     if not settings.explain:

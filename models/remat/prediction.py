@@ -59,7 +59,13 @@ class Recomputation:
 
 
 def predicted(
-    config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    dtype: Any = jnp.float32,
+    microbatches: int = 1,
 ) -> tuple[Recomputation, ...]:
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
@@ -74,6 +80,7 @@ def predicted(
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         dtype: compute dtype.
+        microbatches: parts of the batch that are computed one after the other: bytes are those of one of them.
 
     Returns:
         A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, unless
@@ -99,8 +106,9 @@ def predicted(
     with jax.set_mesh(typed), gspmd.lowering("blocking"):
         rate = context().chip.flops(jnp.dtype(dtype).name)
         for remat in REMATS:
-            program, kept, first = _backward(replace(config, remat=remat), layout, typed, batch, length, dtype)
-            flops = _flops(program) - (rows[0].flops if rows else 0)
+            of = replace(config, remat=remat)
+            program, kept, first = _backward(of, layout, typed, batch // microbatches, length, dtype)
+            flops = microbatches * _flops(program) - (rows[0].flops if rows else 0)
             rows.append(Recomputation(remat, layers, kept, flops, flops / rate, first))
     return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
 
@@ -147,7 +155,14 @@ def _backward(
 
 
 def show_remat(
-    console: Console, config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    console: Console,
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    dtype: Any = jnp.float32,
+    microbatches: int = 1,
 ) -> None:
     """Print `predicted` as a table, the model's own choice in bold; print nothing if it has no rows."""
     columns = (
@@ -158,7 +173,7 @@ def show_remat(
         Column("seconds", "right", goes=2),
     )
     sheet = Sheet("Activations for the backward pass, one device, predicted", columns)
-    rows = predicted(config, layout, mesh, batch, length, dtype)
+    rows = predicted(config, layout, mesh, batch, length, dtype, microbatches)
     for row in rows:
         mark = "[bold]" if row.remat == config.remat else ""
         cells = (row.remat, amount_of_bytes(row.layer_bytes), amount_of_bytes(row.bytes), amount_of_flops(row.flops))

@@ -241,3 +241,8 @@ def test_a_number_that_may_be_left_out_is_refused_as_any_other(flags, said):
     with pytest.raises(FlagError) as caught:
         generate.parse(["--checkpoint", "none", *flags])
     assert str(caught.value).startswith(said)
+
+
+def test_details_are_for_an_explanation(capsys):
+    assert main.main(["train", "--config", "tiny", "--details"]) == 2
+    assert "--details is for --explain; add --explain, or leave it out." in capsys.readouterr().err

@@ -426,12 +426,14 @@ def test_a_fault_has_a_caret_in_its_line(open_page):
     page.fill('#lines [data-key="decode.ffn.residual"]', "B_qLE")
     page.wait_for_selector("#lines [aria-invalid]")
     assert _marked(page) == {"decode.ffn.residual": "B_q"}
+    assert page.inner_text("#lines .reason").startswith("The mesh has no axis q. ")
     page.fill('#lines [data-key="decode.ffn.residual"]', "B_xLE_x")
     page.wait_for_selector("#lines [aria-invalid]")
     assert _marked(page) == {"decode.ffn.residual": "x"}
     page.fill('#lines [data-key="decode.ffn.residual"]', "B_xLE")
     page.wait_for_selector("#answer:not(.stale)")
     assert _marked(page) == {}
+    assert page.locator("#lines .reason").count() == 0
 
 
 def _marked(page) -> dict[str, str]:

@@ -70,6 +70,7 @@ function show(answer, given, since) {
   byId("working").textContent = "";
   const box = byId("answer");
   for (const each of document.querySelectorAll("#lines [aria-invalid]")) unmark(each);
+  for (const each of document.querySelectorAll("#lines .reason")) each.remove();
   if (answer.refused || answer.fault) {
     byId("fault").replaceChildren(make("pre", {}, answer.fault?.message ?? answer.refused));
     markLines(answer.fault?.faults ?? []);
@@ -91,15 +92,16 @@ function show(answer, given, since) {
   performance.measure("answer", {start: since, end: performance.now()});
 }
 
-/** Put carets into the lines that faults name: "[decode] ffn.hidden = B_qLF" is a line with its section. */
+/** Put carets into the lines that faults name, and the facts below: "[decode] ffn.hidden = B_qLF" has its section. */
 function markLines(faults) {
   const spans = new Map();
-  for (const {text, start, end} of faults) {
+  for (const {text, start, end, fact, remedy} of faults) {
     const [, section, name, spec = ""] = /^(?:\[(\w+)\] )?([\w.]+)(?: = (.*))?$/.exec(text) ?? [];
     const area = name && byId("lines").querySelector(`[data-key="${CSS.escape(section ? `${section}.${name}` : name)}"]`);
     if (!area || area.value.trim() !== spec) continue;
     const before = text.length - spec.length - area.value.indexOf(spec);
     const span = start < before ? [0, area.value.length] : [start - before, end - before];
+    if (!spans.has(area)) area.closest(".line").append(make("span", {class: "reason"}, `${sentence(fact)} ${remedy}`));
     spans.set(area, [...(spans.get(area) ?? []), span]);
   }
   for (const [area, marks] of spans) {
@@ -107,6 +109,8 @@ function markLines(faults) {
     mark(area, marks);
   }
 }
+
+const sentence = (fact) => fact.replace(/^[a-z]+ /, (word) => word[0].toUpperCase() + word.slice(1));
 
 /** The typed mesh, if the other layout has its axes; otherwise a mesh of its own. */
 function meshFor(layout) {
@@ -163,7 +167,7 @@ function drawTotals(answer, last) {
   table.tBodies[0].replaceChildren(...TOTALS.map(([key, name]) => make("tr", {"data-total": key},
     make("th", {scope: "row"}, name),
     make("td", {class: "number strong"}, answer.totals[`said_${key}`]),
-    make("td", {class: "number difference", "data-label": "against the version before"}, difference(answer.totals[key], last?.[key])),
+    make("td", {class: `number difference${last ? "" : " none"}`, "data-label": "against the version before"}, difference(answer.totals[key], last?.[key])),
     ...(beside ? [make("td", {class: "number other", "data-label": beside}, "…")] : []))));
 }
 

@@ -47,7 +47,8 @@ class Stop:
     a step may take long, and the first one includes compilation.
 
     Attributes:
-        when: the end of the sentence that answers a signal in a terminal: when the program stops, and what it does then.
+        when: the end of the sentence that answers a signal in a terminal: when the program stops, and what it does
+            then.
         number: the first signal; None before it.
     """
 
