@@ -27,6 +27,7 @@ from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
 from gspmd.training.run.folder import check_out, choose_out, released_after
 from gspmd.training.state import TrainState
+from gspmd.training.step.building import abstract_batch
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.stages import check_lowering_of_stages, check_stages
@@ -158,8 +159,10 @@ def check(console: Console, settings: RunSettings) -> Checked:
     show_run(console, settings, arrangements, kept)
     arranged = [*zip(arrangements, states)]
     for arrangement, state in [] if settings.explain else arranged:
-        parts = {"parameters": state.params, "optimizer state": state.optimizer}
-        remedy = "Take a smaller model, or a layout that shards more; --explain allocates nothing."
+        at = arrangement.layout, arrangement.mesh
+        tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
+        parts = {"parameters": state.params, "optimizer state": state.optimizer, "tokens": tokens}
+        remedy = "Take a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)

@@ -140,7 +140,7 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 
 
 def _backward(
-    config: ModelConfig, layout: Layout, mesh: Mesh | AbstractMesh, batch: int, length: int, dtype: Any
+    config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
 ) -> tuple[Jaxpr, int, int]:
     """Return the program of a gradient, the bytes that all blocks keep for it, and those that the first of them do."""
     model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
