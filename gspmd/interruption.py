@@ -7,6 +7,13 @@ handled from the start.
 import os
 import signal
 
+TYPE_CHECKING = False  # As in typing, which takes as long to import as all of this.
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
+
 # The default handler of each signal: `end_at_once` replaces these handlers only. A signal that the caller ignores (as
 # SIGINT for a background job of a script, or SIGHUP under nohup) stays ignored.
 _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
@@ -66,3 +73,31 @@ def end_as_usual() -> None:
     for number, usual in _USUAL.items():
         if signal.getsignal(number) == end:
             signal.signal(number, usual)
+
+
+def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
+    """Call a function that works in C for long, such as a compiler, in a thread, so that signals are handled meanwhile.
+
+    Python handles signals in the main thread, between two of its own instructions. An interrupt leaves the function
+    working; a command then ends its process, and a function that calls this is called again.
+    """
+    from threading import Thread, current_thread, main_thread
+
+    if current_thread() is not main_thread():  # No signal is handled here.
+        return work(*args, **more)
+    done: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            done.append((work(*args, **more), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)  # Without a limit, no signal would be handled here either.
+    value, error = done[0]
+    if error is not None:
+        raise error
+    return value

@@ -26,7 +26,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # As in commands with more flags.
 
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
-        """Add a flag or an argument, as argparse does, with the values that shell completion proposes."""
+        """Add a flag or an argument, as argparse does, with the values that shell completion proposes.
+
+        Unless the flag has a type of its own, an empty value is refused.
+        """
+        if options.get("action") in (None, "append") and "choices" not in options:
+            options.setdefault("type", _optional if names[0].startswith("-") else _given)
         given = tuple(values) or tuple(options.get("choices", ()))
         if names[0].startswith("-"):
             self.flags[names[-1]] = given
@@ -34,11 +39,21 @@ class Parser(argparse.ArgumentParser):
             self.words = (*self.words, *given)
         return super().add_argument(*names, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the flags, and refuse unknown ones here: argparse would leave those of a subcommand to its parent."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Print the message, without the usage before it, and exit with code 2."""
         if found := re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             words = [word.strip("' ") for word in found[2].split(",")]
             message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()
+        elif found := re.fullmatch(r"argument (\S+): invalid int value: (.*)", message, re.DOTALL):
+            message = f"argument {found[1]}: {found[2]} is not a whole number."
+            message += f"\n  {self.prog} --help says what it takes."
         elif message.startswith("unrecognized arguments: "):
             flag = message.split()[2].partition("=")[0]
             flags = {*self.flags}.union(*(each.flags for each in self.subcommands.values()))
@@ -48,6 +63,18 @@ class Parser(argparse.ArgumentParser):
         elif "\n" not in message:
             message += f"\n  {self.prog} --help says what it takes."
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give it a value.")
+    return text
+
+
+def _optional(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give it a value, or leave it out.")
+    return text
 
 
 def numbers(text: str) -> dict[str, int]:

@@ -15,6 +15,7 @@ from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.commands import own, runner
 from gspmd.commands.compile_settings import CompileSettings, parse
+from gspmd.commands.files import unwritten
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
@@ -52,9 +53,12 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
     if settings.phase == "train" and not settings.smallest and not own.is_own(settings):
         layout, mesh = layout_of(settings), mesh_of(settings, asked)
         layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)
-        show_remat(console, settings.model, layout, mesh, settings.batch, settings.length, settings.dtype)
-    save(settings, report, shlex.join([*(("python", f"scripts/{script}") if script else ("gspmd", "compile")), *argv]))
-    return 0 if report.fits else 1
+        step = settings.batch, settings.length, settings.dtype, settings.microbatches
+        show_remat(console, settings.model, layout, mesh, *step)
+    command = shlex.join([*(("python", f"scripts/{script}") if script else ("gspmd", "compile")), *argv])
+    faults = save(settings, report, command)
+    print(*faults, sep="\n", end="\n" * bool(faults), file=sys.stderr)
+    return 2 if faults else 0 if report.fits else 1
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
@@ -223,18 +227,22 @@ def say_chosen(layout: Layout) -> None:
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
-def save(settings: CompileSettings, report: Report, command: str) -> None:
-    """Write the files that flags name; if the compiler refuses the program, there are only figures to write."""
-    if settings.json:
-        Path(settings.json).write_text(report.to_json())
-    if not report.timeline:
-        unwritten = [f"--{name}" for name in ("hlo", "trace", "gantt") if getattr(settings, name)]
-        if unwritten:
-            print(f"The program does not fit, so nothing was written for {' and '.join(unwritten)}.", file=sys.stderr)
-        return
-    if settings.hlo:
-        Path(settings.hlo).write_text(report.hlo)
-    if settings.trace:
-        perfetto.write(report.timeline, settings.trace)
-    if settings.gantt:
-        gantt.draw(report.timeline, settings.gantt, command)
+def save(settings: CompileSettings, report: Report, command: str) -> list[str]:
+    """Write the files that flags name; if the compiler refuses the program, there are only figures to write.
+
+    Returns:
+        A message for each file that could not be written.
+    """
+    writers: dict[str, Callable[[Path], object]] = {"json": lambda path: path.write_text(report.to_json())}
+    if timeline := report.timeline:
+        writers |= {
+            "hlo": lambda path: path.write_text(report.hlo),
+            "trace": lambda path: perfetto.write(timeline, path),
+            "gantt": lambda path: gantt.draw(timeline, path, command),
+        }
+    else:
+        left = [f"--{name}" for name in ("hlo", "trace", "gantt") if getattr(settings, name)]
+        if left:
+            print(f"The program does not fit, so nothing was written for {' and '.join(left)}.", file=sys.stderr)
+    named = {flag: path for flag in writers if (path := getattr(settings, flag))}
+    return [fault for flag, path in named.items() for fault in unwritten(flag, path, writers[flag])]

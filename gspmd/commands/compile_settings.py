@@ -6,7 +6,6 @@
 Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if the model does not fit.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gspmd.audit.offline.names import read_name
-from gspmd.commands import configs, flags
+from gspmd.commands import configs, files, flags
 from gspmd.commands.file import checked_source, file_of, is_own, source_length_of
 from gspmd.layouts.rules.keys import PHASES
 from gspmd.training import OptimizerConfig, ShardingConfig
@@ -139,15 +138,10 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     read_name(settings.topology)
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")
-    for flag in ("json", "hlo", "trace", "gantt"):
-        path = Path(getattr(settings, flag))
-        if not os.path.isdir(path.parent):
-            faults.append(f"--{flag} {path}: there is no folder {str(path.parent)!r}.")
-        elif getattr(settings, flag) and path.is_dir():
-            faults.append(f"--{flag} {path} is a folder; name a file.")
+    for flag in ("json", "hlo", "trace"):
+        faults += files.faults_of(flag, getattr(settings, flag))
+    faults += files.faults_of("gantt", settings.gantt, ".png", "a PNG file")
     faults += _written_twice(settings)
-    if settings.gantt and Path(settings.gantt).suffix != ".png":
-        faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:
         raise ConfigError("cannot compile:", faults)
     if is_own(settings):
@@ -159,12 +153,12 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
 
 def _written_twice(settings: CompileSettings) -> list[str]:
     """Return a fault for each file that two flags would write."""
-    files: dict[Path, list[str]] = {}
+    named: dict[Path, list[str]] = {}
     for flag in ("json", "hlo", "trace", "gantt"):
         if getattr(settings, flag):
-            files.setdefault(Path(getattr(settings, flag)).resolve(), []).append(f"--{flag}")
+            named.setdefault(Path(getattr(settings, flag)).resolve(), []).append(f"--{flag}")
     return [
-        f"{' and '.join(flags)} would write one file, {path.name}." for path, flags in files.items() if len(flags) > 1
+        f"{' and '.join(flags)} would write one file, {path.name}." for path, flags in named.items() if len(flags) > 1
     ]
 
 

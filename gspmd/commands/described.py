@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import PrimitiveConstructorSpec, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from gspmd.training.toml import ConfigError
 
@@ -27,6 +27,52 @@ class RefusedError(Exception):
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
+
+
+def _given(word: str) -> str:
+    """Return the text of a flag.
+
+    Raises:
+        ValueError: it is empty, which in settings stands for a flag that is not given.
+    """
+    if not word:
+        raise ValueError("is empty; give it a value, or leave it out.")
+    return word
+
+
+_TEXT = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="STR",
+    instance_from_str=lambda words: _given(*words),
+    is_instance=lambda value: isinstance(value, str),
+    str_from_instance=lambda value: [value],
+)
+_TEXTS = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[STR [STR ...]]",
+    instance_from_str=lambda words: tuple(map(_given, words)),
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=list,
+)
+
+AnyText = Annotated[str, "empty too"]
+"""The type of a setting whose flag may be given an empty text."""
+
+
+def _filled(hint: Any) -> Any:
+    """Return the type of a setting so that its flag refuses an empty text; `AnyText` stays."""
+    if hint is str:
+        return Annotated[str, _TEXT]
+    if hint == tuple[str, ...]:
+        return Annotated[hint, _TEXTS]
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        if get_args(AnyText)[1] in marks:
+            return hint
+        if inner == tuple[str, ...] and tyro.conf.UseAppendAction in marks:
+            return Annotated[tuple[Annotated[str, _TEXT], ...], *marks]
+        return Annotated[_filled(inner), *marks]
+    return hint
 
 
 @dataclass(frozen=True)
@@ -55,7 +101,7 @@ class Describe:
             if default is ...:
                 made = field.default_factory
                 default = field.default if made is MISSING else made()  # every setting has one of the two
-            hint = self._annotated(hints[field.name], field.name, default)
+            hint = self._annotated(_filled(hints[field.name]), field.name, default)
             shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
         return StructConstructorSpec(_constructor(cls), tuple(shown))
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gspmd.commands import configs, flags
+from gspmd.commands.described import AnyText
 from gspmd.training.checkpoints import newest
 from gspmd.training.toml import ConfigError
 
@@ -23,9 +24,9 @@ _DOING = "cannot export:"
 class ExportSettings:
     """A checkpoint to write, its place, and its format."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    folder: Annotated[AnyText, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Folder of a run of `gspmd train`; its newest checkpoint is exported."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = ""
+    out: Annotated[AnyText, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = ""
     """New folder."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Dtype of the tensors in the file."""
@@ -46,5 +47,6 @@ def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
     if not (settings.folder and settings.out):
         raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
     if newest(settings.folder) is None:
-        raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
+        fault = f"there is no checkpoint of a run under {settings.folder!r}; name the folder of a run."
+        raise ConfigError(_DOING, [fault])
     return settings

@@ -44,7 +44,7 @@ class EarlyFlags:
 
     The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
     decides which flags exist. So these few are looked up first. A value is None for a flag that is not given, and ""
-    for a flag without a value, which the parser of all flags then refuses.
+    for a flag without a value, or with an empty one, which the parser of all flags then refuses.
     """
 
     config: str | None = None
@@ -116,6 +116,8 @@ def parse(
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)
+    if "" in vars(early).values():  # The parser of all flags refuses it, whatever their defaults are.
+        return parse_flags(cls, argv, cls(), description, prog, common)
     may_be_own = any(field.name == "model_class" for field in fields(cls))
     own = (early.model or "") if may_be_own else ""
 
@@ -273,6 +275,9 @@ def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
     kind = next((wanted for begins, wanted in kinds.items() if fault.startswith(begins)), "")
     if kind:
         return f"{flag} must be {kind}, but is {fault.rpartition(': ')[2]}.{described}"
+    if found := re.fullmatch(r"no type matching .*\b(INT|FLOAT)\b.* could be instantiated from \[(.*)\]\.?", fault):
+        kind = {"INT": "a whole number", "FLOAT": "a number"}[found[1]]
+        return f"{flag} must be {kind}, but is {found[2]}.{described}"
     return f"{flag} {fault.removeprefix('it ')}{described}"
 
 

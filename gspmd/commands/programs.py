@@ -19,6 +19,7 @@ from gspmd.commands.header import show_tensors
 from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import bytes_of
 from gspmd.display.progress import Progress
+from gspmd.interruption import interruptibly
 from gspmd.training import Program, processes
 from gspmd.training.arrangement import Arrangement
 from gspmd.training.model import Own
@@ -154,15 +155,17 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
         with Progress(console, "Planning the training step") as progress:
             plan = gspmd.trace(update, *args)
             progress.begin("Compiling the training step")
-            compiled = update.lower(*args).compile()
+            compiled = interruptibly(update.lower(*args).compile)
             ledger = gspmd.ledger(compiled)
         held = memory.table(state, gradients_of(settings, arrangement, state), compiled)
     comparison = ledger.compare(plan)
-    console.print(held, ledger.table(), "", comparison.table(), sep="\n")
+    together = not settings.details
+    console.print(held, ledger.table(together), "", comparison.table(), sep="\n")
     if not own.is_own(settings):
-        show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
+        step = training.batch, training.length, training.dtype, training.microbatches
+        show_remat(console, settings.model, layout, mesh, *step)
     if comparison.differing:
-        console.print(comparison.steps_table())
+        console.print(comparison.steps_table(together=together))
 
 
 def sample(

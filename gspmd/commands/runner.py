@@ -118,9 +118,10 @@ def _check_encoding(argv: Sequence[str]) -> None:
     """Refuse flags that are not UTF-8: libraries cannot open such names, and a run's config.json cannot hold them.
 
     Raises:
-        ConfigError: some flags are not UTF-8; lists each of them.
+        ConfigError: some flags are not UTF-8, or have null bytes; lists each of them.
     """
     faults = [f"{flag!r:.200} is not UTF-8." for flag in argv if any("\ud800" <= each <= "\udfff" for each in flag)]
+    faults += [f"{flag!r:.200} has a null byte, which no name has." for flag in argv if "\0" in flag]
     if faults:
         raise ConfigError("cannot read the flags:", faults)
 

@@ -47,6 +47,9 @@ class RunSettings:
     configs/finetune.toml with --from."""
     explain: bool = False
     """Compile the training step, print what it sends beside the plan, and stop."""
+    details: bool = False
+    """With --explain, give every step that sends, and every step that the compiler changed, its own row; by default,
+    equal steps of one equation share one, and so do steps that the compiler combined."""
     compile_cache: bool = True
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""

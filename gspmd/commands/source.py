@@ -35,8 +35,9 @@ class Source:
         """Read the checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
         if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
-        kept_settings = load_settings(folder)
-        own.refuse_named(kept_settings, f"cannot use the run in {str(folder)!r}:")
+        doing = f"cannot use the run in {str(folder)!r}:"
+        kept_settings = load_settings(folder, doing)
+        own.refuse_named(kept_settings, doing)
         run = from_mapping(RunSettings, kept_settings, source=str(folder / "config.json"))
         return cls(folder, replace(run.model, lora=None), tokenizer_of(folder, run.model), run)
 
@@ -93,5 +94,6 @@ def own_run(folder: Path) -> RunSettings | None:
     """
     if newest(folder) is None:
         return None
-    typed, values = with_model(RunSettings, load_settings(folder), folder=folder)
+    kept_settings = load_settings(folder, f"cannot use the run in {str(folder)!r}:")
+    typed, values = with_model(RunSettings, kept_settings, folder=folder)
     return None if typed is RunSettings else from_mapping(typed, values, source=str(folder / "config.json"))

@@ -25,8 +25,9 @@ from gspmd.training.checkpoints import checksums, kept_settings
 from gspmd.training.reporting import memory, report
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
-from gspmd.training.run.folder import choose_out, released_after
+from gspmd.training.run.folder import check_out, choose_out, released_after
 from gspmd.training.state import TrainState
+from gspmd.training.step.building import abstract_batch
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.stages import check_lowering_of_stages, check_stages
@@ -108,8 +109,15 @@ def check(console: Console, settings: RunSettings) -> Checked:
         ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message says which.
     """
     training, sharding = settings.training, settings.sharding
+    if settings.details and not settings.explain:
+        raise ConfigError("cannot use these flags:", ["--details is for --explain; add --explain, or leave it out."])
     if training.log:
         check_installed()
+    if not settings.explain:
+        if training.data:
+            data.matching(training.data)  # They are read after all checks, since that may take minutes.
+        if processes.first():
+            check_out(training.out, resume=training.resume, step=training.resume_step)
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
@@ -151,8 +159,10 @@ def check(console: Console, settings: RunSettings) -> Checked:
     show_run(console, settings, arrangements, kept)
     arranged = [*zip(arrangements, states)]
     for arrangement, state in [] if settings.explain else arranged:
-        parts = {"parameters": state.params, "optimizer state": state.optimizer}
-        remedy = "Take a smaller model, or a layout that shards more; --explain allocates nothing."
+        at = arrangement.layout, arrangement.mesh
+        tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
+        parts = {"parameters": state.params, "optimizer state": state.optimizer, "tokens": tokens}
+        remedy = "Take a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)

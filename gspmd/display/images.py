@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gspmd.display.saving import saving
+from gspmd.display.saving import write_or_keep
 
 
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
@@ -26,5 +26,5 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
     """
     texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
     carried = {name: text for name, text in texts.items() if text}
-    with saving(path):
-        figure.savefig(path, metadata=carried if Path(path).suffix.lower() == ".png" else None)
+    kept = carried if Path(path).suffix.lower() == ".png" else None
+    write_or_keep(path, lambda file: figure.savefig(file, metadata=kept))

@@ -1,24 +1,45 @@
-"""Say in plain words why a picture could not be written."""
+"""Write a file whole or not at all, and say in plain words why it could not be written."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from os import PathLike, fspath
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 from gspmd.display.plain import printable
 
 
-@contextmanager
-def saving(path: str | PathLike[str]) -> Iterator[None]:
-    """Give the errors of writing a file a message with the name of the file, the reason and a remedy.
+def write_or_keep(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    """Write a file so that it has its old or its complete new contents, for example if the disk is full.
+
+    The contents are written into a file beside it, with the same ending, which is then renamed. A pipe or a device is
+    written directly, and so is a file in a read-only folder.
+
+    Args:
+        path: the file.
+        write: a function that writes the file of the name that it gets.
 
     Raises:
-        OSError: the file cannot be written; it is of the class that the system raised.
-        ValueError: no file can have this name.
+        OSError: the file cannot be written. It is of the class that the system raised, and its `strerror` is the
+            system's reason; its message also names the file and a remedy.
+        ValueError: no file can have this name, or `write` raised it.
     """
     try:
-        yield
+        file = Path(os.path.realpath(path))  # A link stays a link.
+        stream = (os.path.exists(path) and not os.path.isfile(path)) or str(path).startswith("/dev/")
+        if stream or not os.access(file.parent, os.W_OK):
+            write(Path(path))
+            return
+        beside = file.with_name(f".part-{os.getpid()}{file.suffix}")
+        try:
+            write(beside)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
-        why = f"cannot write {printable(fspath(path))}: {error.strerror or error}."
-        raise type(error)(f"{why}\n  Name a file in a folder that can be written to.") from None
+        reason = error.strerror or str(error)
+        say = f"cannot write {printable(os.fspath(path))}: {reason}.\n  Name a file in a folder that can be written to."
+        explained = type(error)(say)
+        explained.strerror = reason  # Without `errno`, which would replace the message.
+        raise explained from None
     except ValueError as error:  # From a null byte, or half of a surrogate pair.
-        raise ValueError(f"cannot write {printable(repr(fspath(path)))}: {error}.\n  Give another name.") from None
+        name = printable(repr(os.fspath(path)))
+        raise ValueError(f"cannot write {name}: {error}.\n  Give another name.") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspmd.display import theme
 from gspmd.display.plain import printable
-from gspmd.display.saving import saving
+from gspmd.display.saving import write_or_keep
 from gspmd.display.xml import escaped
 
 Text = str | Callable[[], str]
@@ -119,8 +119,7 @@ class Figure:
             data = self.png(color or "light")
         else:
             raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
-        with saving(path):
-            path.write_bytes(data)
+        write_or_keep(path, lambda file: file.write_bytes(data))
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:

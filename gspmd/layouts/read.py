@@ -62,9 +62,8 @@ def _preset_text(name: str) -> str:
     names = preset_names()
     if name not in names:
         near = suggestion(name, names)
-        raise LayoutError(
-            f"no layout is called {shown(name)}.\n  {near}Presets: {', '.join(names)}; or give the path of a TOML file."
-        )
+        path = f"./{name}" if os.path.isfile(name) else "the path of a TOML file"
+        raise LayoutError(f"no layout is called {shown(name)}.\n  {near}Presets: {', '.join(names)}; or give {path}.")
     return _PRESETS.joinpath(f"{name}.toml").read_text(encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +41,7 @@ from gspmd.training.step.building import abstract_gradients
 from gspmd.training.toml import ConfigError, from_mapping
 from gspmd_models import ModelConfig
 from gspmd_models.config import REMATS
+from gspmd_models.remat.prediction import kept_bytes
 from gspmd_models.step import Language
 
 
@@ -174,11 +175,16 @@ class LayoutAnswer:
         self.layout = self.written.resolved(sizes, self.mesh)
         self.subject.check(self.layout, self.mesh, self.batch, self.length, self.microbatches)
 
+    @property
+    def _typed(self) -> Any:
+        """The mesh without devices, under whose axes arrays have specs as types."""
+        axes = self.mesh
+        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+
     @cached_property
     def planned(self) -> tuple[gspmd.ProgramPlan, dict[str, int]]:
         """The plan of a step, and the bytes of its state on one device, by kind."""
-        axes = self.mesh
-        mesh: Any = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+        mesh = self._typed
         update = Update(OptimizerConfig(), 1000, self.microbatches)
         program = abstract_program(self.subject, update, self.batch, self.length)
         with jax.sharding.use_abstract_mesh(mesh), lowering(self.layout.lowering or "auto"), planned_for(self.chip):
@@ -187,6 +193,17 @@ class LayoutAnswer:
             gradients = abstract_gradients(self.subject, self.layout, state.params, mesh, ())
         held = {"parameters": state.params, "gradients": gradients, "optimizer": state.optimizer}
         return plan, {name: device_bytes(tree) for name, tree in held.items()}
+
+    def kept(self) -> dict[str, Any]:
+        """Return the bytes that blocks keep for the backward pass on one device, or the reason why none are known."""
+        if self.model.encoder_layers:
+            return {"reason": "not predicted for a model with an encoder"}
+        sizes = self.batch // self.microbatches, self.length
+        with planned_for(self.chip):
+            count = kept_bytes(self.model, self.layout, self._typed, *sizes, jnp.dtype(self.request.dtype))
+        if count is None:
+            return {"reason": "not predicted for stages, nor for one block of each kind"}
+        return {"bytes": count, "said_bytes": amount_of_bytes(count)}
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data; amounts are also written as tables print them."""
@@ -405,9 +422,11 @@ def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
     ]
 
 
-def planned(request: LayoutRequest, shelf: Shelf) -> dict[str, Any]:
-    """Return the record of a request; a ConfigError is raised as a NotationError, which the page shows."""
+def planned(
+    request: LayoutRequest, shelf: Shelf, part: Callable[[LayoutAnswer], dict[str, Any]] = LayoutAnswer.record
+) -> dict[str, Any]:
+    """Return a part of the answer to a request; a ConfigError is raised as a NotationError, which the page shows."""
     try:
-        return LayoutAnswer(request, shelf).record()
+        return part(LayoutAnswer(request, shelf))
     except ConfigError as error:
         raise NotationError(str(error)) from None

@@ -25,7 +25,7 @@ from gspmd.page.worker import Ended, TooLong, Worker
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"/": "equation.html", "/layout": "layout.html"}
 """The pages, by path."""
-EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout")
+EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout", "kept")
 """The tasks of `gspmd.page.tasks` that a page may ask for; those of layouts have a process of their own."""
 SHORT = "gspmd.page.tasks:Tasks"
 """The class of these tasks."""

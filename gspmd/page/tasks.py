@@ -1,6 +1,7 @@
 """The tasks of the process that answers: from the object of a request to plain data."""
 
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Tasks:
         self._configs, self._folder = configs, folder
         self._known = {
             "choices": self._choices, "plan": self._plan, "compare": self._compare, "shelf": self._shelf,
-            "layout": self._layout,
+            "layout": self._layout, "kept": self._kept,
         }  # fmt: skip
 
     def warm(self) -> None:
@@ -76,12 +77,19 @@ class Tasks:
         } | self._choices({})
 
     def _layout(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._of_layout(given, "record")
+
+    def _kept(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the memory of activations, which takes as long as the plan of the step, and so is asked for later."""
+        return self._of_layout(given, "kept")
+
+    def _of_layout(self, given: Mapping[str, Any], part: str) -> dict[str, Any]:
         from gspmd.page.layout import LayoutRequest, Shelf, planned
 
         request = LayoutRequest.read(given)
         assert self._configs is not None, "the server asks this of the process that plans layouts"
         try:
-            return planned(request, Shelf(self._configs, self._folder))
+            return planned(request, Shelf(self._configs, self._folder), methodcaller(part))
         except NotationError as error:
             return fault_record(error, request)
 

@@ -17,6 +17,7 @@ import gspmd
 from gspmd import ops
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.equation import Equation
+from gspmd.interruption import interruptibly
 from gspmd.layouts import Layout
 from gspmd.training.model import Own
 
@@ -112,11 +113,8 @@ class Stepwise:
         loop = self._compiled(self.loop(sampling, tuple(stop)), params, kept, written.shape[1])
         read = None
         if lengths.min() - 1 >= self.chunk:
-            read = (
-                jax.jit(self._read, donate_argnums=1)
-                .lower(params, kept, put(written[:, : self.chunk]), put(0))
-                .compile()
-            )
+            reading = jax.jit(self._read, donate_argnums=1)
+            read = interruptibly(reading.lower(params, kept, put(written[:, : self.chunk]), put(0)).compile)
         began = time.monotonic()
         while read is not None and lengths.min() - 1 - at >= self.chunk:
             kept, at = read(params, kept, put(written[:, at : at + self.chunk]), put(at)), at + self.chunk
@@ -214,4 +212,4 @@ class Stepwise:
         count, number = like(jnp.int32, self.rows), like(jnp.int32)
         state = kept, count, count, number
         rest = like(jnp.int32, self.rows, width), count, like(jnp.uint32, self.rows), like(jnp.bool_, self.rows), number
-        return jax.jit(loop, donate_argnums=1).lower(params, state, *rest).compile()
+        return interruptibly(jax.jit(loop, donate_argnums=1).lower(params, state, *rest).compile)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.console import Console
 
 import gspmd
@@ -59,7 +59,13 @@ class Recomputation:
 
 
 def predicted(
-    config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    dtype: Any = jnp.float32,
+    microbatches: int = 1,
 ) -> tuple[Recomputation, ...]:
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
@@ -74,6 +80,7 @@ def predicted(
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         dtype: compute dtype.
+        microbatches: parts of the batch that are computed one after the other: bytes are those of one of them.
 
     Returns:
         A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep; and none
@@ -90,33 +97,72 @@ def predicted(
 
     Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
     """
-    repeats = config.repeats if config.stacked else 1
-    if stages_axes(layout) or (repeats == 1 and not config.is_one_pattern):
+    if not _is_predicted(config, layout):
         return ()
-    layers = config.layers if config.is_one_pattern else repeats
+    layers = config.layers if config.is_one_pattern else _repeats(config)
     # Under Explicit axes an array's type has its sharding, from which `_kept` takes the shape of a shard.
     typed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * mesh.devices.ndim)
     rows: list[Recomputation] = []
     with jax.set_mesh(typed), gspmd.lowering("blocking"):
         rate = context().chip.flops(jnp.dtype(dtype).name)
-        batch_of = abstract_batch(layout, typed, batch, length)
         for remat in REMATS:
-            model = abstract(replace(config, remat=remat), layout, typed, dtype)
-
-            def of_parameters(params, tokens, key, model=model):
-                return loss(with_arrays(model, params), tokens, key=key)[0]
-
-            traced = jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, abstract_key(typed))
-            program = without_dead_code(traced.jaxpr)
-            flops = _flops(program) - (rows[0].flops if rows else 0)
-            first = _kept_first(model, batch_of, abstract_key(typed))
-            kept = first + repeats * _kept(program, repeats)
+            of = replace(config, remat=remat)
+            program, kept, first = _backward(of, layout, typed, batch // microbatches, length, dtype)
+            flops = microbatches * _flops(program) - (rows[0].flops if rows else 0)
             rows.append(Recomputation(remat, layers, kept, flops, flops / rate, first))
     return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
 
 
+def kept_bytes(
+    config: ModelConfig, layout: Layout, mesh: AbstractMesh, batch: int, length: int, dtype: Any = jnp.float32
+) -> int | None:
+    """Predict the bytes that all blocks keep for the backward pass on one device, under the model's own `remat`.
+
+    Args:
+        config, layout, batch, length, dtype: as for `predicted`.
+        mesh: the mesh, with Explicit axes; no devices are needed.
+
+    Returns:
+        The bytes; None where `predicted` has no rows.
+    """
+    if not _is_predicted(config, layout):
+        return None
+    with jax.sharding.use_abstract_mesh(mesh), gspmd.lowering("blocking"):
+        return _backward(config, layout, mesh, batch, length, dtype)[1]
+
+
+def _repeats(config: ModelConfig) -> int:
+    return config.repeats if config.stacked else 1
+
+
+def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
+    return not stages_axes(layout) and (_repeats(config) > 1 or config.is_one_pattern)
+
+
+def _backward(
+    config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
+) -> tuple[Jaxpr, int, int]:
+    """Return the program of a gradient, the bytes that all blocks keep for it, and those that the first of them do."""
+    model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
+    batch_of, key = abstract_batch(layout, mesh, batch, length), abstract_key(mesh)
+
+    def of_parameters(params, tokens, key):
+        return loss(with_arrays(model, params), tokens, key=key)[0]
+
+    program = without_dead_code(jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, key).jaxpr)
+    first = _kept_first(model, batch_of, key)
+    return program, first + repeats * _kept(program, repeats), first
+
+
 def show_remat(
-    console: Console, config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    console: Console,
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    dtype: Any = jnp.float32,
+    microbatches: int = 1,
 ) -> None:
     """Print `predicted` as a table, the model's own choice in bold; print nothing if it has no rows."""
     columns = (
@@ -127,7 +173,7 @@ def show_remat(
         Column("seconds", "right", goes=2),
     )
     sheet = Sheet("Activations for the backward pass, one device, predicted", columns)
-    rows = predicted(config, layout, mesh, batch, length, dtype)
+    rows = predicted(config, layout, mesh, batch, length, dtype, microbatches)
     for row in rows:
         mark = "[bold]" if row.remat == config.remat else ""
         cells = (row.remat, amount_of_bytes(row.layer_bytes), amount_of_bytes(row.bytes), amount_of_flops(row.flops))

@@ -291,7 +291,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         ),
         (["--samples", "0"], "GenerationError: samples is 0; it must be at least 1"),
         (["--burst", "0"], "GenerationError: burst is 0; it must be at least 1"),
-        (["--stop", ""], "ConfigError: cannot generate text:\n  --stop is empty"),
+        (["--stop", ""], "--stop is empty; give it a value, or leave it out."),
         (["--prompt", "a\udcff"], "ConfigError: cannot read the flags:\n  'a\\udcff' is not UTF-8."),
         (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
         (

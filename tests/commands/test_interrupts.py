@@ -1,13 +1,17 @@
 """An interrupt ends every command in one line, with exit code 130, from the first import on."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from gspmd.interruption import interruptibly
 
 ROOT = Path(__file__).parents[2]
 EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
@@ -210,3 +214,26 @@ def test_these_tests_pass_in_the_background_of_a_script():
     ignoring = f"trap '' INT HUP; exec {sys.executable} -m pytest {' '.join([*flags, *files])}"
     done = subprocess.run(["bash", "-c", ignoring], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_an_interrupt_is_answered_while_a_compiler_works():
+    """A C function that lets other threads run, as compilers do, for seconds."""
+    ended = []
+
+    def work() -> None:
+        hashlib.pbkdf2_hmac("sha256", b"words", b"salt", 3_000_000)
+        ended.append(True)
+
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        interruptibly(work)
+    assert not ended
+    while not ended:  # Otherwise it would take the time of the next test.
+        time.sleep(0.05)
+
+
+def test_what_a_compiler_returns_or_raises_is_passed_on():
+    assert interruptibly(divmod, 7, 2) == (3, 1)
+    assert interruptibly(int, "11", base=2) == 3
+    with pytest.raises(ZeroDivisionError):
+        interruptibly(divmod, 7, 0)

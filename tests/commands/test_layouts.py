@@ -79,7 +79,7 @@ def test_the_sizes_of_a_configuration_and_a_number_of_devices_are_checked(capsys
     (["check", "zero-3", "--mesh", "x=2", "--devices", "2"],
      "--mesh already gives the number of devices; leave --devices out."),
     (["check", "zero-3", "--batch", "2"], "--batch and --length are for --config; write --sizes B=8,L=128."),
-    (["check", "zero-3", "--szes", "B=2"], "Did you mean '--sizes'? gspmd layouts --help lists all flags."),
+    (["check", "zero-3", "--szes", "B=2"], "Did you mean '--sizes'? gspmd layouts check --help lists all flags."),
     (["check", "zero-3", "--sizes", "B"], "'B' is not a name and a size, such as x=4."),
     (["check", "absent.toml"], "cannot read the layout file 'absent.toml': there is no such file."),
     (["show", "megatron"], "no layout is called 'megatron'.\n  Did you mean 'megatron-1d'?"),

@@ -52,7 +52,7 @@ BAD = {
     "negative seed": (["--seed", "-1"], "seed must not be negative, but is -1."),
     "negative devices": (["--devices", "-8"], "devices must be positive, but is -8."),
     "negative width": (["--model.embed", "-8"], "embed is -8; it must be at least 1"),
-    "empty prompt": (["--prompt", ""], "prompt must not be empty: generated text needs something to begin with."),
+    "empty prompt": (["--prompt", ""], "--prompt is empty; give it a value, or leave it out."),
     "vocabulary": (["--model.vocabulary", "512"], "model.vocabulary must be 256, since the data is bytes, but is 512."),
     "groups of tokens": (["--model.moe.groups", "24"], "must divide the tokens of a batch, 8 × 16 = 128, but is 24."),
     "groups on the mesh": (["--model.moe.groups", "4"], "dimension G has size 4, which mesh axes"),
@@ -181,7 +181,7 @@ def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
     code, said = run("--model.embed", "80000000")
     assert code == 2
     assert said.startswith("ConfigError: cannot hold this model: it takes ")
-    assert " GB of optimizer state on each of 8 devices, which has " in said
+    assert " GB of optimizer state and 68 B of tokens on each of 8 devices, which has " in said
 
 
 def start(*flags, cwd, **more):

@@ -228,3 +228,15 @@ def test_keys_and_values_made_of_latents_are_kept_with_other_products(config, ma
     assert rows["dots"].layer_bytes - rows["dots-except-hidden"].layer_bytes == 4 * 2 * 16 * (expanded + hidden)
     again = 2 * 2 * 2 * 16 * (settings.heads * latent.rank * (12 + 16) + settings.embed * hidden)
     assert rows["dots-except-hidden"].flops - rows["dots"].flops == again
+
+
+def test_microbatches_keep_less_at_a_time_and_compute_as_much_again(config, make_mesh):
+    layout, mesh = place("zero-1", make_mesh, 2)
+    whole, parts = (
+        {row.remat: row for row in predicted(config(layers=3), layout, mesh, BATCH, LENGTH, microbatches=count)}
+        for count in (1, 4)
+    )
+    assert 4 * parts["full"].bytes == whole["full"].bytes
+    for remat in REMATS:  # A few arrays without a batch are kept too, such as masks.
+        assert 4 * parts[remat].bytes == pytest.approx(whole[remat].bytes, rel=0.01)
+        assert parts[remat].flops == whole[remat].flops

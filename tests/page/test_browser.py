@@ -414,9 +414,48 @@ def test_a_layout_is_planned_and_changed(open_page, site):
     page.fill('[data-key="ffn.w_in"]', "E_qF")
     page.wait_for_selector("#fault pre")
     assert "stale" in page.get_attribute("#answer", "class")
+    assert _marked(page) == {"ffn.w_in": "E_q"}
     page.click("#reset")
     _planned(page, lines="")
     assert page.inner_text('#totals [data-total="wire_bytes"] .strong') == before
+
+
+def test_a_fault_has_a_caret_in_its_line(open_page):
+    page = open_page(LAYOUT + "&layout=megatron-sequence", ready="#answer[data-answered]")
+    page.click("#lines summary:text-is('decode')")
+    page.fill('#lines [data-key="decode.ffn.residual"]', "B_qLE")
+    page.wait_for_selector("#lines [aria-invalid]")
+    assert _marked(page) == {"decode.ffn.residual": "B_q"}
+    assert page.inner_text("#lines .reason").startswith("The mesh has no axis q. ")
+    page.fill('#lines [data-key="decode.ffn.residual"]', "B_xLE_x")
+    page.wait_for_selector("#lines [aria-invalid]")
+    assert _marked(page) == {"decode.ffn.residual": "x"}
+    page.fill('#lines [data-key="decode.ffn.residual"]', "B_xLE")
+    page.wait_for_selector("#answer:not(.stale)")
+    assert _marked(page) == {}
+    assert page.locator("#lines .reason").count() == 0
+
+
+def _marked(page) -> dict[str, str]:
+    """The characters of each line that have a caret, which is drawn in the line and under them."""
+    inside = """all => all.every(at => { const mark = at.getBoundingClientRect();
+        const field = at.closest(".notation").querySelector("textarea").getBoundingClientRect();
+        const caret = parseFloat(getComputedStyle(at, "::after").top) + mark.top;
+        return mark.left > field.left && mark.right < field.right && caret > mark.top + 8 && caret + 8 < field.bottom;
+    })"""
+    assert page.locator("#lines .at").evaluate_all(inside)
+    keys = page.locator("#lines [aria-invalid]").evaluate_all("all => all.map(each => each.dataset.key)")
+    texts = "all => [...all].map(each => each.parentElement.querySelectorAll('.at'))"
+    texts += ".map(spans => [...spans].map(each => each.textContent).join(''))"
+    return dict(zip(keys, page.locator("#lines [aria-invalid]").evaluate_all(texts)))
+
+
+def test_the_memory_of_activations_stands_among_the_others(open_page):
+    page = open_page(LAYOUT, ready="#kept .note")
+    assert page.inner_text("#kept .number") == "not predicted for stages, nor for one block of each kind"
+    page = open_page(LAYOUT.replace("tiny", "llama-3.1-8b"), ready="#kept .share")
+    # Every block keeps its input under remat full: B_xLE in bfloat16, 32 times.
+    assert page.inner_text("#kept .number") == amount_of_bytes(32 * (16 // 2) * 64 * 4096 * 2)
 
 
 def test_two_layouts_side_by_side(open_page):

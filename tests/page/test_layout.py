@@ -171,3 +171,17 @@ def test_configs_that_name_a_class_are_not_offered(tmp_path):
     (tmp_path / "own.toml").write_text('[model]\nclass = "os:system"\n')
     (tmp_path / "tiny.toml").write_text((CONFIGS / "tiny.toml").read_text())
     assert set(Shelf(tmp_path).configs()) == {"tiny"}
+
+
+@pytest.mark.parametrize(("changed", "kept"), [
+    ({}, 32 * (16 // 2) * 64 * 4096 * 4),  # under remat full every block keeps its input, B_xLE in float32
+    ({"microbatches": "2"}, 32 * (8 // 2) * 64 * 4096 * 4),  # those of one microbatch at a time
+])  # fmt: skip
+def test_what_blocks_keep_is_that_of_one_microbatch(changed, kept):
+    status, answer = Tasks(CONFIGS).run("kept", ASKED | {"config": "llama-3.1-8b", "remat": "full"} | changed)
+    assert (status, answer) == (200, {"bytes": kept, "said_bytes": amount_of_bytes(kept)})
+
+
+def test_what_is_kept_is_not_predicted_for_every_model():
+    assert Tasks(CONFIGS).run("kept", ASKED)[1]["reason"].startswith("not predicted for stages")
+    assert Tasks(CONFIGS).run("kept", ASKED | {"lines": "ffn.w_in = E_qF"})[1]["fault"]["kind"] == "LayoutError"

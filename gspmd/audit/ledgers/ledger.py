@@ -78,14 +78,19 @@ class Ledger(Printed):
         totals |= {"network_bytes": self.network_bytes, "flops": self.flops}
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
-    def table(self) -> Sheet:
-        """Return the collectives as a rich table, equal ones in one row, most bytes first."""
+    def table(self, together: bool = False) -> Sheet:
+        """Return the collectives as a rich table, equal ones in one row, most bytes first.
+
+        Args:
+            together: give the steps of one equation that are equal but for their numbers a single row.
+        """
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
-        for entry, count, sent in self._rows():
+        for entry, count, sent in self._rows(together):
             kind = f"[{TERMINAL[entry.kind]}]{entry.kind}[/]"
             how = "async" if entry.asynchronous else ""
             figures = (axes_text(entry.axes), entry.dtype, how, str(count), amount_of_bytes(sent))
-            sheet.add(kind, *figures, escape(asked_for_by(entry.equation, entry.step, entry.source)))
+            step = "" if together else entry.step
+            sheet.add(kind, *figures, escape(asked_for_by(entry.equation, step, entry.source)))
         count = str(sum(entry.count for entry in self.entries))
         work = f"{amount_of_flops(self.flops)} in matrix products"
         sheet.add("all", "", "", "", count, amount_of_bytes(self.wire_bytes), work, total=True)
@@ -111,11 +116,12 @@ class Ledger(Printed):
     def _named(self) -> str:
         return self.name or "a program"
 
-    def _rows(self) -> list[tuple[Entry, int, int]]:
+    def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
         """Return the entries, adding up counts and bytes of entries that are otherwise equal."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
-            alike = (entry.kind, entry.axes, entry.dtype, entry.equation, entry.step, entry.source, entry.asynchronous)
+            step = "" if together else entry.step
+            alike = (entry.kind, entry.axes, entry.dtype, entry.equation, step, entry.source, entry.asynchronous)
             row = rows.setdefault(alike, [entry, 0, 0])
             row[1] += entry.count
             row[2] += entry.wire_bytes

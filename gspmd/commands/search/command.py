@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from rich.markup import escape
 
@@ -13,6 +12,7 @@ from gspmd import host
 from gspmd.annotate import LayoutError
 from gspmd.audit import topology
 from gspmd.commands import runner
+from gspmd.commands.files import unwritten
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
@@ -22,6 +22,7 @@ from gspmd.commands.search.unpriced import remedied
 from gspmd.commands.search.written import beside, header, header_of_stages, save, seconds
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
+from gspmd.display.saving import write_or_keep
 from gspmd.display.tables import Sheet
 from gspmd.layouts import Layout, presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
@@ -311,23 +312,13 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
     console.print(shown.answer_line(finding, settings), markup=False, highlight=False, soft_wrap=True)
     if settings.frontier and found.front:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
-        found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))
+        found.faults += unwritten("frontier", settings.frontier, drawn.savefig)
     if settings.json:
         lists = found.said, found.presets, found.beside, found.asked, found.front, found.shortlist
         text = figures.to_json(settings, target, finding, *lists)
-        write = partial(Path(settings.json).write_text, text, encoding="utf-8")
-        found.faults += unwritten("--json", settings.json, write)
+        found.faults += unwritten("json", settings.json, lambda path: path.write_text(text, encoding="utf-8"))
     if found.interrupted:
         print(interrupted(found, settings), file=sys.stderr)
-
-
-def unwritten(flag: str, path: str, write: Callable[[], object]) -> list[str]:
-    """Write a file; return the fault if that is not possible."""
-    try:
-        write()
-    except OSError as error:
-        return [f"cannot write {flag} {path}: {error.strerror}."]
-    return []
 
 
 def of_stages(
@@ -345,8 +336,9 @@ def of_stages(
     if settings.out and best and best.answer:
         path, than = beside(settings.out), found.finding.answer.seconds
         top = header_of_stages(settings, target, best, than, argv)
+        text = of_lines(best.lines, best.problem.case, top, mesh=best.mesh)
         try:
-            path.write_text(of_lines(best.lines, best.problem.case, top, mesh=best.mesh), encoding="utf-8")
+            write_or_keep(path, lambda path: path.write_text(text, encoding="utf-8"))
         except OSError as error:
             found.faults.append(f"cannot write the best pipeline to {path}: {error.strerror}.")
             return

@@ -9,8 +9,6 @@ most. For a custom model, every line of --layout is searched. Nothing runs, and 
 asks for it. Exit code 1 if nothing fits.
 """
 
-import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from gspmd.annotate import LayoutError
-from gspmd.commands import configs, flags
+from gspmd.commands import configs, files, flags
 from gspmd.commands.file import File, checked_source, file_of, group_faults, is_own, source_length_of
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
@@ -225,29 +223,6 @@ def _for_ours(settings: SearchSettings) -> Iterator[str]:
         yield f"--phase {settings.phase}"
 
 
-def _no_file(flag: str, given: str, suffix: str, kind: str) -> Iterator[str]:
-    """Yield why a file cannot be written there, as far as that is known in advance."""
-    path = Path(given)
-    if not given:
-        return
-    if suffix and path.suffix != suffix:
-        yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
-    try:
-        if "\0" in str(path):
-            yield f"--{flag} {path!s:.40}: a name has no null characters."
-        elif not os.path.isdir(path.parent):
-            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
-        elif stat.S_ISDIR(os.stat(path).st_mode):
-            yield f"--{flag} {path}: it is a folder; give a file."
-        elif not os.access(path, os.W_OK):
-            yield f"--{flag} {path}: the file is read-only."
-    except FileNotFoundError:
-        if not os.access(path.parent, os.W_OK):
-            yield f"--{flag} {path}: the folder is read-only."
-    except OSError as error:  # A name that is too long.
-        yield f"--{flag} {path!s:.40}...: {error.strerror}."
-
-
 def _faults(settings: SearchSettings):
     numbers: list[str] = []
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
@@ -279,7 +254,7 @@ def _faults(settings: SearchSettings):
     if settings.compiler_options and not settings.compile:
         yield "--compiler-options are for programs that are compiled: add --compile 3, or leave them out."
     for flag, suffix, kind in (("json", "", ""), ("frontier", ".png", "a PNG file")):
-        yield from _no_file(flag, getattr(settings, flag), suffix, kind)
+        yield from files.faults_of(flag, getattr(settings, flag), suffix, kind)
     try:
         ShardingConfig(compiler_options=settings.compiler_options)
     except ConfigError as error:
@@ -323,7 +298,7 @@ def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
     """Yield the faults of the slice, its mesh, its memory, or the file for the layout."""
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
-    yield from _no_file("out", settings.out, ".toml", "a TOML file")
+    yield from files.faults_of("out", settings.out, ".toml", "a TOML file")
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
         has = f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}"

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gspmd.display.saving import write_or_keep
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import SearchSettings
@@ -199,7 +200,7 @@ def save(text: str, out: str) -> None:
         print(text)
         return
     try:
-        Path(out).write_text(text, encoding="utf-8")
+        write_or_keep(out, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
         print(text)
         why = f"--out {out}: {error.strerror}. The layout is printed above; write it elsewhere."

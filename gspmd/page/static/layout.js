@@ -1,6 +1,6 @@
 // The page of a layout: a training step of a model, its costs by line, and what a change of a spec changes.
 
-import {ask, byId, copying, Latest, make, place} from "./shared.js";
+import {ask, byId, copying, Latest, make, mark, notation, place, unmark} from "./shared.js";
 import {compiling} from "./compile.js";
 import {searching} from "./search.js";
 
@@ -11,7 +11,7 @@ const TOTALS = [["seconds", "time"], ["hidden_seconds", "hidden in loops"], ["wi
 const APART = ["moe", "cross", "encoder", "prefill", "decode", "cache", "pipeline"];
 
 const fields = Object.fromEntries(FIELDS.map((name) => [name, byId(name)]));
-const latest = new Latest("layout", show), other = new Latest("layout", showBeside);
+const latest = new Latest("layout", show), other = new Latest("layout", showBeside), kept = new Latest("kept", showKept);
 let changes = {}, before, shelf, base = {};
 /** The lines of a layout that a search found, which is in the list of layouts while it is used. */
 let own = "";
@@ -35,9 +35,10 @@ function address() {
   return `/layout?${query.toString().replaceAll("%2C", ",").replaceAll("%3D", "=")}`;
 }
 
-let waiting;
+let waiting, resting;
 function changed(how) {
   clearTimeout(waiting);
+  clearTimeout(resting);
   waiting = setTimeout(() => {
     history[how](null, "", address());
     send();
@@ -68,13 +69,11 @@ function fromAddress() {
 function show(answer, given, since) {
   byId("working").textContent = "";
   const box = byId("answer");
-  for (const each of document.querySelectorAll("#lines [aria-invalid]")) each.removeAttribute("aria-invalid");
+  for (const each of document.querySelectorAll("#lines [aria-invalid]")) unmark(each);
+  for (const each of document.querySelectorAll("#lines .reason")) each.remove();
   if (answer.refused || answer.fault) {
-    const faults = answer.fault?.faults ?? [];
     byId("fault").replaceChildren(make("pre", {}, answer.fault?.message ?? answer.refused));
-    for (const input of document.querySelectorAll("#lines input")) {
-      if (input.value in {...Object.fromEntries(faults.map((each) => [each.text, 1]))}) input.setAttribute("aria-invalid", "true");
-    }
+    markLines(answer.fault?.faults ?? []);
     box.classList.add("stale");
     return;
   }
@@ -82,6 +81,8 @@ function show(answer, given, since) {
   box.classList.remove("stale");
   box.hidden = false;
   draw(answer);
+  clearTimeout(resting);  // One process plans: the next change comes before the memory of this one.
+  resting = setTimeout(() => kept.ask(given), 700);
   before = {...answer.totals, name: given.layout};
   search.offer(answer.slice);
   compiler.offer(answer.uncompiled);
@@ -90,6 +91,26 @@ function show(answer, given, since) {
   box.dataset.answered = JSON.stringify(given);
   performance.measure("answer", {start: since, end: performance.now()});
 }
+
+/** Put carets into the lines that faults name, and the facts below: "[decode] ffn.hidden = B_qLF" has its section. */
+function markLines(faults) {
+  const spans = new Map();
+  for (const {text, start, end, fact, remedy} of faults) {
+    const [, section, name, spec = ""] = /^(?:\[(\w+)\] )?([\w.]+)(?: = (.*))?$/.exec(text) ?? [];
+    const area = name && byId("lines").querySelector(`[data-key="${CSS.escape(section ? `${section}.${name}` : name)}"]`);
+    if (!area || area.value.trim() !== spec) continue;
+    const before = text.length - spec.length - area.value.indexOf(spec);
+    const span = start < before ? [0, area.value.length] : [start - before, end - before];
+    if (!spans.has(area)) area.closest(".line").append(make("span", {class: "reason"}, `${sentence(fact)} ${remedy}`));
+    spans.set(area, [...(spans.get(area) ?? []), span]);
+  }
+  for (const [area, marks] of spans) {
+    area.closest("details").open = true;
+    mark(area, marks);
+  }
+}
+
+const sentence = (fact) => fact.replace(/^[a-z]+ /, (word) => word[0].toUpperCase() + word.slice(1));
 
 /** The typed mesh, if the other layout has its axes; otherwise a mesh of its own. */
 function meshFor(layout) {
@@ -110,14 +131,25 @@ function draw(answer) {
   }));
   byId("kinds").tBodies[0].replaceChildren(...answer.kinds.map((row) => make("tr", {},
     make("td", {}, row.name), make("td", {class: "number", "data-label": "time"}, row.said_seconds), make("td", {class: "number", "data-label": "sent"}, row.said_wire_bytes))));
+  byId("memory").dataset.capacity = answer.capacity.bytes;
   byId("memory").tBodies[0].replaceChildren(...answer.memory.map((row) => make("tr", {},
     make("th", {scope: "row"}, row.what), make("td", {class: "number"}, row.said_bytes, share(row.bytes / answer.capacity.bytes)))),
+    make("tr", {id: "kept"}, make("th", {scope: "row"}, "activations that blocks keep"), make("td", {class: "number"}, "…")),
     make("tr", {}, make("th", {scope: "row"}, "the chip has"), make("td", {class: "number"}, answer.capacity.said_bytes)));
   drawLines(answer.lines);
   place(byId("layout-figure"), answer.figure, 1.2);
   byId("command").textContent = answer.command;
   byId("download").href = `data:application/toml;charset=utf-8,${encodeURIComponent(answer.toml)}`;
   byId("spoken").textContent = `${answer.totals.said_seconds}, ${answer.totals.said_wire_bytes} sent.`;
+}
+
+/** Add what the blocks keep for the backward pass to the memory of the layout that is shown. */
+function showKept(answer, given) {
+  const cell = document.querySelector("#kept .number");
+  if (!cell || byId("answer").dataset.answered !== JSON.stringify(given)) return;
+  const has = Number(cell.closest("table").dataset.capacity);
+  cell.replaceChildren(...(answer.bytes === undefined ? [answer.reason ?? "not known"] : [answer.said_bytes, share(answer.bytes / has)]));
+  cell.classList.toggle("note", answer.bytes === undefined);
 }
 
 /** A bar as wide as a share, below a number. */
@@ -135,7 +167,7 @@ function drawTotals(answer, last) {
   table.tBodies[0].replaceChildren(...TOTALS.map(([key, name]) => make("tr", {"data-total": key},
     make("th", {scope: "row"}, name),
     make("td", {class: "number strong"}, answer.totals[`said_${key}`]),
-    make("td", {class: "number difference", "data-label": "against the version before"}, difference(answer.totals[key], last?.[key])),
+    make("td", {class: `number difference${last ? "" : " none"}`, "data-label": "against the version before"}, difference(answer.totals[key], last?.[key])),
     ...(beside ? [make("td", {class: "number other", "data-label": beside}, "…")] : []))));
 }
 
@@ -164,13 +196,18 @@ function drawLines(lines) {
     const sections = Map.groupBy(lines.map((each) => each.key), (key) => key.split(".")[0]);
     box.replaceChildren(...[...sections].map(([name, keys]) => make("details", {open: !APART.includes(name)}, make("summary", {}, name),
       ...keys.map((key) => make("label", {class: "line"}, make("span", {}, key.slice(name.length + 1)),
-        make("input", {type: "text", "data-key": key, "aria-label": key, spellcheck: "false", autocapitalize: "off", maxlength: "200", oninput: typed}))))));
+        make("span", {class: "notation"}, make("span", {class: "marks", "aria-hidden": "true"}),
+          make("textarea", {rows: "1", "data-key": key, "aria-label": key, "aria-describedby": "fault", spellcheck: "false", autocapitalize: "off", maxlength: "200"})))))));
+    for (const area of box.querySelectorAll("textarea")) notation(area, typed);
   }
   for (const {key, spec} of lines) {
-    const input = box.querySelector(`[data-key="${CSS.escape(key)}"]`);
-    if (input !== document.activeElement) input.value = spec;
-    input.parentElement.classList.toggle("changed", spec !== base[key]);
-    if (spec !== base[key]) input.closest("details").open = true;
+    const area = box.querySelector(`[data-key="${CSS.escape(key)}"]`);
+    if (area !== document.activeElement) {
+      area.value = spec;
+      unmark(area);
+    }
+    area.closest(".line").classList.toggle("changed", spec !== base[key]);
+    if (spec !== base[key]) area.closest("details").open = true;
   }
 }
 

@@ -79,11 +79,11 @@ export function figure(svg) {
   return document.importNode(parsed, true);
 }
 
-/** Put a figure into its box, larger than its own size by up to a factor if the box has the room. */
+/** Put a figure into its box, as wide as the box: larger by up to a factor, or somewhat smaller; else it scrolls. */
 export function place(box, svg, most = 1) {
   const left = box.scrollLeft, drawn = figure(svg);
   const wide = Number(drawn.getAttribute("width")), high = Number(drawn.getAttribute("height"));
-  const scale = Math.min(most, Math.max(1, box.clientWidth / wide));
+  const fits = box.clientWidth / wide, scale = fits < 0.7 ? 1 : Math.min(most, fits);
   drawn.setAttribute("width", wide * scale);
   drawn.setAttribute("height", high * scale);
   box.replaceChildren(drawn);

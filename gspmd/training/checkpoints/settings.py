@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.reading import MissingError, ReadError, read_json
+from gspmd.training.checkpoints.saved import newest
 from gspmd.training.disk import write_whole
 from gspmd.training.toml import ConfigError, Dataclass, beside, to_mapping
 
@@ -30,26 +31,31 @@ def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
     write_whole(Path(out) / "config.json", json.dumps(kept, indent=2) + "\n")
 
 
-def load_settings(out: str | Path) -> dict[str, Any]:
+def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, Any]:
     """Return the settings of a run.
+
+    Args:
+        out: the run's folder.
+        doing: the beginning of the message, which names what needs the settings.
 
     Raises:
         ConfigError: the folder holds no run, or its settings were changed after the run wrote them.
     """
-    remedy = "Give the run's settings again with --config and flags."
+    remedy = "To write the file anew, give 'gspmd train --resume' the run's settings again, with --config and flags."
     path = Path(out) / "config.json"
     try:
         settings = read_json(path)
     except MissingError:
-        raise ConfigError("cannot resume:", [f"{str(out)!r} holds no run: there is no {str(path)!r}."]) from None
+        fault = f"{str(out)!r} holds no run: there is no {str(path)!r}."
+        raise ConfigError(doing, [fault, "Name another folder." if newest(out) is None else remedy]) from None
     except ReadError as error:
-        raise ConfigError("cannot resume:", [f"{str(path)!r} cannot be read: {error}.", remedy]) from None
+        raise ConfigError(doing, [f"{str(path)!r} cannot be read: {error}.", remedy]) from None
     if not isinstance(settings, dict):
-        raise ConfigError("cannot resume:", [f"{str(path)!r} holds no settings.", remedy])
+        raise ConfigError(doing, [f"{str(path)!r} holds no settings.", remedy])
     checksum = settings.pop(_CHECKSUM, None)  # runs of earlier versions have none
     if checksum is not None and checksum != _checksum(settings):
         fault = f"{str(path)!r} is damaged: it does not have the settings that the run wrote."
-        raise ConfigError("cannot resume:", [fault, remedy])
+        raise ConfigError(doing, [fault, remedy])
     return settings
 
 

@@ -6,9 +6,10 @@ Reading order: sources, split, tokens, shards, spans, packing, objectives, corpu
 from gspmd.training.data.corpus import Batch, Corpus, check_size, check_stream, stream
 from gspmd.training.data.objectives import Objective, objective
 from gspmd.training.data.preparation import load
+from gspmd.training.data.sources import matching
 from gspmd.training.data.tokens import number_of_ids, usual_ends
 
 __all__ = [
-    "Batch", "Corpus", "Objective", "check_size", "check_stream", "load", "number_of_ids", "objective", "stream",
-    "usual_ends",
+    "Batch", "Corpus", "Objective", "check_size", "check_stream", "load", "matching", "number_of_ids", "objective",
+    "stream", "usual_ends",
 ]  # fmt: skip

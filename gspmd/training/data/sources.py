@@ -82,8 +82,10 @@ def matching(patterns: Sequence[str]) -> list[Path]:
         files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
             near = similar_file(pattern)
-            folder = f"It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
-            faults.append(f"no file matches {pattern!r}. {folder if os.path.isdir(pattern) else near}".rstrip())
+            remedy = near.rstrip() or "Name other files, or leave them out for Python's standard library."
+            if os.path.isdir(pattern):
+                remedy = f"It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
+            faults.append(f"no file matches {pattern!r}. {remedy}")
         paths |= files
     if faults:
         raise ConfigError("cannot find the data:", faults)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd import host
+from gspmd.interruption import interruptibly
 from gspmd.training.processes import arrival
 from gspmd.training.processes.native import keep_apart
 from gspmd.training.processes.watch import Watch
@@ -81,7 +82,7 @@ def join(given: str) -> None:
     keep_apart(_aborted)
     limits: dict[str, Any] = {"initialization_timeout": _JOINING, "shutdown_timeout_seconds": _DEPARTURE}
     try:
-        _interruptibly(partial(jax.distributed.initialize, **named, **limits))
+        interruptibly(partial(jax.distributed.initialize, **named, **limits))
     except RuntimeError as error:
         raise _not_joined(given, str(error).splitlines()[0]) from None
     host.share_devices(count())
@@ -98,7 +99,7 @@ def _found(given: str) -> Processes:
     from gspmd.jax_internals import detected_processes
 
     try:
-        found = _interruptibly(detected_processes, arrival.LIMIT)
+        found = interruptibly(detected_processes, arrival.LIMIT)
     except RuntimeError as error:
         raise _not_joined(given, str(error).splitlines()[0]) from None
     if found is None:
@@ -171,7 +172,7 @@ def told(make: Callable[[], str]) -> str:
     key = f"gspmd/agreed/{_questions}"
     if first():
         _client().key_value_set(key, make())
-    return _interruptibly(_client().blocking_key_value_get, key, _READING * 1000)
+    return interruptibly(_client().blocking_key_value_get, key, _READING * 1000)
 
 
 def gathered(text: str) -> list[str]:
@@ -183,7 +184,7 @@ def gathered(text: str) -> list[str]:
     keys = [f"gspmd/gathered/{_questions}/{process}" for process in range(count())]
     _client().key_value_set(keys[index()], text)
     get = _client().blocking_key_value_get
-    return [_interruptibly(get, key, _READING * 1000) for key in keys] if first() else []
+    return [interruptibly(get, key, _READING * 1000) for key in keys] if first() else []
 
 
 def meet(before: str) -> None:
@@ -206,7 +207,7 @@ def meet(before: str) -> None:
     import jax
 
     try:
-        _interruptibly(_client().wait_at_barrier, f"gspmd/meeting/{_meetings}", _MEETING * 1000)
+        interruptibly(_client().wait_at_barrier, f"gspmd/meeting/{_meetings}", _MEETING * 1000)
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
@@ -294,26 +295,6 @@ def _come_to_tell(code: int, message: str) -> bool:
     if _watch is None:
         say()
     return spoken.is_set()
-
-
-def _interruptibly(wait: Callable, *args: Any) -> Any:
-    """Call a function that waits in C, where no signal is handled, in a thread, so that signals are handled."""
-    done: list[Any] = []
-
-    def work() -> None:
-        try:
-            done.append((wait(*args), None))
-        except Exception as error:
-            done.append((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)  # Without a limit, no signal would be handled here either.
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def _aborted(said: str) -> None:

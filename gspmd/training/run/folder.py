@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gspmd.reading import folder_fault
 from gspmd.training.checkpoints import check_step, newest
 from gspmd.training.toml import ConfigError
 
@@ -61,6 +62,38 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
         ConfigError: the folder cannot be written, another run writes there, or it holds a run that would be
             overwritten.
     """
+    path = _named(out, resume, step)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
+    _hold(path)
+    return path
+
+
+def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
+    """Refuse a folder that `choose_out` would refuse, without creating or locking it.
+
+    Args:
+        out, resume, step: as for `choose_out`.
+
+    Raises:
+        ConfigError: the folder cannot be created or written, or it holds a run that would be overwritten.
+    """
+    path = _named(out, resume, step)
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    fault = folder_fault(there)
+    if not fault and not os.access(there, os.W_OK | os.X_OK):
+        fault = "you may not write there"
+    if fault:
+        what = "" if there == path else f"{str(there)!r}: "
+        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{what}{fault}. Choose another --out."])
+
+
+def _named(out: str, resume: bool, step: int | None) -> Path:
+    """Return the path of a run's folder, and refuse one that does not hold the run that it should."""
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
     if resume and at is None:
@@ -71,13 +104,6 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
     if at is not None and not resume:
         fault = f"it already holds a run, at step {at}."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
-    _hold(path)
     return path
 
 

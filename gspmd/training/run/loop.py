@@ -18,6 +18,7 @@ from rich.console import Console
 
 from gspmd.display.progress import Progress
 from gspmd.display.units import duration
+from gspmd.interruption import interruptibly
 from gspmd.training import data, processes
 from gspmd.training.arrangement import move
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
@@ -253,7 +254,7 @@ class _Run:
                 if self.evaluate is None:
                     self.evaluate = self.program.evaluate
                     if hasattr(self.evaluate, "lower"):
-                        self.evaluate = self.evaluate.lower(state.params, placed).compile()
+                        self.evaluate = interruptibly(self.evaluate.lower(state.params, placed).compile)
                     processes.meet("the validation")
                 losses.append(float(self.evaluate(state.params, placed)))
                 # All batches have the same number of tokens, but not of predicted tokens.
@@ -277,7 +278,7 @@ class _Run:
         with Progress(self.console, "Tracing the training step") as progress:
             lowered = self.program.step.lower(state, batch, self.program.key)
             progress.begin("Compiling the training step")
-            step = lowered.compile()
+            step = interruptibly(lowered.compile)
             compiled = time.perf_counter() - began
             progress.begin("Waiting for the other processes to compile it")
             # Processes compile at different speeds, and the first step opens connections that wait for 30 s only.

@@ -47,7 +47,8 @@ class Stop:
     a step may take long, and the first one includes compilation.
 
     Attributes:
-        when: the end of the sentence that answers Ctrl-C: when the program stops, and what it does then.
+        when: the end of the sentence that answers a signal in a terminal: when the program stops, and what it does
+            then.
         number: the first signal; None before it.
     """
 
@@ -102,7 +103,7 @@ class Stop:
         if self.number in (signal.SIGINT, signal.SIGTERM):
             _raise(number, frame)
         self.number = number
-        if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             os.write(
                 2, _HEARD.format(self.when).encode()
             )  # The signal may interrupt print, which cannot be entered again.

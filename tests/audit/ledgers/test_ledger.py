@@ -4,11 +4,13 @@ They run on x=4, y=2: device 2x + y. Of the larger buffer S, a device sends S(K-
 a reduce-scatter or an all-to-all of K devices, twice that in an all-reduce, and S in a permute.
 """
 
+import io
 import json
 import re
 
 import jax
 import pytest
+from rich.console import Console
 
 import gspmd
 from gspmd.audit import Entry, HloError
@@ -338,3 +340,24 @@ def test_what_is_not_compiled_and_what_is_no_mesh():
 def test_a_text_without_a_program():
     with pytest.raises(HloError, match="ENTRY"):
         gspmd.ledger("no program", MESH)
+
+
+def test_steps_of_one_equation_share_a_row():
+    steps = [("x", 2, 64), ("x", 5, 32), ("y", 3, 8)]
+    entries = tuple(
+        Entry("all-reduce", (axis,), 1, sent, "f32", "model.py:9", "A, B -> C", f"step{step}.all-reduce.{axis}", "r")
+        for axis, step, sent in steps
+    )
+    made_of = gspmd.Ledger(entries, 0, MESH)
+    assert [(count, sent) for _, count, sent in made_of._rows()] == [(1, 64), (1, 32), (1, 8)]
+    assert [(count, sent) for _, count, sent in made_of._rows(together=True)] == [(2, 96), (1, 8)]
+    text = drawn(made_of.table(together=True))
+    assert "step" not in text
+    assert text.count("A, B -> C") == 2
+    assert drawn(made_of.table()).count("A, B -> C step") == 3
+
+
+def drawn(sheet) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(sheet)
+    return console.export_text()

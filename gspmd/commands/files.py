@@ -1,0 +1,47 @@
+"""The files that flags name: their faults before the work begins, and their writing after it."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gspmd.display.saving import write_or_keep
+
+
+def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterator[str]:
+    """Yield the reasons why a file cannot be written, as far as they are known in advance.
+
+    Args:
+        flag: its flag, without hyphens.
+        given: its name; empty if the flag is not given.
+        suffix: the ending that the name must have; empty for any.
+        kind: the kind of file with that ending, such as "a PNG file".
+    """
+    path = Path(given)
+    if not given:
+        return
+    if suffix and path.suffix != suffix:
+        yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
+    try:
+        if "\0" in given:
+            yield f"--{flag} {given!r:.40}: a name has no null characters."
+        elif not os.path.isdir(path.parent):
+            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
+        elif stat.S_ISDIR(os.stat(path).st_mode):
+            yield f"--{flag} {path}: it is a folder; give a file."
+        elif not os.access(path, os.W_OK):
+            yield f"--{flag} {path}: the file is read-only."
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK):
+            yield f"--{flag} {path}: the folder is read-only."
+    except OSError as error:  # A name that is too long.
+        yield f"--{flag} {path!s:.40}...: {error.strerror}."
+
+
+def unwritten(flag: str, path: str, write: Callable[[Path], object]) -> list[str]:
+    """Write a file as `write_or_keep` does; return the fault if that is not possible."""
+    try:
+        write_or_keep(path, write)
+    except OSError as error:
+        return [f"cannot write --{flag} {path}: {error.strerror}. Name a file elsewhere."]
+    return []
