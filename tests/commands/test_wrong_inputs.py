@@ -5,12 +5,14 @@ import os
 import re
 import stat
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, get_args, get_origin
 
 import pytest
 from tyro.constructors import PrimitiveConstructorSpec
 
+import gspmd
 from gspmd.commands import compile as compiling
 from gspmd.commands import compile_settings, explain_settings, files, layouts, main, pictures, settings, train
 from gspmd.commands import generate_settings as generate
@@ -176,8 +178,9 @@ def test_a_full_disk_of_one_file_of_compile_leaves_the_others(tmp_path):
     assert (tmp_path / "hlo").read_text() == "HloModule step"
 
 
-def test_a_picture_is_whole_or_not_there(tmp_path):
-    figure = SimpleNamespace(save=fails)
+def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
+    figure = gspmd.plan("B_xE -> BE", {"B": 8, "E": 8}, mesh={"x": 4}).figure()
+    monkeypatch.setattr(Path, "write_bytes", lambda path, data: fails(path))
     options = argparse.Namespace(svg=tmp_path / "plan.svg", png=None)
     [fault] = pictures.write(figure, options)
     assert fault.startswith(f"cannot write {tmp_path / 'plan.svg'}: No space left on device.")

@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gspmd.display.saving import write_or_keep
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
+from gspmd.display.saving import write_or_keep
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer
