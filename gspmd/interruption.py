@@ -9,6 +9,7 @@ import signal
 
 TYPE_CHECKING = False  # As in typing, which takes as long to import as all of this.
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from typing import Any, TypeVar
 
@@ -21,6 +22,10 @@ _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
+
+
+_STACK = 64 * 2**20
+"""Bytes of the stack of a thread that works for another."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -75,29 +80,72 @@ def end_as_usual() -> None:
             signal.signal(number, usual)
 
 
+_left: "list[threading.Event]" = []
+"""For each function that an interrupt left working: the event of its end."""
+_in_command = False
+"""Whether this process runs a command, which ends it after an interrupt."""
+
+
+def begin_command() -> None:
+    """Note that this process runs a command of gspmd, and ends with it."""
+    global _in_command
+    _in_command = True
+
+
+def is_left_working() -> bool:
+    """Return whether an interrupt has left a thread that still works: it crashes if the interpreter is taken down."""
+    return not all(finished.is_set() for finished in _left)
+
+
+def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
+    """Call a compiler; in the process of a command, answer signals meanwhile, as `interruptibly` does.
+
+    Any other process waits for the compiler before it handles a signal, as with JAX itself: a program or a notebook
+    goes on after Ctrl-C, and would take down, or start again beside it, a compiler that still works.
+    """
+    return interruptibly(compile, *args, **more) if _in_command else compile(*args, **more)
+
+
 def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call a function that works in C for long, such as a compiler, in a thread, so that signals are handled meanwhile.
+    """Call a function that works or waits in C for long in a thread, so that signals are handled meanwhile.
 
     Python handles signals in the main thread, between two of its own instructions. An interrupt leaves the function
-    working; a command then ends its process, and a function that calls this is called again.
+    working; see `is_left_working`. Settings that JAX keeps for each thread, such as those of `jax.log_compiles()`, are
+    not those of the caller.
     """
-    from threading import Thread, current_thread, main_thread
+    from contextvars import copy_context
+    from threading import Event, Thread, current_thread, main_thread, stack_size
 
     if current_thread() is not main_thread():  # No signal is handled here.
         return work(*args, **more)
     done: list[tuple[Any, BaseException | None]] = []
+    # Not `thread.join`: interrupted, it takes the thread for ended in Python 3.11 and 3.12.
+    finished = Event()
 
     def run() -> None:
         try:
             done.append((work(*args, **more), None))
         except BaseException as error:
             done.append((None, error))
+        finished.set()
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)  # Without a limit, no signal would be handled here either.
-    value, error = done[0]
-    if error is not None:
+    thread = Thread(target=copy_context().run, args=(run,), daemon=True)
+    # Compilers recurse deeply. With `ulimit -s unlimited` the main thread has any size, but glibc gives threads 2 MB.
+    before = stack_size(_STACK)
+    try:
+        thread.start()
+    finally:
+        stack_size(before)
+    try:
+        while not finished.wait(0.2):  # Without a limit, no signal would be handled here either.
+            pass
+    except BaseException:
+        _left.append(finished)
+        raise
+    value, error = done.pop()
+    if error is None:
+        return value
+    try:
         raise error
-    return value
+    finally:
+        del error  # Its traceback has this frame, so they would keep one another alive.

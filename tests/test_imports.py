@@ -11,6 +11,7 @@ from tests.house import FILES, imports, imports_for_checkers, room_of
 
 # From the foundation up: a room may import those on the floors below it.
 FLOORS = (
+    {"gspmd.writing"},
     {
         "gspmd.host",
         "gspmd.frozen",
@@ -51,6 +52,7 @@ WITHOUT_JAX = (
     "gspmd.annotate",
     "gspmd.hardware",
     "gspmd.planner",
+    "gspmd.writing",
 )
 PLACES_ARRAYS = {f"gspmd.annotate{name}" for name in ("", ".annotation", ".arrays", ".gshard")}
 READS_PROGRAMS = {f"gspmd.search.{name}" for name in ("finding", "held", "pricing", "program")}

@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.commands import own, runner
 from gspmd.commands.compile_settings import CompileSettings, parse
-from gspmd.commands.files import unwritten
+from gspmd.commands.files import unwritten, write_text
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
@@ -233,10 +232,10 @@ def save(settings: CompileSettings, report: Report, command: str) -> list[str]:
     Returns:
         A message for each file that could not be written.
     """
-    writers: dict[str, Callable[[Path], object]] = {"json": lambda path: path.write_text(report.to_json())}
+    writers: dict[str, Callable[[str], object]] = {"json": lambda path: write_text(path, report.to_json())}
     if timeline := report.timeline:
         writers |= {
-            "hlo": lambda path: path.write_text(report.hlo),
+            "hlo": lambda path: write_text(path, report.hlo),
             "trace": lambda path: perfetto.write(timeline, path),
             "gantt": lambda path: gantt.draw(timeline, path, command),
         }

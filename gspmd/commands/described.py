@@ -101,7 +101,10 @@ class Describe:
             if default is ...:
                 made = field.default_factory
                 default = field.default if made is MISSING else made()  # every setting has one of the two
-            hint = self._annotated(_filled(hints[field.name]), field.name, default)
+            # Where a file or a run has set a text that is empty by default, an empty flag clears it.
+            clears = field.default == "" and default != ""
+            given = hints[field.name] if clears else _filled(hints[field.name])
+            hint = self._annotated(given, field.name, default)
             shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
         return StructConstructorSpec(_constructor(cls), tuple(shown))
 

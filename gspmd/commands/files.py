@@ -5,7 +5,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gspmd.display.saving import write_or_keep
+from gspmd.writing import replace_file
 
 
 def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterator[str]:
@@ -25,6 +25,8 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
     try:
         if "\0" in given:
             yield f"--{flag} {given!r:.40}: a name has no null characters."
+        elif given.endswith(os.sep):  # `Path` would leave the slash out.
+            yield f"--{flag} {given}: it is a folder; give a file."
         elif not os.path.isdir(path.parent):
             yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
         elif stat.S_ISDIR(os.stat(path).st_mode):
@@ -38,10 +40,15 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
         yield f"--{flag} {path!s:.40}...: {error.strerror}."
 
 
-def unwritten(flag: str, path: str, write: Callable[[Path], object]) -> list[str]:
-    """Write a file as `write_or_keep` does; return the fault if that is not possible."""
+def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]:
+    """Write the file of a flag; return the fault if that is not possible, and nothing otherwise."""
     try:
-        write_or_keep(path, write)
+        write(path)
     except OSError as error:
         return [f"cannot write --{flag} {path}: {error.strerror}. Name a file elsewhere."]
     return []
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole (`gspmd.writing`), in UTF-8."""
+    replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))

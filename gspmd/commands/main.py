@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import gspmd
 from gspmd.display import terminal
 from gspmd.display.manual import DOCS
-from gspmd.interruption import end, end_as_usual, end_at_once, number_of
+from gspmd.interruption import begin_command, end, end_as_usual, end_at_once, is_left_working, number_of
 
 #: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
@@ -77,6 +77,7 @@ def script(name: str, file: str) -> int:
 
 def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     """Run a command, and end the process."""
+    begin_command()
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
         code = _written(partial(_run, name, flags, file, ends=True))
@@ -85,7 +86,9 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     finally:
         if _raises():  # The command has ended, and libraries clean up.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code > 128:  # XLA may still compile in other threads, which crash if they are torn down.
+    # A compiler that still works in another thread crashes when the interpreter is taken down, also after a run that
+    # was saved, whose exit code is 0.
+    if code > 128 or is_left_working():
         os._exit(code)
     return code
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from gspmd.annotate.errors import shown
+from gspmd.commands.files import unwritten
 from gspmd.figures.figure import Figure
 
 ENDINGS = ("svg", "png")
@@ -26,9 +27,9 @@ def write(figure: Figure, options: argparse.Namespace) -> list[str]:
     faults = []
     for path in asked(options):
         try:
-            figure.save(path)
-        # A file that cannot be written; a PNG without resvg, or without fonts.
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            faults += unwritten(path.suffix[1:], str(path), figure.save)
+        # A name that no file can have; a PNG without resvg, or without fonts.
+        except (ValueError, ImportError, RuntimeError) as error:
             faults.append(str(error))
     return faults
 

@@ -19,7 +19,7 @@ from gspmd.commands.header import show_tensors
 from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import bytes_of
 from gspmd.display.progress import Progress
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering
 from gspmd.training import Program, processes
 from gspmd.training.arrangement import Arrangement
 from gspmd.training.model import Own
@@ -155,7 +155,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
         with Progress(console, "Planning the training step") as progress:
             plan = gspmd.trace(update, *args)
             progress.begin("Compiling the training step")
-            compiled = interruptibly(update.lower(*args).compile)
+            compiled = answering(update.lower(*args).compile)
             ledger = gspmd.ledger(compiled)
         held = memory.table(state, gradients_of(settings, arrangement, state), compiled)
     comparison = ledger.compare(plan)

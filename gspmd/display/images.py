@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gspmd.display.saving import write_or_keep
+from gspmd.writing import replace_file
 
 
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
@@ -27,4 +27,4 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
     texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
     carried = {name: text for name, text in texts.items() if text}
     kept = carried if Path(path).suffix.lower() == ".png" else None
-    write_or_keep(path, lambda file: figure.savefig(file, metadata=kept))
+    replace_file(path, lambda file: figure.savefig(file, metadata=kept))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gspmd.display import theme
 from gspmd.display.plain import printable
-from gspmd.display.saving import write_or_keep
 from gspmd.display.xml import escaped
+from gspmd.writing import replace_file
 
 Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
@@ -119,7 +119,7 @@ class Figure:
             data = self.png(color or "light")
         else:
             raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
-        write_or_keep(path, lambda file: file.write_bytes(data))
+        replace_file(path, lambda file: file.write_bytes(data))
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:

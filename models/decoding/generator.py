@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import current as current_lowering
 
@@ -426,7 +426,7 @@ class Generator:
             if weights is not None:
                 placed["in_shardings"] = (weights, *map(_places, given[1:]))
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=out, **placed)
-            self._compiled[key] = interruptibly(jitted.lower(*given).compile)
+            self._compiled[key] = answering(jitted.lower(*given).compile)
         return self._compiled[key]
 
     def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:

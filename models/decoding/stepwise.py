@@ -17,7 +17,7 @@ import gspmd
 from gspmd import ops
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.equation import Equation
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering
 from gspmd.layouts import Layout
 from gspmd.training.model import Own
 
@@ -114,7 +114,7 @@ class Stepwise:
         read = None
         if lengths.min() - 1 >= self.chunk:
             reading = jax.jit(self._read, donate_argnums=1)
-            read = interruptibly(reading.lower(params, kept, put(written[:, : self.chunk]), put(0)).compile)
+            read = answering(reading.lower(params, kept, put(written[:, : self.chunk]), put(0)).compile)
         began = time.monotonic()
         while read is not None and lengths.min() - 1 - at >= self.chunk:
             kept, at = read(params, kept, put(written[:, at : at + self.chunk]), put(at)), at + self.chunk
@@ -212,4 +212,4 @@ class Stepwise:
         count, number = like(jnp.int32, self.rows), like(jnp.int32)
         state = kept, count, count, number
         rest = like(jnp.int32, self.rows, width), count, like(jnp.uint32, self.rows), like(jnp.bool_, self.rows), number
-        return interruptibly(jax.jit(loop, donate_argnums=1).lower(params, state, *rest).compile)
+        return answering(jax.jit(loop, donate_argnums=1).lower(params, state, *rest).compile)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering, interruptibly, is_left_working
 
 ROOT = Path(__file__).parents[2]
 EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
@@ -228,8 +228,12 @@ def test_an_interrupt_is_answered_while_a_compiler_works():
     with pytest.raises(KeyboardInterrupt):
         interruptibly(work)
     assert not ended
-    while not ended:  # Otherwise it would take the time of the next test.
+    assert is_left_working()
+    limit = time.monotonic() + 60
+    while is_left_working():  # Otherwise it would take the time of the next test.
+        assert time.monotonic() < limit
         time.sleep(0.05)
+    assert ended
 
 
 def test_what_a_compiler_returns_or_raises_is_passed_on():
@@ -237,3 +241,34 @@ def test_what_a_compiler_returns_or_raises_is_passed_on():
     assert interruptibly(int, "11", base=2) == 3
     with pytest.raises(ZeroDivisionError):
         interruptibly(divmod, 7, 0)
+
+
+def test_a_program_waits_for_its_compiler():
+    """Only a command ends its process after an interrupt; a program would go on beside the compiler."""
+    assert answering(threading.current_thread) is threading.current_thread()
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_command_does_not_take_down_a_compiler_that_works(left):
+    """A run that was saved when it was interrupted has exit code 0, and its compiler may still work in a thread."""
+    work = "time.sleep(600)" if left else "None"
+    program = f"""
+import atexit, os, signal, sys, threading, time, types
+from gspmd.interruption import answering
+atexit.register(print, "taken down")
+def run(flags, script, settings):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        answering(lambda: {work})
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("saved")
+    return 0
+sys.modules["gspmd.commands.explain"] = types.SimpleNamespace(run=run)
+sys.modules["gspmd.commands.explain_settings"] = types.SimpleNamespace(parse=lambda flags, script: "settings")
+from gspmd.commands.main import main
+sys.exit(main())
+"""
+    given = [sys.executable, "-c", program, "explain"]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "saved\n" if left else "saved\ntaken down\n", "")

@@ -122,12 +122,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, name, draw):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.svg").mkdir()
     path = Path(name.format(tmp_path))
-    with pytest.raises(OSError, match=f"^cannot write {re.escape(str(path))}: ") as caught:
+    with pytest.raises(OSError) as caught:
         draw().save(path)
     with pytest.raises(OSError) as raw:
         path.write_bytes(b"")
-    assert type(caught.value) is type(raw.value)
-    assert str(caught.value).endswith(f": {raw.value.strerror}.\n  Name a file in a folder that can be written to.")
+    assert (type(caught.value), str(caught.value)) == (type(raw.value), str(raw.value))
 
 
 @pytest.mark.parametrize("name", ["a\0b.svg", "\ud800.svg"])

@@ -22,7 +22,7 @@ from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.topology import Topology, topology
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.display.units import amount_of_bytes, mesh_text
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering
 from gspmd.lowerings import in_force
 from gspmd.tracing.program_plan import ProgramPlan
 from gspmd.tracing.trace import check_call, trace
@@ -228,7 +228,7 @@ def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, An
     The user's `options` override `defaults`, and a message names only the user's options.
     """
     try:
-        return interruptibly(lowered.compile, compiler_options={**defaults, **options} or None), ""
+        return answering(lowered.compile, compiler_options={**defaults, **options} or None), ""
     except jax.errors.JaxRuntimeError as error:
         if _FULL.search(str(error)):
             return None, str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip()

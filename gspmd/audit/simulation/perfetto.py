@@ -8,6 +8,7 @@ from typing import Any
 from gspmd.audit.arguments import file_path
 from gspmd.audit.simulation.machine import Span
 from gspmd.audit.simulation.timeline import Timeline, checked_timeline
+from gspmd.writing import replace_file
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
@@ -22,7 +23,8 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
     Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
     """
-    file_path(path).write_text(json.dumps(trace(timeline)))
+    text = json.dumps(trace(timeline))
+    replace_file(file_path(path), lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from gspmd import host
 from gspmd.annotate import LayoutError
 from gspmd.audit import topology
 from gspmd.commands import runner
-from gspmd.commands.files import unwritten
+from gspmd.commands.files import unwritten, write_text
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
@@ -22,7 +22,6 @@ from gspmd.commands.search.unpriced import remedied
 from gspmd.commands.search.written import beside, header, header_of_stages, save, seconds
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
-from gspmd.display.saving import write_or_keep
 from gspmd.display.tables import Sheet
 from gspmd.layouts import Layout, presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
@@ -32,6 +31,7 @@ from gspmd.search.answers.microbatches import several
 from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd.search.answers.why import Why, why
 from gspmd.training.config import parse_mesh
+from gspmd.writing import replace_file
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
 from gspmd_models.search.own import OwnProblem, OwnStep
@@ -312,11 +312,11 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
     console.print(shown.answer_line(finding, settings), markup=False, highlight=False, soft_wrap=True)
     if settings.frontier and found.front:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
-        found.faults += unwritten("frontier", settings.frontier, drawn.savefig)
+        found.faults += unwritten("frontier", settings.frontier, lambda path: replace_file(path, drawn.savefig))
     if settings.json:
         lists = found.said, found.presets, found.beside, found.asked, found.front, found.shortlist
         text = figures.to_json(settings, target, finding, *lists)
-        found.faults += unwritten("json", settings.json, lambda path: path.write_text(text, encoding="utf-8"))
+        found.faults += unwritten("json", settings.json, lambda path: write_text(path, text))
     if found.interrupted:
         print(interrupted(found, settings), file=sys.stderr)
 
@@ -338,7 +338,7 @@ def of_stages(
         top = header_of_stages(settings, target, best, than, argv)
         text = of_lines(best.lines, best.problem.case, top, mesh=best.mesh)
         try:
-            write_or_keep(path, lambda path: path.write_text(text, encoding="utf-8"))
+            write_text(path, text)
         except OSError as error:
             found.faults.append(f"cannot write the best pipeline to {path}: {error.strerror}.")
             return

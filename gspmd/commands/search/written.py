@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gspmd.commands.files import write_text
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
-from gspmd.display.saving import write_or_keep
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer
@@ -200,7 +200,7 @@ def save(text: str, out: str) -> None:
         print(text)
         return
     try:
-        write_or_keep(out, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(out, text)
     except OSError as error:
         print(text)
         why = f"--out {out}: {error.strerror}. The layout is printed above; write it elsewhere."

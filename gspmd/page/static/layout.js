@@ -75,6 +75,8 @@ function show(answer, given, since) {
     byId("fault").replaceChildren(make("pre", {}, answer.fault?.message ?? answer.refused));
     markLines(answer.fault?.faults ?? []);
     box.classList.add("stale");
+    const asked = document.querySelector("#kept .number");
+    if (asked?.textContent === "…") asked.textContent = "not known";  // The change came before it was asked for.
     return;
   }
   byId("fault").replaceChildren();

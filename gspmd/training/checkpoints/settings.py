@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
     Raises:
         ConfigError: the folder holds no run, or its settings were changed after the run wrote them.
     """
-    remedy = "To write the file anew, give 'gspmd train --resume' the run's settings again, with --config and flags."
+    again = f"gspmd train --resume --out {shlex.quote(str(out))} --config ..."
+    remedy = f"To write the file anew, resume the run with its settings, from their file and flags: {again}"
     path = Path(out) / "config.json"
     try:
         settings = read_json(path)

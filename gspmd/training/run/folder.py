@@ -85,6 +85,12 @@ def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
     path = _named(out, resume, step)
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     fault = folder_fault(there)
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # For example a name that is too long, which `lexists` takes for one that is free.
+        there, fault = path, error.strerror
     if not fault and not os.access(there, os.W_OK | os.X_OK):
         fault = "you may not write there"
     if fault:

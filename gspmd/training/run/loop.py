@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gspmd.display.progress import Progress
 from gspmd.display.units import duration
-from gspmd.interruption import interruptibly
+from gspmd.interruption import answering
 from gspmd.training import data, processes
 from gspmd.training.arrangement import move
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
@@ -254,7 +254,7 @@ class _Run:
                 if self.evaluate is None:
                     self.evaluate = self.program.evaluate
                     if hasattr(self.evaluate, "lower"):
-                        self.evaluate = interruptibly(self.evaluate.lower(state.params, placed).compile)
+                        self.evaluate = answering(self.evaluate.lower(state.params, placed).compile)
                     processes.meet("the validation")
                 losses.append(float(self.evaluate(state.params, placed)))
                 # All batches have the same number of tokens, but not of predicted tokens.
@@ -278,7 +278,7 @@ class _Run:
         with Progress(self.console, "Tracing the training step") as progress:
             lowered = self.program.step.lower(state, batch, self.program.key)
             progress.begin("Compiling the training step")
-            step = interruptibly(lowered.compile)
+            step = answering(lowered.compile)
             compiled = time.perf_counter() - began
             progress.begin("Waiting for the other processes to compile it")
             # Processes compile at different speeds, and the first step opens connections that wait for 30 s only.
