@@ -5,13 +5,14 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.parser import NAME, OPEN, Parser, axes_suffix, dim_text
 from gspmd.annotate.validation import LARGEST, mesh_sizes, whole_sizes
-from gspmd.display.runs import Run, runs_html
-from gspmd.display.units import axes_text
+
+if TYPE_CHECKING:
+    from gspmd.display.runs import Run
 
 _CAPITALS = frozenset(string.ascii_uppercase)
 
@@ -109,16 +110,21 @@ class Spec:
         return f"Spec({str(self)!r})"
 
     def _repr_html_(self) -> str:
-        from gspmd.display.html import page  # imported here, as below: parsing draws nothing
+        from gspmd.display.html import page  # Imported here, as below, since parsing draws nothing.
+        from gspmd.display.runs import runs_html
 
         return page([f"<p>{runs_html(self.runs())}</p>"])
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> "list[Run]":
         """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` as B, x below the line, LE.
 
+        >>> from gspmd.display.runs import runs_html
         >>> runs_html(Spec.parse("B_xLE_{data,model}").runs())
         'B<sub>x</sub>LE<sub>data,model</sub>'
         """
+        from gspmd.display.runs import Run
+        from gspmd.display.units import axes_text
+
         runs: list[Run] = []
         for dim, axes in zip(self.dims, self.axes):
             if runs and not runs[-1].style:

@@ -291,12 +291,14 @@ def test_bad_input_is_one_message(files, flags, words, monkeypatch, capsys):
     assert "Traceback" not in said
 
 
-def test_what_only_tracing_knows_is_said_before_the_text_is_read(monkeypatch, capsys):
+def test_what_only_tracing_knows_is_said_before_the_text_is_read(monkeypatch, capsys, tmp_path):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")  # Which is refused when it is read.
+
     def refused(state, tokens, key):
         raise PlanError("only tracing knows.")
 
     monkeypatch.setattr(building, "training_step", lambda model, layout, update: refused)
-    assert main.main(["train", "--config", "tiny", "--data", "nowhere.txt"]) == 2
+    assert main.main(["train", "--config", "tiny", "--data", str(tmp_path / "bytes.txt")]) == 2
     assert "only tracing knows." in capsys.readouterr().err
 
 

@@ -232,7 +232,7 @@ def test_a_worker_that_dies_is_replaced():
     made._process.wait()
     assert made.ask("plan", ASKED, 60)[0] == 200
     made.close()
-    with pytest.raises(worker.Ended, match="about to end"):
+    with pytest.raises(worker.Ended, match="shutting down"):
         made.ask("plan", ASKED, 60)
 
 

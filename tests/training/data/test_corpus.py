@@ -98,6 +98,9 @@ def test_standard_library_without_installed_packages():
     assert not any({"site-packages", "test"} & set(path.relative_to(root).parts) for path in paths)
 
 
+REMEDY = "Name other files, or leave them out for Python's standard library."
+
+
 @pytest.mark.parametrize(
     ("pattern", "fault"),
     [("none/*.txt", "no file matches 'none/*.txt'."), ("missing.txt", "no file matches 'missing.txt'.")],
@@ -105,13 +108,13 @@ def test_standard_library_without_installed_packages():
 def test_missing(pattern, fault):
     with pytest.raises(ConfigError) as error:
         data.load([pattern])
-    assert str(error.value) == f"cannot find the data:\n  {fault}"
+    assert str(error.value) == f"cannot find the data:\n  {fault} {REMEDY}"
 
 
 def test_every_missing_pattern_is_named(folder):
     with pytest.raises(ConfigError) as error:
         data.load(["a", f"{folder}/*.txt", "b"])
-    assert error.value.faults == ("no file matches 'a'.", "no file matches 'b'.")
+    assert error.value.faults == (f"no file matches 'a'. {REMEDY}", f"no file matches 'b'. {REMEDY}")
 
 
 def test_folder_suggests_a_pattern(folder):
