@@ -136,7 +136,7 @@ cannot apply 'AB,BC->AC' to arrays of shapes (2, 3, 1), (4,): 2 faults
             [(2, 3)],
             """\
 cannot apply 'AB,BC->AC' to 1 operand
-  It takes an array and an array.""",
+  Pass an array and an array.""",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_group_takes_a_tuple():
     with pytest.raises(SpecError) as error:
         parse_equation("A, (A, A) -> (A, A)").sizes([(2,), ((2,),)])
     assert str(error.value) == (
-        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  It takes an array and a tuple of 2 arrays."
+        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  Pass an array and a tuple of 2 arrays."
     )
 
 
@@ -219,7 +219,7 @@ UNREADABLE = {
         ),
     ],
     "A,, B -> A": [
-        (" ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        (" ^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "A, (B, C) + A, (B, C) -> (A, A)": [
         (
@@ -264,7 +264,7 @@ UNREADABLE = {
     "(A, A), (A, A) -> (A, A)": [
         (
             "        ^^^^^^",
-            "a product has one group at most, and this is a second.",
+            "a product has at most one group, and this is a second.",
             "Write an equation for each pair.",
         ),
     ],
@@ -285,8 +285,8 @@ UNREADABLE = {
         ("    ^^^^^^", "a group cannot be inside a group.", "Write all its specs in one pair of parentheses."),
     ],
     "A, () -> ()": [
-        ("   ^^", "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."),
-        ("         ^^", "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."),
+        ("   ^^", "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar."),
+        ("         ^^", "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar."),
     ],
     "A, (A, A -> A": [("   ^", "this parenthesis is not closed.", "Write a group as '(A, B)'.")],
     "A), A -> A": [(" ^", "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")],
@@ -334,13 +334,17 @@ UNREADABLE = {
         ),
     ],
     "BE, EF, -> BF": [
-        ("      ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        ("      ^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     ", BE, EF -> BF": [
-        ("^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        ("^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "BE, EF -> BF,": [
-        ("            ^", "there is no operand beside this comma, and an equation has one result.", "Drop the comma."),
+        (
+            "            ^",
+            "an operand is missing next to this comma, and an equation has one result.",
+            "Drop the comma.",
+        ),
     ],
     "A * B -> AB": [("  ^", "'*' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
     "BE; EF -> BF": [("  ^", "';' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],

@@ -209,7 +209,7 @@ def test_what_is_missing_is_one_fault_for_each_part(tmp_path):
         ([8], "cannot read sizes from [8].\n  Write {"),
         (3, "cannot read sizes from 3."),
         ({3: 8}, "cannot read sizes from {3: 8}."),
-        ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number, and not negative."),
+        ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number of at least 0."),
         ({"B": 2.5}, "dimension B has size 2.5."),
         ({"B": True}, "dimension B has size True."),
         ({"B": -8}, "dimension B has size -8."),

@@ -29,7 +29,7 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two moves by way of another placement, nor more than the same move of a larger tensor
+    A move never costs more than two moves through a third placement, nor more than the same move of a larger tensor
     that the same mesh axes divide.
 
     Args:
