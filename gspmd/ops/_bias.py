@@ -33,7 +33,7 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the bias is not over dimensions of x in their order, or
-            the bias has floating numbers and x integers.
+            the bias is floating-point and x has integers.
         PlanError: an operand is a partial sum.
 
     Example:

@@ -200,7 +200,7 @@ def test_a_partial_sum_of_an_array_that_owes_none(make_mesh):
 cannot annotate an array of shape (8, 12) with 'BE partialsum-y'
     BE partialsum-y
     ^^^^^^^^^^^^^^^
-  the spec says 'BE partialsum-y', but the array's type says 'BE'.
+  the spec says 'BE partialsum-y', but the type of the array says 'BE'.
   Only an equation can make a partial sum. Write an equation whose result has this spec."""
         )
 
@@ -227,7 +227,7 @@ def test_another_type_under_explicit_axes(make_mesh):
 cannot annotate an array of shape (8, 12) with 'BE_x'
     BE_x
     ^^^^
-  the spec says 'BE_x', but the array's type says 'B_xE_y'.
+  the spec says 'BE_x', but the type of the array says 'B_xE_y'.
   Move it with gspmd.reshard(x, 'B_xE_y -> BE_x')."""
     )
 

@@ -98,7 +98,10 @@ def test_unspecified_dims_are_left_to_the_compiler(make_mesh):
         mesh = mesh or jax.sharding.get_mesh()
         array = jax.jit(lambda v: mesh_split(v, mesh, [-1, 0], unspecified_dims=[0]))(VALUE)
         assert spec_of(array).axes_of("B") == ("x",)
-    with jax.set_mesh(make_mesh({"x": 4, "y": 2})), pytest.raises(SpecError, match="under Explicit axes every dimension"):
+    with (
+        jax.set_mesh(make_mesh({"x": 4, "y": 2})),
+        pytest.raises(SpecError, match="under Explicit axes every dimension"),
+    ):
         mesh_split(VALUE, NUMBERS.reshape(4, 2), [-1, 0], unspecified_dims=[0])
 
 

@@ -62,7 +62,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
         message = _raised(SpecError, lambda: (jax.jit(call) if jit else call)(x, w))
     assert message == (
         "cannot use operand 1 of 'BE_x, EF_y -> BF_y' as 'BE_x'\n    BE_x\n    ^^^^\n"
-        "  the spec says 'BE_x', but the array's type says 'B_xE'.\n"
+        "  the spec says 'BE_x', but the type of the array says 'B_xE'.\n"
         "  Move it with gspmd.reshard(operand_1, 'B_xE -> BE_x')."
     )
 
@@ -70,7 +70,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
 def test_a_sum_that_is_not_owed(make_mesh, arrays):
     with jax.set_mesh(make_mesh(MESH)):
         message = _raised(SpecError, lambda: gspmd.reshard(arrays[0], "BE partialsum-x -> BE"))
-    assert "the spec says 'BE partialsum-x', but the array's type says 'BE'." in message
+    assert "the spec says 'BE partialsum-x', but the type of the array says 'BE'." in message
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
@@ -140,7 +140,7 @@ def test_arrays_that_do_not_fit(make_mesh, arrays, call, message):
         assert message in _raised(SpecError, lambda: call(*arrays))
 
 
-NO_NUMBERS = "  It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
+NO_NUMBERS = "  It has no values: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
 NO_ARRAY = "  Pass a jax.Array, a numpy array of numbers, or a number."
 TYPES = [
     (jax.ShapeDtypeStruct((8, 16), "float32"), "a ShapeDtypeStruct of float32.\n" + NO_NUMBERS),

@@ -200,7 +200,7 @@ def test_auto_takes_the_ring_where_products_hide_it():
             "BT_xKD",
             16,
             {"offset": 1},
-            "there is an offset between them.\n  Leave out offset",
+            "offset is not 0.\n  Leave out offset",
         ),
         (
             "BL_yHD",

@@ -287,8 +287,9 @@ def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
         ({"chunk": 4, "window": 3}, "window is 3, and chunk 4, but a query sees either the last keys or those of its"),
         (
             {"chunk": 4, "segments": (np.ones((4, 8), int), np.ones((4, 8), int))},
-            "chunks are counted from the start of a row, and segments may begin anywhere in it.\n"
-            "  Give every chunk of a document a segment of its own, and window=4 in place of chunk.",
+            "chunk and segments cannot be combined, because chunks are counted from the start of a row, and a segment"
+            " may begin anywhere in it.\n"
+            "  Give every chunk of a document its own segment, and pass window=4 instead of chunk.",
         ),
         ({"softcap": -1.0}, "softcap is -1.0.\n  Pass a number above 0, or None for no cap."),
         ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  sinks and sinks_spec are given together."),

@@ -196,7 +196,7 @@ def test_refuses_what_does_not_agree(make_mesh):
     assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
     assert "batch 4 has a cache of 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
     assert "cached heads are (1, 4), new (2, 4)." in message(q, k, v, cached_k[:, :, :1], cached_v[:, :, :1])
-    assert "lengths have shape (3,), not one number per row." in message(
+    assert "lengths must have shape (4,), one number per row, but the shape is (3,)." in message(
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
@@ -208,7 +208,7 @@ def test_refuses_what_does_not_agree(make_mesh):
     assert "there are rest_scales, and no value_width" in message(
         q, k, v, cached_k, cached_v, value_scales=cached_k[..., 0], **both
     )
-    assert "values are as wide as keys, whose rest has no number." in message(
+    assert "values are as wide as keys, so rest_scales have nothing to scale." in message(
         q, k, None, int8[0], None, value_width=4, **both
     )
     assert "(value_width), so v has no use" in message(q, k, v, cached_k, None, value_width=2)

@@ -123,4 +123,4 @@ def test_refuses_to_write_what_does_not_agree(make_mesh):
     ]
     assert "1 new layers, and 2 cached." in message(cache, new[:1])
     assert "new keys are float32, and the cache is int8: cast them." in message(cache.astype("int8"), new)
-    assert "lengths have shape (2,), not one number per row." in message(cache, new, rows=2)
+    assert "lengths must have shape (4,), one number per row, but the shape is (2,)." in message(cache, new, rows=2)

@@ -315,7 +315,7 @@ ERRORS = [
     (
         {"dtype": ("float32",)},
         PlanError,
-        "cannot plan 'BE_x, EF -> BF': 1 dtypes for 2 operands.\n  Give one dtype, or one each.",
+        "cannot plan 'BE_x, EF -> BF': 1 dtypes for 2 operands.\n  Give one dtype, or one for each operand.",
     ),
     ({"dtype": "float33"}, PlanError, "no dtype is called 'float33'.\n  Write 'bfloat16', 'float32', 'int8', ..."),
     (

@@ -1,4 +1,4 @@
-"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` has their costs."""
+"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` computes their costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from gspmd.ops.interface.planned_op import fault
 
 
 def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys that it needs, and find how it picks its key heads.
+    """Check that every device has the keys that it needs, and find how a device picks its key heads.
 
     Returns:
         The `Share` that picks the key heads, and the mesh axes that shard the queries of a sequence.

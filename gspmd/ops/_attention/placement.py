@@ -17,8 +17,8 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
     Args:
         doing: what is being done, for the first line of an error.
-        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and another for the
-            cached length.
+        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and a different letter
+            for the cached length.
         key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
 
     Returns:
@@ -49,7 +49,7 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Return the placement in which the queries are at the cache; axes that the cache does not use still shard them.
+    """Return the placement of the queries at the cache; axes that the cache does not use still shard the queries.
 
     Args:
         query, key, cache: the specs of queries, new keys and cache.

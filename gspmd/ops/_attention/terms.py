@@ -63,7 +63,7 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at positions from p - p mod chunk on."""
     displaced: bool = False
-    """Whether the places of tokens in the array are not their positions in the text, only in the same order (in zigzag
+    """Whether the positions of tokens in the array and in the text differ, and only the order is the same (in zigzag
     order, or after a cache). A chunk may then begin anywhere; blocks are left out as for a window of its length."""
 
     @property
@@ -79,12 +79,12 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return a place in the array before which a query, and all queries after it, see no key."""
+        """Return a position in the array before which a query, and all queries after it, see no key."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
     def without_reach(self) -> "Limits":
-        """The limits with only the soft cap."""
+        """The limits without window and chunk: only the soft cap."""
         return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The terms for the logits of some queries and keys: the mask, the soft cap, and the biases."""
+    """The terms of the logits of some queries and keys: the mask, the soft cap, and the biases."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -130,7 +130,7 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """Position of each key minus position of each query, [B, L, T], or [1, L, T] if the same in all rows."""
+        """Position of each key minus position of each query: [B, L, T], or [1, L, T] if the rows have the same."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
@@ -226,19 +226,19 @@ class Given(NamedTuple):
         return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
     def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
-        """Return a copy with other arrays for `learned`."""
+        """Return a copy in which these arrays replace `learned`."""
         rest = iter(arrays)
         return self._replace(**{name: next(rest) for name in _LEARNED if getattr(self, name) is not None})
 
 
 _LEARNED = "bias", "sinks"
 OF_HEADS = "bias", "sinks", "slopes"
-"""The names of the optional operands that have numbers for each query head."""
+"""The names of the optional operands that have values for each query head."""
 
 
 @dataclass(frozen=True)
 class OfHeads:
-    """The spec of an operand that has numbers for each query head, and the bytes of one of its elements."""
+    """The spec of an operand that has values for each query head, and the bytes of one element."""
 
     spec: Spec
     bytes: int = FLOAT32
@@ -266,7 +266,7 @@ class Extras:
 
     @property
     def of_heads(self) -> dict[str, OfHeads]:
-        """The operands with numbers for each head that are given, by name."""
+        """The given operands that have values for each head, by name."""
         found = {"bias": self.bias, "sinks": self.sinks, "slopes": self.slopes}
         return {name: each for name, each in found.items() if each is not None}
 
@@ -277,7 +277,7 @@ class Extras:
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum, which annotations cannot ask of a compiler."""
+        """Whether some gradient stays a partial sum, which annotations cannot express."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
@@ -298,7 +298,7 @@ class Extras:
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that move the operands with numbers for each head to the devices of their query heads."""
+        """Return the chains that move the operands with values for each head to the devices of their query heads."""
         return {
             name: move(
                 each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
@@ -345,7 +345,7 @@ class Extras:
 
 
 def by_heads(spec: Spec, query: Spec) -> Spec:
-    """Return the spec of an array with numbers for each query head, H last, sharded like the query heads."""
+    """Return the spec of an array with values for each query head, H last, sharded like the query heads."""
     return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
 
 
@@ -378,7 +378,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
         raise SpecError(f"{doing}: {name} is {shown(value)}.\n  It is {meaning}: pass a whole number, 1 or more.")
     if not causal:
         raise SpecError(
-            f"{doing}: a {name} limits the keys before a query, and attention is not causal.\n"
+            f"{doing}: a {name} limits the keys before a query, but attention is not causal.\n"
             f"  Leave {name} out, or attend causally."
         )
     return size
@@ -426,7 +426,12 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     names = "segments of the queries", "segments of the keys"
     found = [array(doing, name, x, "integers") for name, x in zip(names, segments)]
     faults = [
-        fault(spec, spec.dims[1], f"the {name} have shape {x.shape}, not {like.shape[:2]}.", "Give each token one.")
+        fault(
+            spec,
+            spec.dims[1],
+            f"the {name} must have shape {like.shape[:2]}, but the shape is {x.shape}.",
+            "Give each token one segment.",
+        )
         for spec, name, x, like in zip((query, key), names, found, (q, k))
         if x.shape != like.shape[:2]
     ]
