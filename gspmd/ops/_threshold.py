@@ -55,7 +55,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; the first word has the higher bits."""
+    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; higher bits are in the first word."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits

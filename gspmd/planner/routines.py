@@ -165,7 +165,7 @@ def _arrived(source: Tensor, output: Tensor) -> Spec:
 
 
 def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
-    """Yield moves through at most one placement: the cheapest for each list of collectives, in order of cost."""
+    """Yield moves through at most one intermediate placement, cheapest first: one for each list of collectives."""
     dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
     paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
     ends = paths.number(source.spec), paths.number(_arrived(source, output))

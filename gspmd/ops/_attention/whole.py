@@ -291,7 +291,11 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
             ),
             (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
             (3, v.ndim == 4 and not v.shape[3], "the values' head size is 0."),
-            (1, mask is not None and mask.shape != k.shape[:2], f"the mask must have shape {k.shape[:2]}."),
+            (
+                1,
+                mask is not None and mask.shape != k.shape[:2],
+                f"the mask must have shape {k.shape[:2]}, but the shape is {getattr(mask, 'shape', None)}.",
+            ),
         )
         faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:

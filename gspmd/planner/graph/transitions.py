@@ -1,11 +1,11 @@
 """Every single step between the placements of a tensor: the arcs of the planner's graph, without their costs.
 
     slice               F     -> F_yz              adds axes to the minor end of a dimension
-    all-gather          F_xyz -> F_x               removes minor axes from a dimension reduce-scatter      F_x
-    partialsum-yz -> F_xyz sums, and shards the minor end of a dimension all-reduce          F partialsum-xy -> F
-    partialsum-x all-to-all          B_wE_xy -> B_wxyE          moves minor axes to the minor end of another dimension,
-    in order collective-permute  B_xyE_z -> B_wE_yx         changes to any placement with the same local shape and
-    partial sum
+    all-gather          F_xyz -> F_x               removes minor axes from a dimension
+    reduce-scatter      F_x partialsum-yz -> F_xyz sums, and shards the minor end of a dimension
+    all-reduce          F partialsum-xy -> F partialsum-x
+    all-to-all          B_wE_xy -> B_wxyE          moves minor axes to the minor end of another dimension, in order
+    collective-permute  B_xyE_z -> B_wE_yx         changes to any placement with the same local shape and partial sum
 
 A step may add axes in any order. A permute sends data along the axes whose dimension or stride changes.
 """

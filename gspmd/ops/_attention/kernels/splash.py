@@ -27,8 +27,8 @@ _WITHOUT = "TPU v2", "TPU v3"
 """Chips for which the kernels do not compile: their matrix units do not read bfloat16 from memory."""
 _LANES = 128
 _LONGEST = 1024, 512
-"""The largest number of queries in a block, of keys in a block, and of keys in a product: the
-fastest by the compiler's schedules for v5p and v6e."""
+"""The largest number of queries, and of keys, in a block, and the largest number of keys in a product: the fastest by
+the compiler's schedules for v5p and v6e."""
 _WIDEST = 512
 """The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
 _STEP = 2**17
