@@ -1,4 +1,4 @@
-"""Devices: fake ones on this host's cores, or what an accelerator offers.
+"""The devices of a process: fake devices on this host's cores, or those of an accelerator.
 
 Everything that must happen before JAX starts a backend, or before JAX is imported, happens here and nowhere else.
 `import gspmd` imports this module, and until it is imported an interrupt of a command ends in a traceback. So even

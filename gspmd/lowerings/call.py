@@ -51,7 +51,7 @@ class Call:
 
 
 class Passes(NamedTuple):
-    """A program as JAX differentiates it.
+    """The two passes of a program, in the form in which JAX calls them.
 
     Attributes:
         forward: operands -> (results, residuals).

@@ -66,7 +66,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps their order."""
+    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps masses in order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

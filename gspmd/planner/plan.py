@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""A function that chooses which collectives of a routine overlap; it returns them and the seconds that are hidden."""
+"""A function that chooses which collectives of a routine overlap; it returns these and the seconds that they hide."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:

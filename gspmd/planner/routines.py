@@ -1,4 +1,4 @@
-"""Routines: from an equation to its steps.
+"""The routine of an equation: its steps, which one or several searches find.
 
     product   one search
     group     one search for several products of one operand, which is moved once

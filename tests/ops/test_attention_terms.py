@@ -294,10 +294,13 @@ def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
         ({"softcap": -1.0}, "softcap is -1.0.\n  Pass a number above 0, or None for no cap."),
         ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  sinks and sinks_spec are given together."),
         ({"sinks_spec": "H"}, "sinks is missing."),
-        ({"sinks": np.ones(3), "sinks_spec": "H"}, "sinks have size 3, not 4, the number of query heads."),
+        (
+            {"sinks": np.ones(3), "sinks_spec": "H"},
+            "sinks must have size 4, the number of query heads, but the size is 3.",
+        ),
         ({"sinks": np.ones(4), "sinks_spec": "K"}, "'K' is not the spec of sinks, one number for each query head."),
         ({"sinks": np.ones((4, 1)), "sinks_spec": "HD"}, "'HD' is not the spec of sinks"),
-        ({"slopes": (1.0, 0.5)}, "slopes have size 2, not 4, the number of query heads."),
+        ({"slopes": (1.0, 0.5)}, "slopes must have size 4, the number of query heads, but the size is 2."),
         ({"slopes_spec": "H"}, "slopes is missing.\n  slopes and slopes_spec are given together."),
     ],
 )

@@ -194,8 +194,10 @@ def test_refuses_what_does_not_agree(make_mesh):
         "  there are 2 queries in a row, and 1 keys.",
     ]
     assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
-    assert "batch 4 has a cache of 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
-    assert "cached heads are (1, 4), new (2, 4)." in message(q, k, v, cached_k[:, :, :1], cached_v[:, :, :1])
+    assert "the batch has size 4, but the cache has 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
+    assert "cached heads have shape (1, 4), but new heads have (2, 4)." in message(
+        q, k, v, cached_k[:, :, :1], cached_v[:, :, :1]
+    )
     assert "lengths must have shape (4,), one number per row, but the shape is (3,)." in message(
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )

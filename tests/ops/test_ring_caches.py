@@ -227,7 +227,10 @@ def test_decoding_writes_one_slot_of_each_row(make_mesh):
         ),
         ({"window": -1}, "window is -1."),
         ({"window": 4, "k": None, "v": None}, "attention is not causal.\n  Leave window out"),
-        ({"sinks": np.ones(5), "sinks_spec": "H"}, "sinks have size 5, not 6, the number of query heads."),
+        (
+            {"sinks": np.ones(5), "sinks_spec": "H"},
+            "sinks must have size 6, the number of query heads, but the size is 5.",
+        ),
     ],
 )
 def test_refuses_what_does_not_fit(given, message, make_mesh):

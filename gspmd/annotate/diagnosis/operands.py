@@ -1,4 +1,4 @@
-"""Read the sides of an equation, and go on after a fault: operands and groups, products, and sums of products."""
+"""Read the sides of an equation (operands and groups, products, and sums of products), and go on after a fault."""
 
 import re
 

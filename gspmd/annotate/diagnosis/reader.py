@@ -1,4 +1,4 @@
-"""Read one spec character by character, and go on after a fault, so that one error can list them all.
+"""Read one spec character by character, and go on after a fault, so that one error can list all faults.
 
 The grammar is that of `annotate/parser.py`.
 """

@@ -44,7 +44,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return the step under the name with which it is sent: a gather round several torus axes is sent as permutes."""
+    """Return the step as it is sent: a gather round several torus axes becomes collective-permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 

@@ -17,10 +17,10 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """Runs moves, then local einsums with the steps after them, then sums with the steps after the sums.
+    """An executor of routines: it runs moves, then local einsums with the steps after each, then sums likewise.
 
-    It is built once per program, and called while the program's shard_map is traced. Local products accumulate in
-    float32 (or wider), and are sent in the wire dtypes of their tensors.
+    The executor is built once per program, and called while the program's shard_map is traced. Local products
+    accumulate in float32 (or wider), and are sent in the wire dtypes of their tensors.
 
     Args:
         routine: the routine to run.

@@ -101,7 +101,7 @@ class Costs:
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Return the transfers along the axes within a chunk: axis by axis, minor first, of growing arrays."""
+        """Return the transfers along the axes within a chunk, axis by axis, minor first; the arrays grow on the way."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))

@@ -47,7 +47,7 @@ def lower(call: Call) -> Passes:
 
 
 class LoopedExecutor(Executor):
-    """Runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
+    """An executor that runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
 
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
         super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
@@ -184,7 +184,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply complete operands; if a ring scatters the product's sum, it is multiplied part by part later."""
+        """Multiply complete operands; if a ring scatters the product's sum, the product is computed in parts later."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))

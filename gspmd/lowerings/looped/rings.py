@@ -86,7 +86,7 @@ def _hops_by_link(
 
 
 class _Tree:
-    """Builds a walk axis by axis: every shard that arrives along one axis is sent round all later axes."""
+    """The builder of a walk, axis by axis: every shard that arrives along one axis is sent round all later axes."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
         self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign

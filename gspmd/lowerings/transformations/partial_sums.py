@@ -110,7 +110,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Return cotangents times the `power` (1 or -1) of the number of summands of their arrays."""
+    """Return cotangents times the number of summands of their arrays, to the `power` of 1 or -1."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

@@ -82,9 +82,9 @@ def write_cache(
     rows, _, *heads = (cache.shape[1 + at] for at in order)
     heads = tuple(heads)
     checks = (
-        (0, new.shape[:1] != cache.shape[:1], f"{len(new)} new layers, and {len(cache)} cached."),
-        (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
-        (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
+        (0, new.shape[:1] != cache.shape[:1], f"new has {len(new)} layers, but the cache has {len(cache)}."),
+        (0, new.shape[1] != rows, f"new has {new.shape[1]} rows, but the cache has {rows}."),
+        (1, new.shape[3:] != heads, f"new heads have shape {new.shape[3:]}, but cached heads have {heads}."),
         (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
         *(
             (
@@ -274,7 +274,7 @@ def _written(
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """Write the cache by a scatter, which the compiler partitions; it would gather the cache for writes row by row."""
+    """Write the cache by a scatter, which the compiler partitions; for writes row by row it would gather the cache."""
     order, slots = form.order, cache.shape[form.order[2]]
     layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     first, (begin, end) = jax.tree.map(lambda x: x[None, :, None], _first_slots(form, slots, new.shape[2], *numbers))

@@ -375,7 +375,7 @@ def _check(
         (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
         (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
         (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
-        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, but keys have {k.shape}."),
         (
             key,
             3,
@@ -383,10 +383,28 @@ def _check(
             f"the values' head size is {values}, the keys' {k.shape[3]}.",
         ),
         (key, 3, rest and values == k.shape[3], "values are as wide as keys, so rest_scales have nothing to scale."),
-        (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
-        (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
-        (held, along, cached_v.shape != as_values, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
-        *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
+        (
+            held,
+            batch,
+            (rows := cached_k.shape[batch]) != q.shape[0],
+            f"the batch has size {q.shape[0]}, but the cache has {rows} rows.",
+        ),
+        (
+            held,
+            heads,
+            cached_heads != k.shape[2:],
+            f"cached heads have shape {cached_heads}, but new heads have {k.shape[2:]}.",
+        ),
+        (
+            held,
+            along,
+            cached_v.shape != as_values,
+            f"values have shape {cached_v.shape}, but keys have {cached_k.shape}.",
+        ),
+        *(
+            (held, along, x.shape != there, f"scales must have shape {there}, but the shape is {x.shape}.")
+            for x in scales
+        ),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in numbers),
         (
             held,

@@ -21,7 +21,7 @@ Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
 
 
 class Gathered:
-    """Gathers all chunks before the first chunk is used, and reduce-scatters gradients after the last chunk.
+    """The transport by gathers of all chunks before the first is used, and reduce-scatters of gradients after the last.
 
     Args:
         chains: the steps of the gathers and of the reduce-scatters.
@@ -79,7 +79,7 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 class RingOfChunks(Gathered):
-    """Sends chunks round a ring: while a device attends to one chunk, a permute brings it the next.
+    """The transport round a ring: while a device attends to one chunk, a permute brings the next chunk.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
     Differs: a device's own contribution to the gradients of its chunk stays there, so gradients make one hop less.

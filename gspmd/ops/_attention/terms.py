@@ -407,7 +407,7 @@ def read_of_heads(
             f"  Write it '{head}', with the mesh axes that hold it."
         )
     if x.shape != (heads,):
-        fact = f"{name} have size {x.shape[0]}, not {heads}, the number of query heads."
+        fact = f"{name} must have size {heads}, the number of query heads, but the size is {x.shape[0]}."
         raise report(SpecError, doing, [fault(found, head, fact)]) from None
     return x, OfHeads(found, x.dtype.itemsize)
 
@@ -470,7 +470,11 @@ def read_bias(
             f"{head} for the query heads.\n  {remedy}"
         )
     faults = [
-        fault(spec, spec.dims[at], f"the bias has size {table.shape[at]} in {spec.dims[at]}, not {size}, {why}.")
+        fault(
+            spec,
+            spec.dims[at],
+            f"{spec.dims[at]} of the bias must have size {size}, {why}, but the size is {table.shape[at]}.",
+        )
         for at, size, why in ((0, buckets.count, "the number of buckets"), (1, heads, "the number of query heads"))
         if table.shape[at] != size
     ]

@@ -289,7 +289,7 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
                 q.shape[2] % max(k.shape[2], 1) != 0,
                 f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads.",
             ),
-            (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+            (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, but keys have {k.shape}."),
             (3, v.ndim == 4 and not v.shape[3], "the values' head size is 0."),
             (
                 1,
