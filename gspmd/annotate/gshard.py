@@ -128,7 +128,9 @@ def mesh_split(
 def _spec(tensor: Any, axes: Mapping[int, tuple[str, ...]], call: str) -> Spec:
     rank = len(_shape(tensor, call))
     if rank > len(string.ascii_uppercase):
-        raise SpecError(f"{call}: the array has {rank} dimensions, and there are 26 letters.\n  Merge some of them.")
+        raise SpecError(
+            f"{call}: the array has {rank} dimensions, but there are only 26 letters.\n  Merge some of them."
+        )
     return Spec(tuple(string.ascii_uppercase[:rank]), tuple(axes.get(at, ()) for at in range(rank)))
 
 
@@ -145,7 +147,9 @@ def _mesh(call: str) -> dict[str, int]:
 def _dimension(tensor: Any, dim: int, call: str) -> int:
     rank, at = len(_shape(tensor, call)), whole(dim)
     if at is None or not -rank <= at < rank:
-        raise SpecError(f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank}, numbered from 0.")
+        raise SpecError(
+            f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank} dimensions, numbered from 0."
+        )
     return at % rank
 
 
@@ -237,7 +241,9 @@ def _refuse_mapping(tensor: Any, mapping: Sequence[int], rank: int) -> None:
     used = [dim for dim in mapping if dim != -1]
     for dim in used:
         if not 0 <= dim < rank:
-            raise SpecError(f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank}, numbered from 0.")
+            raise SpecError(
+                f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank} dimensions, numbered from 0."
+            )
         if used.count(dim) > 1:
             raise SpecError(
                 f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"

@@ -129,7 +129,7 @@ def _too_long(plan: Plan) -> Iterator[str]:
         hops = max(plan.mesh.get(axis, 1) for axis in span.axes) - 1
         if hops >= LONGEST:
             what = f"{span.steps[0].kind} {axes_text(span.axes)}"
-            yield f"not looped: {what}, of {hops} hops along an axis; up to {LONGEST - 1} are written out one by one"
+            yield f"not looped: {what}, of {hops} hops along an axis; at most {LONGEST - 1} are written out one by one"
 
 
 def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:

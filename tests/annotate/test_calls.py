@@ -114,7 +114,7 @@ REFUSED = {
     ),
     "no such dimension": (
         lambda mesh: split(VALUE, 2, 4),
-        "split: the array has no dimension 2.\n  It has 2, numbered from 0.",
+        "split: the array has no dimension 2.\n  It has 2 dimensions, numbered from 0.",
     ),
     "rank of the assignment": (
         lambda mesh: shard(VALUE, NUMBERS),
@@ -143,7 +143,7 @@ REFUSED = {
     ),
     "no such dimension of the mesh": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 2]),
-        "mesh_split: the device mesh has no dimension 2.\n  It has 2, numbered from 0.",
+        "mesh_split: the device mesh has no dimension 2.\n  It has 2 dimensions, numbered from 0.",
     ),
     "one dimension of the mesh twice": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 0]),

@@ -117,7 +117,7 @@ cannot apply 'AB,BC->AC' to arrays of shapes (2, 3), (4, 4)
     AB,BC->AC
        ^^
   dimension B has size 4 here, and size 3 before.
-  Arrays that share a dimension agree on its size.""",
+  Arrays that share a dimension must agree on its size.""",
         ),
         (
             [(2, 3, 1), (4,)],
@@ -176,8 +176,8 @@ cannot shard 'AB_x, B C -> AC_{data}' for the sizes A=3, B=3, C=3: 2 faults
 
 ARROW = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
 UNREADABLE = {
-    "BL, LE": [("      ^", "an equation has an arrow, and this has none.", ARROW)],
-    "": [("^", "an equation has an arrow, and this has none.", ARROW)],
+    "BL, LE": [("      ^", "an equation has an arrow, but this text has none.", ARROW)],
+    "": [("^", "an equation has an arrow, but this text has none.", ARROW)],
     "A -> A -> A": [("       ^^", "an equation has one arrow, and this is a second.", "Write two equations.")],
     "A => A_x": [("  ^^", "'=>' is not an arrow.", "Write the arrow '->'.")],
     "BL, LE -> BF": [
@@ -192,14 +192,14 @@ UNREADABLE = {
     "BL_x, LE_y, EF -> BF_y": [
         (
             "            ^^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write one equation after the other: 'BL_x, LE_y -> BE_y' and 'BE_y, EF -> BF_y'.",
         ),
     ],
     "B_xL, L_xE_y, EF_y, FV -> B_xV": [
         (
             "              ^^^^^^^^",
-            "a product has two operands, and this has 4.",
+            "a product has two operands, but this product has 4.",
             "Write one equation after the other: 'B_xL, L_xE_y -> B_xE_y' and 'B_xE_y, EF_y -> B_xF_y' and "
             "'B_xF_y, FV -> B_xV'.",
         ),
@@ -207,14 +207,14 @@ UNREADABLE = {
     "A_{data}, A_x, B -> A_xB": [
         (
             "               ^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write one equation after the other: 'A_{data}, A_x -> A_{data}' and 'A_{data}, B -> A_xB'.",
         ),
     ],
     "A, B, (C, D) -> (A, A)": [
         (
             "      ^^^^^^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write products of two operands, one equation after the other.",
         ),
     ],
@@ -247,19 +247,23 @@ UNREADABLE = {
     "A, (A, A) -> A": [
         (
             "             ^",
-            "an operand is a group of 2, and the result is one spec.",
+            "an operand is a group of 2, but the result is one spec.",
             "Write a result for each: '(A, A)'.",
         ),
     ],
     "A, (A, A, A) -> (A, A)": [
         (
             "                ^^^^^^",
-            "the result is a group of 2, and the operand is a group of 3.",
+            "the result is a group of 2, but the operand is a group of 3.",
             "Write one result for each member of the operand.",
         ),
     ],
     "A, A -> (A, A)": [
-        ("        ^^^^^^", "the result is a group, and no operand is.", "Write one spec, or a group in one operand."),
+        (
+            "        ^^^^^^",
+            "the result is a group, but no operand is a group.",
+            "Write one spec, or a group in one operand.",
+        ),
     ],
     "(A, A), (A, A) -> (A, A)": [
         (
@@ -269,7 +273,7 @@ UNREADABLE = {
         ),
     ],
     "(A, A) -> (A_x, A_x)": [
-        ("^^^^^^", "a move takes one array, and a group is several.", "Write an equation for each."),
+        ("^^^^^^", "a move is of one array, but a group is several arrays.", "Write an equation for each array."),
     ],
     "A, (A, A) -> A, A": [
         (
@@ -295,7 +299,7 @@ UNREADABLE = {
         ("         ^", "a comma is missing between '(A, A)' and 'B'.", "Write '(A, A), B'."),
         (
             "          ^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write products of two operands, one equation after the other.",
         ),
     ],
@@ -316,7 +320,7 @@ UNREADABLE = {
         (
             "       ^^^",
             "dimension E appears twice in one spec.",
-            "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'.",
+            "Every dimension has a letter of its own; separate two operands with a comma: 'BLE_xyz, E_xF_yz'.",
         ),
     ],
     "BE, EF -> B BF": [
@@ -324,7 +328,7 @@ UNREADABLE = {
     ],
     "(BF,)": [
         ("   ^", "nothing follows this comma.", "Drop it: '(BF)'. A scalar as the last member is a space: '(BF, )'."),
-        ("     ^", "an equation has an arrow, and this has none.", ARROW),
+        ("     ^", "an equation has an arrow, but this text has none.", ARROW),
     ],
     "BE, (EF,) -> (BF)": [
         (
@@ -424,7 +428,7 @@ def test_an_arrow_in_via():
 cannot read via='A, B -> AB'
     A, B -> AB
          ^^
-  via= has the operands' specs, and no arrow.
+  via= has only the operands' specs, without an arrow.
   Write the left side of the equation only."""
     )
 

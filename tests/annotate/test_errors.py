@@ -203,10 +203,10 @@ UNREADABLE = {
         ),
     ],
     "BL, LE": [
-        ("  ^", "',' belongs to an equation, and a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
+        ("  ^", "',' belongs to an equation, but a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
     ],
     "BL -> B": [
-        ("   ^^", "'->' belongs to an equation, and a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
+        ("   ^^", "'->' belongs to an equation, but a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
     ],
     "B...E": [
         (" ^^^", "'...' has no meaning in a spec.", "Write out every dimension."),

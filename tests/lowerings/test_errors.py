@@ -123,7 +123,7 @@ CALLS = [
     (
         lambda x, w: gspmd.einsum("BE, EF -> BF", x, x),
         "cannot apply 'BE, EF -> BF' to arrays of shapes (8, 16), (8, 16)\n    BE, EF -> BF\n        ^^\n"
-        "  dimension E has size 8 here, and size 16 before.\n  Arrays that share a dimension agree on its size.",
+        "  dimension E has size 8 here, and size 16 before.\n  Arrays that share a dimension must agree on its size.",
     ),
     (
         lambda x, w: gspmd.reshard(x[:6], "BE -> B_xE"),

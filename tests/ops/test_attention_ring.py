@@ -207,7 +207,7 @@ def test_auto_takes_the_ring_where_products_hide_it():
             "BT_xKD",
             16,
             {},
-            "T is sharded over x, and has to be over y: where keys are cut",
+            "T is sharded over x, and has to be over y: keys that are sharded along",
         ),
         ("BLHD", "BT_xKD", 16, {}, "T is sharded over x, and has to be unsharded: every device attends over the whole"),
     ],

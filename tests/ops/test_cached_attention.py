@@ -203,11 +203,11 @@ def test_refuses_what_does_not_agree(make_mesh):
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
     int8 = [x.astype(jnp.int8) for x in (cached_k, cached_v)]
-    assert "there are rest_scales, and no key_scales" in message(
+    assert "there are rest_scales, but no key_scales" in message(
         q, k, v, cached_k, cached_v, rest_scales=cached_k[..., 0]
     )
     both = {"key_scales": cached_k[..., 0], "rest_scales": cached_k[..., 0]}
-    assert "there are rest_scales, and no value_width" in message(
+    assert "there are rest_scales, but no value_width" in message(
         q, k, v, cached_k, cached_v, value_scales=cached_k[..., 0], **both
     )
     assert "values are as wide as keys, so rest_scales have nothing to scale." in message(
@@ -215,9 +215,11 @@ def test_refuses_what_does_not_agree(make_mesh):
     )
     assert "(value_width), so v has no use" in message(q, k, v, cached_k, None, value_width=2)
     assert "value_width is 0." in message(q, k, None, cached_k, None, value_width=0)
-    assert "the values' head size is 5, the keys' 4." in message(q, k, None, cached_k, None, value_width=5)
+    assert "the head size of the values is 5, but that of the keys is 4." in message(
+        q, k, None, cached_k, None, value_width=5
+    )
     wide = [jnp.concatenate([x, x], axis=-1) for x in (v, cached_v)]
-    assert "the values' head size is 8, the keys' 4." in message(q, k, wide[0], cached_k, wide[1])
+    assert "the head size of the values is 8, but that of the keys is 4." in message(q, k, wide[0], cached_k, wide[1])
     assert "cached_v is missing" in message(q, k, v, cached_k, None)
     scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
     assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)

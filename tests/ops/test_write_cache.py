@@ -119,8 +119,8 @@ def test_refuses_to_write_what_does_not_agree(make_mesh):
         "cannot write 'BLKD' to the cache 'BTHD'",
         "    BTHD",
         "    ^^^^",
-        "  the cache needs B, K, D of the keys 'BLKD', in any order, and a length of its own.",
+        "  the cache needs B, K, D of the keys 'BLKD', in any order, and a letter of its own for the length.",
     ]
     assert "new has 1 layers, but the cache has 2." in message(cache, new[:1])
-    assert "new keys are float32, and the cache is int8: cast them." in message(cache.astype("int8"), new)
+    assert "new keys are float32, but the cache is int8: cast the new keys." in message(cache.astype("int8"), new)
     assert "lengths must have shape (4,), one number per row, but the shape is (2,)." in message(cache, new, rows=2)

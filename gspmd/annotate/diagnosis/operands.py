@@ -122,7 +122,7 @@ class EquationReader(Reader):
         self.fault(
             dim.start,
             f"dimension {dim.name} appears twice in one spec.",
-            f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.",
+            f"Every dimension has a letter of its own; separate two operands with a comma: '{left}, {right}'.",
             dim.end,
         )
 

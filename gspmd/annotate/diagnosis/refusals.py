@@ -93,7 +93,7 @@ def spec_faults(text: str) -> list[Fault]:
         mark = reader.match(ARROW) or reader.peek()
         reader.at = start + len(mark)
         if first:
-            fact = f"{mark!r} belongs to an equation, and a spec is one tensor."
+            fact = f"{mark!r} belongs to an equation, but a spec is one tensor."
             reader.fault(start, fact, "Write one spec, as in 'B_xLE_yz'.")
         first = False
         reader.spec()
@@ -107,7 +107,7 @@ def equation_faults(text: str) -> list[Fault]:
     if len(sides) == 1:
         end = len(text.rstrip())
         remedy = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
-        reader.fault(end, "an equation has an arrow, and this has none.", remedy, end + 1)
+        reader.fault(end, "an equation has an arrow, but this text has none.", remedy, end + 1)
     faults = [*reader.faults, *form_faults(text, sides[0], sides[1] if len(sides) > 1 else None)]
     return sorted(faults, key=lambda fault: fault.start)
 
@@ -118,7 +118,9 @@ def via_faults(text: str) -> list[Fault]:
     terms = reader.terms()
     if reader.at < len(text):
         arrow, _ = reader.at, reader.arrow()
-        reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
+        reader.fault(
+            arrow, "via= has only the operands' specs, without an arrow.", "Write the left side of the equation only."
+        )
     return sorted([*reader.faults, *form_faults(text, terms, None)], key=lambda fault: fault.start)
 
 

@@ -161,7 +161,7 @@ def unfit_shapes(equation: Any, shapes: Any) -> SpecError:
         for dim, size in zip(spec.dims, shape):
             if sizes.setdefault(dim, size) != size:
                 fact = f"dimension {dim} has size {size} here, and size {sizes[dim]} before."
-                remedy = "Arrays that share a dimension agree on its size."
+                remedy = "Arrays that share a dimension must agree on its size."
                 faults.append(_placed(Fault(str(spec), 0, len(str(spec)), fact, remedy), equation, spans, at))
     given = ", ".join(str(tuple(s) if isinstance(s, Sequence) else s) for s in shapes)
     return report(SpecError, f"cannot apply {equation.text!r} to arrays of shapes {given}", faults)

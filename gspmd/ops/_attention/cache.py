@@ -85,7 +85,11 @@ def write_cache(
         (0, new.shape[:1] != cache.shape[:1], f"new has {len(new)} layers, but the cache has {len(cache)}."),
         (0, new.shape[1] != rows, f"new has {new.shape[1]} rows, but the cache has {rows}."),
         (1, new.shape[3:] != heads, f"new heads have shape {new.shape[3:]}, but cached heads have {heads}."),
-        (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
+        (
+            1,
+            new.dtype != cache.dtype,
+            f"the new keys are {new.dtype}, but the cache is {cache.dtype}: cast the new keys.",
+        ),
         *(
             (
                 0,

@@ -133,7 +133,9 @@ def cached_attention(
         if (k is None) != (v is None):
             raise SpecError(f"{doing}: k or v is missing.\n  Give both, or None for both to attend to the cache alone.")
         if cached_v is None:
-            raise SpecError(f"{doing}: cached_v is missing.\n  Give it, or value_width for values within the keys.")
+            raise SpecError(
+                f"{doing}: cached_v is missing.\n  Pass cached_v, or value_width if values are within the keys."
+            )
         if (key_scales is None) != (value_scales is None):
             raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
     else:
@@ -144,7 +146,7 @@ def cached_attention(
         value_width = _read_width(doing, value_width)
     if rest_scales is not None and (key_scales is None or value_width is None):
         lacking = "key_scales" if key_scales is None else "value_width"
-        raise SpecError(f"{doing}: there are rest_scales, and no {lacking}.\n  Give all, or none.")
+        raise SpecError(f"{doing}: there are rest_scales, but no {lacking}.\n  Give all, or none.")
     new = [array(doing, name, x, "real numbers") for name, x in (("k", k), ("v", v)) if x is not None]
     q = array(doing, "q", q, "real numbers")
     arrays = {"cached_k": array(doing, "cached_k", cached_k, "real numbers"), "cached_v": cached_v}
@@ -349,7 +351,7 @@ def _check(
 ) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
-        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in zip(("queries", "keys", "cached keys"), specs)
         if len(spec.dims) != 4
     ]
@@ -371,16 +373,26 @@ def _check(
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
         *((key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
-        (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
+        (
+            key,
+            0,
+            k.shape[0] != q.shape[0],
+            f"the batch of the queries has size {q.shape[0]}, but that of the keys has size {k.shape[0]}.",
+        ),
         (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
-        (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+        (
+            key,
+            3,
+            k.shape[3] != q.shape[3],
+            f"the head size of the queries is {q.shape[3]}, but that of the keys is {k.shape[3]}.",
+        ),
         (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
         (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, but keys have {k.shape}."),
         (
             key,
             3,
             not values or values > k.shape[3],
-            f"the values' head size is {values}, the keys' {k.shape[3]}.",
+            f"the head size of the values is {values}, but that of the keys is {k.shape[3]}.",
         ),
         (key, 3, rest and values == k.shape[3], "values are as wide as keys, so rest_scales have nothing to scale."),
         (

@@ -31,7 +31,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
     own = [dim for dim in cache.dims if dim not in (batch, *heads)]
     if len(own) != 1 or len(cache.dims) != len(key.dims):
         wanted = ", ".join((batch, *heads))
-        fact = f"the cache needs {wanted} of the keys '{key}', in any order, and a length of its own."
+        fact = f"the cache needs {wanted} of the keys '{key}', in any order, and a letter of its own for the length."
         raise report(SpecError, doing, [Fault(str(cache), 0, len(str(cache)), fact)])
     return tuple(cache.dims.index(dim) for dim in (batch, *own, *heads))
 

@@ -397,7 +397,7 @@ def read_of_heads(
         return None
     if x is None or spec is None:
         missing = name if x is None else f"{name}_spec"
-        raise SpecError(f"{doing}: {missing} is missing.\n  {name} and {name}_spec are given together.")
+        raise SpecError(f"{doing}: {missing} is missing.\n  Pass {name} and {name}_spec together.")
     head = query.dims[2]
     x = array(doing, name, x, "real numbers")
     found = read(doing, spec, x, ctx, weight=name in _LEARNED)

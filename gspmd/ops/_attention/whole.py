@@ -275,14 +275,22 @@ def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q
 
 def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
     faults = [
-        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in (("queries", query), ("keys", key))
         if len(spec.dims) != 4
     ]
     if not faults:
         checks = (
-            (0, q.shape[0] != k.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
-            (3, q.shape[3] != k.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+            (
+                0,
+                q.shape[0] != k.shape[0],
+                f"the batch of the queries has size {q.shape[0]}, but that of the keys has size {k.shape[0]}.",
+            ),
+            (
+                3,
+                q.shape[3] != k.shape[3],
+                f"the head size of the queries is {q.shape[3]}, but that of the keys is {k.shape[3]}.",
+            ),
             *((at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
             (
                 2,
