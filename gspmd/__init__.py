@@ -1,4 +1,4 @@
-"""Write the sharding as papers write it (Pope et al. 2022, arXiv 2211.05102); see what it costs; run it."""
+"""Write the sharding as the papers write it; see what it costs; run it."""
 
 from importlib import import_module
 
