@@ -18,7 +18,7 @@ _CAPITALS = frozenset(string.ascii_uppercase)
 
 @dataclass(frozen=True, repr=False)
 class Spec:
-    """The placement of one tensor on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
+    """The placement of one tensor on a mesh, in the notation of Pope et al. 2022: `B_xLE_yz partialsum-w`.
 
     Two specs are equal when they mean the same; `str` gives the canonical text, which parses back.
 

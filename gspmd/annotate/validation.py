@@ -8,7 +8,7 @@ from typing import Any, overload
 from gspmd.annotate.errors import SpecError, shown
 
 LARGEST = 2**40
-"""Every dimension is smaller than this, so that bytes and FLOPs fit into 64 bits."""
+"""The limit of dimension sizes: every size is smaller, so that bytes and FLOPs fit into 64 bits."""
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:

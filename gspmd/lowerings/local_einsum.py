@@ -117,7 +117,7 @@ _IN_TILES = ContextVar("in_tiles", default=True)
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Leave the memory order of the products inside to the compiler, even if they could be products of matrices."""
+    """Leave the memory order of products in a `with` block to the compiler, even of possible products of matrices."""
     token = _IN_TILES.set(False)
     try:
         yield
@@ -199,7 +199,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """Return an einsum of two operands as a product of batches of matrices; None if it is not such a product.
+    """Return an einsum of two operands as a product of batches of matrices; None if the einsum has not this form.
 
     `jnp.einsum` puts the batch first, and leaves the order of the other dimensions to the compiler. On CPUs the
     compiler copies operands, results and gradients into other orders, and a mixture of experts took 1.6 times as long.

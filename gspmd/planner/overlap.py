@@ -102,7 +102,7 @@ class Overlap:
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the specs in which moved operands are kept for the gradient: that of the shard if a ring gathers it."""
+    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, that of its shard."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

@@ -133,7 +133,7 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for each operand's cotangent; a step that several of them need is only in the first.
+        """One plan for each operand's cotangent; a step that several plans need is only in the first of these plans.
 
         The seconds that loops of the backward routine hide are divided among the plans, in proportion to the seconds
         that each sends.

@@ -153,7 +153,7 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return whole picoseconds; rounded up, so that two steps instead of one never cost less because of rounding."""
+    """Return seconds as whole picoseconds, rounded up so that two steps instead of one never seem to cost less."""
     return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 

@@ -246,7 +246,7 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 
 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
-    """Return the parts of a collective over several slices; None if it is not split.
+    """Return the parts of a collective over several slices; None if the collective is not split.
 
     A collective is not split on one slice. Nor is it split if one axis is both over slices and within them, and another
     axis is over slices too: JAX cannot name such groups, so the compiler decides.

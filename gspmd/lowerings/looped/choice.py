@@ -190,7 +190,7 @@ class _Chooser:
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only those with short programs."""
+        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only if its program is short."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):

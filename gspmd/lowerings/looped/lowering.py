@@ -69,7 +69,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return every product of the operands that have arrived, or of a stripe of them."""
+        """Return the value of every product, by number; `shards` may be stripes of the operands' shards."""
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:

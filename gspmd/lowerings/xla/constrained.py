@@ -16,7 +16,7 @@ from gspmd.lowerings.scopes import program_scope
 def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
-    """Run plain code on placed arrays, for which the compiler inserts the collectives; JAX differentiates it.
+    """Run plain code on placed arrays, for which the compiler inserts the collectives; JAX differentiates the code.
 
     Args:
         ctx: the context of the call.

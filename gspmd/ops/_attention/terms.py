@@ -154,7 +154,7 @@ class Terms(NamedTuple):
         return alike if seen is None else alike & seen
 
     def chosen(self) -> jax.Array | None:
-        """Return the chosen buckets of the bias; None without one."""
+        """Return the chosen buckets of the bias; None without a bias."""
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
@@ -179,7 +179,7 @@ class Terms(NamedTuple):
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """The table of the bias; empty without one."""
+        """The table of the bias; empty without a bias."""
         return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -387,7 +387,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
 def read_of_heads(
     doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return an array with one number for each query head (`sinks` or `slopes`) and its spec; None if it is not given.
+    """Return an array with one value for each query head (`sinks` or `slopes`) and its spec; None if there is no array.
 
     Raises:
         SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
@@ -443,7 +443,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
 def read_bias(
     doing: str, bias: Any, bias_spec: str | Spec | None, buckets: Buckets | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads, Buckets] | None:
-    """Return the table of a bias, its spec and its buckets; None if none of them is given.
+    """Return the table of a bias, its spec and its buckets; None if all three are missing.
 
     Raises:
         SpecError: some but not all are given, the spec does not fit the table, or the table does not have a row for
@@ -486,10 +486,11 @@ def read_bias(
 def read_slopes(
     doing: str, slopes: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
+    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without slopes.
 
     Raises:
-        SpecError: as for `read_of_heads`; or a slope is not a number.
+        SpecError: see `read_of_heads`.
+        PlanError: a slope in a tuple or list is not a finite Python number.
     """
     if isinstance(slopes, (tuple, list)):
         slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)

@@ -294,7 +294,7 @@ def _gradients_tangent(form, primals, tangents):
 
 
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
-    """Return the terms of queries padded to whole blocks; they give 0 for segment 0, which the kernel attends to."""
+    """Return the terms of queries padded to whole blocks; here, unlike in the kernel, segment 0 sees no key."""
     pair = None if segments is None else (segments, segments)
     placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
