@@ -1,4 +1,4 @@
-"""The process of a command: `python -m gspmd`, `gspmd`, and the files in scripts/ begin here.
+"""The start of a command: `python -m gspmd`, `gspmd`, and the files in scripts/ begin here.
 
 An interrupt while libraries are imported would end in a traceback, or be taken for a missing module, and SIGTERM would
 end the process without a word. So the first thing this file does is to install handlers that end the process with one

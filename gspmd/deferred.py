@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are asked for, so that importing the package takes no time.
+"""Deferred imports: the names of a package are imported at their first use, so that the package itself loads fast.
 
 A command reads its flags before JAX starts, but the classes of its settings are in packages whose other modules need
 JAX.
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def deferred(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names are imported at their first use.
+    """Return `__getattr__` and `__dir__` for a package whose names are imported at their first use.
 
     For type checkers the package imports the same names under `TYPE_CHECKING`.
 
     Args:
-        package: its `__name__`.
-        homes: for each module, relative to the package, the names in it, separated by spaces.
+        package: the `__name__` of the package.
+        homes: maps each module, by its name relative to the package, to the names that it defines, separated by spaces.
     """
     module_of = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""An immutable mapping, for figures of plans: plans are cached, so all callers share one object."""
+"""An immutable mapping for the figures of plans: plans are cached, so all callers share one object."""
 
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ class FrozenDict(dict):
         >>> sizes["B"] = 4
         Traceback (most recent call last):
             ...
-        TypeError: these figures belong to a plan that others hold too, and stay as they are.
+        TypeError: these figures belong to a cached plan that others share, so they cannot be changed.
           Change a copy: dict(figures) | {...}.
     """
 
@@ -27,7 +27,7 @@ class FrozenDict(dict):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            "these figures belong to a plan that others hold too, and stay as they are.\n"
+            "these figures belong to a cached plan that others share, so they cannot be changed.\n"
             "  Change a copy: dict(figures) | {...}."
         )
 

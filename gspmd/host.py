@@ -1,4 +1,4 @@
-"""Devices: fake ones on this host's cores, or what an accelerator offers.
+"""The devices of a process: fake devices on this host's cores, or those of an accelerator.
 
 Everything that must happen before JAX starts a backend, or before JAX is imported, happens here and nowhere else.
 `import gspmd` imports this module, and until it is imported an interrupt of a command ends in a traceback. So even
@@ -63,7 +63,7 @@ def use_host_devices(count: int) -> None:
         count: number of devices, at least 1.
 
     Raises:
-        HostError: `count` is not positive, or a backend has already started with another number of CPU devices.
+        HostError: `count` is not positive, or a backend has already started with a different number of CPU devices.
     """
     import jax
 
@@ -85,7 +85,9 @@ def use_host_devices(count: int) -> None:
 
 
 def share_devices(processes: int) -> None:
-    """Tell `start` that the run's devices are divided evenly among several processes, once JAX knows of them.
+    """Tell `start` that the devices of the run are divided evenly among several processes.
+
+    It is called once JAX knows of the processes.
 
     Args:
         processes: the number of processes in the run.
@@ -133,7 +135,9 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
     if wanted > len(found):
         raise HostError(_too_few(wanted, found))
     if wanted < len(found) and _processes > 1:
-        fact = f"cannot use {wanted} of {len(found)} devices in {_processes} processes: each uses all that it has."
+        fact = (
+            f"cannot use {wanted} of {len(found)} devices in {_processes} processes: each process uses all its devices."
+        )
         raise HostError(f"{fact}\n  Leave --devices (or --mesh) out, or start fewer processes.")
     return found[:wanted]
 
@@ -156,7 +160,7 @@ def keep_compiled(wanted: bool = True) -> str:
         wanted: False to compile everything anew and keep nothing.
 
     Returns:
-        The folder where programs are kept, or the reason why they are not.
+        The folder where programs are kept, or the reason why none are kept.
     """
     import warnings
     from pathlib import Path
@@ -205,7 +209,7 @@ def is_fake(devices: Sequence[jax.Device]) -> bool:
 
 
 def describe(devices: Sequence[jax.Device]) -> str:
-    """Describe the devices in one line; fake ones as "8 fake host devices sharing 2 cores"."""
+    """Describe the devices in one line; fake devices as "8 fake host devices sharing 2 cores"."""
     if is_fake(devices):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
@@ -233,7 +237,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def quiet_libtpu() -> None:
-    """Tell libtpu that it only compiles, if this machine has no TPU; variables that the user has set stay."""
+    """If this machine has no TPU, tell libtpu that it only compiles; keep the variables that the user has set."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
@@ -251,9 +255,9 @@ def quiet_libtpu() -> None:
 
 
 def skip_check_of_cuda() -> None:
-    """Tell JAX's plugin for CUDA that it only compiles, if it is installed and this machine has no NVIDIA GPU.
+    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it only compiles.
 
-    Otherwise the plugin demands all libraries of CUDA, fails with a traceback whenever a backend starts, and is
+    Without this the plugin demands all libraries of CUDA, fails with a traceback whenever a backend starts, and is
     unusable.
     """
     import sys
@@ -309,4 +313,4 @@ def _too_few(wanted: int, found: Sequence[jax.Device]) -> str:
     fact = f"cannot use {wanted} devices: platform {platform!r} has {len(found)}."
     if platform == "cpu":
         return f"{fact}\n  Their number was fixed when the backend started."
-    return f"{fact}\n  Leave --devices (or --mesh) out to use what is there, or take --platform cpu for fake ones."
+    return f"{fact}\n  Leave --devices (or --mesh) out to use what is there, or use --platform cpu for fake devices."

@@ -1,4 +1,6 @@
-"""Interrupts: the exception of each signal, and how one ends a command in one line while its libraries are imported.
+"""Interrupts: an exception for each signal, and a handler for the time in which a command imports its libraries.
+
+The handler ends the command with one line of output instead of a traceback.
 
 This module imports nothing slow. The first file of a command imports it before everything else, so that interrupts are
 handled from the start.
@@ -29,7 +31,7 @@ _STACK = 64 * 2**20
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, unless it is deferred.
+    """The exception that SIGTERM raises, unless the signal is deferred.
 
     Attributes:
         number: the signal.
@@ -39,7 +41,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class HungUp(KeyboardInterrupt):
-    """SIGHUP, unless it is deferred: the terminal is closed.
+    """The exception that SIGHUP raises (the terminal was closed), unless the signal is deferred.
 
     Attributes:
         number: the signal.
@@ -49,7 +51,7 @@ class HungUp(KeyboardInterrupt):
 
 
 def number_of(interrupt: BaseException | type[BaseException]) -> int:
-    """Return the signal that caused an interrupt, from the exception or its type.
+    """Return the signal that caused an interrupt, given the exception or its type.
 
     >>> number_of(KeyboardInterrupt()) == signal.SIGINT, number_of(Terminated) == signal.SIGTERM
     (True, True)
@@ -58,7 +60,7 @@ def number_of(interrupt: BaseException | type[BaseException]) -> int:
 
 
 def end(number: int, frame: object) -> None:
-    """Handle a signal by ending the process, in one line."""
+    """Handle a signal: write one line, and end the process."""
     cursor = b"\x1b[?25h" if os.isatty(2) else b""  # A progress line has hidden the cursor.
     try:
         os.write(2, cursor + b"\nInterrupted.\n")
@@ -67,7 +69,7 @@ def end(number: int, frame: object) -> None:
 
 
 def end_at_once() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP end this process from here on."""
+    """Install `end` as the handler of SIGINT, SIGTERM and SIGHUP."""
     for number, usual in _USUAL.items():
         if signal.getsignal(number) == usual:
             signal.signal(number, end)

@@ -54,7 +54,7 @@ CLOSED_CALL = closed_call_p.name
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
-    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced; None outside."""
+    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced; None if no mesh is set."""
     mesh = get_concrete_mesh()
     return None if mesh is None or mesh.empty else mesh
 
@@ -63,7 +63,7 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Return the numbers of a `scan`'s constant and carried operands; slices come last."""
+    """Return how many constant and how many carried operands a `scan` has; its sliced operands come last."""
     params = equation.params
     if "num_consts" in params:  # JAX 0.10 and 0.11
         return params["num_consts"], params["num_carry"]
@@ -101,7 +101,7 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that no result needs; all its arguments stay."""
+    """Return the program without the operations that no result needs; the program keeps all its arguments."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -126,8 +126,8 @@ def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_
 def is_hoisted_from_checkpoint() -> bool:
     """Return whether JAX is evaluating a `jax.checkpoint` whose operands are all known.
 
-    JAX then moves the whole checkpoint out of the loop around it. Nothing that a rule receives says so, hence the
-    search of the stack for JAX's own function.
+    JAX then moves the whole checkpoint out of the loop around it. The arguments of a rule do not tell this, so JAX's
+    own function is looked for on the stack.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -143,13 +143,13 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether shardings reach XLA's partitioner as names of mesh axes; it then aborts where it must split one unevenly."""
+"""Whether shardings reach XLA's partitioner as names of mesh axes; it then aborts if it must split an axis unevenly."""
 
 
 def assume_cudnn(version: int) -> None:
     """Let JAX trace cuDNN's attention without the library, to compile for GPUs that are not attached.
 
-    JAX asks the library for its version; where there is no library, `version` is the answer from now on.
+    JAX asks the library for its version. If there is no library, `version` is the answer from now on.
 
     Args:
         version: a version as cuDNN numbers them: 90800 is 9.8.0.
@@ -180,7 +180,7 @@ def detected_processes(limit: float) -> tuple[str, int, int] | None:
         limit: the most seconds to wait for the first process to give its address.
 
     Returns:
-        The address of the first process, the number of processes, and the number of this one.
+        The address of the first process, the number of processes, and the index of this process.
     """
     given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None
     address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(limit))

@@ -76,7 +76,7 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
     """Read a text file of at most `most` bytes.
 
     Raises:
-        ReadError: as for `open_file`; or the file is larger than `most`, or not UTF-8.
+        ReadError: the file cannot be opened (see `open_file`), is larger than `most`, or is not UTF-8.
     """
     try:
         with open_file(path) as file:
@@ -93,17 +93,17 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
 
 
 def _chunks(file: BinaryIO, most: int) -> Iterable[bytes]:
-    """Yield a file in pieces, up to about `most` bytes: a single `read(most)` would allocate all of them."""
+    """Yield a file in pieces, up to about `most` bytes: a single `read(most)` would allocate them all at once."""
     while most and (chunk := file.read(min(most, 2**20))):
         most -= len(chunk)
         yield chunk
 
 
 def read_json(path: str | os.PathLike, *, unique: bool = False) -> Any:
-    """Read a JSON file; `unique` as for `parse_json`.
+    """Read a JSON file; `unique` is passed to `parse_json`.
 
     Raises:
-        ReadError: as for `read_text` and `parse_json`.
+        ReadError: see `read_text` and `parse_json`.
     """
     return parse_json(read_text(path), unique=unique)
 
@@ -112,7 +112,7 @@ def read_toml(path: str | os.PathLike) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ReadError: as for `read_text` and `parse_toml`.
+        ReadError: see `read_text` and `parse_toml`.
     """
     return parse_toml(read_text(path, LARGEST_TOML))
 
@@ -223,7 +223,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, each in pairs:
         if key in value:
-            raise ReadError(f"{key!r} comes twice in it")
+            raise ReadError(f"the key {key!r} appears twice")
         value[key] = each
     return value
 
@@ -237,7 +237,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse nesting deeper than `DEEPEST`; goes level by level, without recursion."""
+    """Refuse nesting deeper than `DEEPEST` levels; the check goes level by level, without recursion."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _inner(each)]

@@ -46,7 +46,7 @@ def test_devices_are_those_of_all_processes(monkeypatch):
         assert host.start(16) == everywhere  # 8 of them are here
         monkeypatch.setattr(jax, "devices", lambda: everywhere + everywhere)
         with pytest.raises(
-            host.HostError, match="cannot use 16 of 32 devices in 2 processes: each uses all that it has"
+            host.HostError, match="cannot use 16 of 32 devices in 2 processes: each process uses all its devices"
         ):
             host.start(16)
     finally:
@@ -85,5 +85,5 @@ def test_one_gpu_is_used_whatever_its_kind(monkeypatch):
         host.start(8, "gpu")
     assert str(error.value).splitlines() == [
         "cannot use 8 devices: platform 'gpu' has 1.",
-        "  Leave --devices (or --mesh) out to use what is there, or take --platform cpu for fake ones.",
+        "  Leave --devices (or --mesh) out to use what is there, or use --platform cpu for fake devices.",
     ]

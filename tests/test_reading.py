@@ -55,7 +55,7 @@ def test_what_can_be_read_is():
     assert parse_json("[" + "[]," * 100 + "1]")[-1] == 1
     assert parse_toml(f'a = "{".".join("b" * 100)}"')["a"][:3] == "b.b"
     assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
-    with pytest.raises(ReadError, match="'a' comes twice"):
+    with pytest.raises(ReadError, match="the key 'a' appears twice"):
         parse_json('{"a": 1, "a": 2}', unique=True)
 
 

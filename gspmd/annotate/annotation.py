@@ -17,8 +17,8 @@ from gspmd.annotate.spec import Spec
 def annotate(x: Any, spec: str | Spec) -> Any:
     """Place an array on the mesh of `jax.set_mesh` as its spec says.
 
-    A concrete array is placed, or moved if it has another placement. A traced array under Auto axes gets the spec as a
-    constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the placement of a
+    A concrete array is placed, or moved if it has a different placement. A traced array under Auto axes gets the spec
+    as a constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the placement of a
     traced array is part of its type: an array that no mesh axis shards, such as a new one, is placed, and any other
     array is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
 
@@ -73,10 +73,10 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
 
     Args:
       x: an array.
-      dims: the letters of its dimensions, `"BLE"`; A, B, C, … if they are not given.
+      dims: the letters of its dimensions, `"BLE"`; A, B, C, … by default.
 
     Returns:
-      Its spec; a dimension whose placement the compiler has yet to choose is left open.
+      The spec; a dimension whose placement the compiler has yet to choose is left open.
 
     Raises:
       SpecError: `dims` does not have one letter for each dimension.
@@ -106,7 +106,5 @@ def shape_of(x: Any, doing: str, how: str = "") -> tuple[int, ...]:
     shape = getattr(x, "shape", () if isinstance(x, (bool, int, float, complex)) else None)
     no_numbers = isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM"
     if no_numbers or not isinstance(shape, tuple) or abs(x if isinstance(x, int) else 0) >= 2**63:
-        raise SpecError(
-            f"cannot {doing} {shown(x)}{how}.\n  It takes one array; use jax.tree.map for a tree of arrays."
-        )
+        raise SpecError(f"cannot {doing} {shown(x)}{how}.\n  Pass one array; use jax.tree.map for a tree of arrays.")
     return shape

@@ -12,10 +12,11 @@ from gspmd.annotate.spec import Spec
 def check_type(x: Any, spec: Spec, doing: str) -> Any:
     """Check, under Explicit axes, that the type of an array agrees with the spec, and return the array.
 
-    Mesh axes of size 1 are part of a type but shard nothing: if only they differ, the array gets the spec's type.
+    Mesh axes of size 1 are part of a type but shard nothing: if type and spec differ only in such axes, the array gets
+    the spec's type.
 
     Raises:
-      SpecError: the type differs from the spec, or the array is on other devices; the message begins with `doing`.
+      SpecError: the type differs from the spec, or the array is on different devices; the message begins with `doing`.
     """
     refuse_elsewhere(x, spec, doing)
     actual, mesh = placed_spec(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
@@ -35,10 +36,10 @@ def is_unplaced(x: Any) -> bool:
 
 
 def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
-    """Refuse an array whose type has another mesh, or that is committed to other devices.
+    """Refuse an array whose type has a different mesh, or that is committed to different devices.
 
     Raises:
-      SpecError: the array is on another mesh or on other devices; the message begins with `doing`.
+      SpecError: the array is on a different mesh or on different devices; the message begins with `doing`.
     """
     here, there, devices = jax.sharding.get_abstract_mesh(), _mesh_of(x), mesh_with_devices()
     explicit = there is not None and {*there.axis_types, *here.axis_types} == {AxisType.Explicit}
@@ -57,14 +58,14 @@ def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
 
 
 def _mesh_of(x: Any) -> Any:
-    """Return the mesh of an array's type or sharding; None if it has none."""
+    """Return the mesh of an array's type or sharding; None if there is no mesh."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return None if mesh is None or mesh.empty else mesh
 
 
 def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
-    """Return the spec of an array with these dimensions, from its type or sharding; open where it is not known yet."""
+    """Return the spec of an array with these dimensions, from its type or sharding; open where unknown."""
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))

@@ -92,7 +92,7 @@ class Equation:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The place in `text` of each of `specs`, for the carets of an error; empty without a text."""
+        """The position in `text` of each of `specs`, for the carets of an error; empty if there is no text."""
         from gspmd.annotate.diagnosis.refusals import spans  # imported here, as below, since most notation has no fault
 
         return spans(self.text) if self.text else ()
@@ -117,7 +117,7 @@ class Equation:
         """Return the size of every dimension, from a shape for each operand (for a group, a tuple of shapes).
 
         Raises:
-          SpecError: there is not one shape for each operand, a rank differs, or a dimension has two sizes.
+          SpecError: there is not one shape for each operand, a rank differs, or a dimension has two different sizes.
 
         Example:
           >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
@@ -138,7 +138,7 @@ class Equation:
 
 
 class Via(tuple[Term, ...]):
-    """The left side of an equation, as `via=` takes it: a tuple of terms, with the specs that operands are brought to.
+    """The left side of an equation, as `via=` accepts it: a tuple of terms, with the specs to which operands move.
 
     Attributes:
       text: the notation from which it was read; not part of equality.
@@ -153,12 +153,12 @@ class Via(tuple[Term, ...]):
 
     @classmethod
     def of(cls, *operands: Specs) -> "Via":
-        """The specs for the operands of one product; a sequence of specs is a group."""
+        """The `Via` with these specs for the operands of one product; a sequence of specs is a group."""
         return cls.sum_of([operands])
 
     @classmethod
     def sum_of(cls, products: Iterable[Sequence[Specs]]) -> "Via":
-        """The specs for the operands of several products: `BF_x, F_xE + BD_x, D_xE`."""
+        """The `Via` with these specs for the operands of several products: `BF_x, F_xE + BD_x, D_xE`."""
         via = cls(_given_terms(products))
         _check_form("via", via.text, via)
         return via

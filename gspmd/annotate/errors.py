@@ -62,7 +62,8 @@ _Error = TypeVar("_Error", bound=NotationError)
 class Fault:
     """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
 
-    Faults of several tensors may have one cause: a caller may report faults with the same nonempty `cause` together.
+    Faults of several tensors may have the same cause. A caller may report faults with the same nonempty `cause`
+    together.
     """
 
     text: str

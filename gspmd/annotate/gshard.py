@@ -67,7 +67,7 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     if numbers.ndim != rank:
         raise SpecError(
             f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
-            "  Write the device numbers in an array of as many dimensions, 1 long where it is not split."
+            "  Write the device numbers in an array of as many dimensions, with size 1 where the array is not split."
         )
     axes = _axes_of_numbers(numbers, "shard: the device assignment")
     return annotate(tensor, _spec(tensor, dict(enumerate(axes)), "shard"))
@@ -106,7 +106,7 @@ def mesh_split(
     if manual_mesh_dims:
         raise SpecError(
             "mesh_split: manual_mesh_dims is not supported.\n"
-            "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it."
+            "  Write the manual part with jax.shard_map(..., axis_names={'x'})."
         )
     axes = _axes_of_device_mesh(device_mesh)
     _refuse_mapping(tensor, tensor_split_dims_mapping, len(axes))
@@ -128,7 +128,9 @@ def mesh_split(
 def _spec(tensor: Any, axes: Mapping[int, tuple[str, ...]], call: str) -> Spec:
     rank = len(_shape(tensor, call))
     if rank > len(string.ascii_uppercase):
-        raise SpecError(f"{call}: the array has {rank} dimensions, and there are 26 letters.\n  Merge some of them.")
+        raise SpecError(
+            f"{call}: the array has {rank} dimensions, but there are only 26 letters.\n  Merge some of them."
+        )
     return Spec(tuple(string.ascii_uppercase[:rank]), tuple(axes.get(at, ()) for at in range(rank)))
 
 
@@ -145,7 +147,9 @@ def _mesh(call: str) -> dict[str, int]:
 def _dimension(tensor: Any, dim: int, call: str) -> int:
     rank, at = len(_shape(tensor, call)), whole(dim)
     if at is None or not -rank <= at < rank:
-        raise SpecError(f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank}, numbered from 0.")
+        raise SpecError(
+            f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank} dimensions, numbered from 0."
+        )
     return at % rank
 
 
@@ -159,9 +163,7 @@ def _numbers(given: Any, what: str) -> np.ndarray:
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":
             return numbers
-    raise SpecError(
-        f"{what} is {shown(given)}.\n  Write the numbers of the devices, such as np.arange(8).reshape(2, 4)."
-    )
+    raise SpecError(f"{what} is {shown(given)}.\n  Write device numbers, such as np.arange(8).reshape(2, 4).")
 
 
 def _axes_of_size(parts: int) -> tuple[str, ...]:
@@ -208,12 +210,12 @@ def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     raise SpecError(
         f"{what} does not follow the mesh, which has {sizes or 'one device'}.\n"
-        f"  It has each number from 0 to {order.size - 1} once, and its dimensions run along mesh axes."
+        f"  It must have each number from 0 to {order.size - 1} once, and its dimensions must run along mesh axes."
     )
 
 
 def _runs(shape: Sequence[int], mesh: Mapping[str, int], used: tuple[str, ...] = ()) -> Iterator[tuple]:
-    """Every way to write each size in `shape` as a product of the sizes of mesh axes, each axis used once."""
+    """Yield every way to write the sizes in `shape` as products of sizes of mesh axes, with no axis used twice."""
     if not shape:
         yield ()
         return
@@ -239,9 +241,11 @@ def _refuse_mapping(tensor: Any, mapping: Sequence[int], rank: int) -> None:
     used = [dim for dim in mapping if dim != -1]
     for dim in used:
         if not 0 <= dim < rank:
-            raise SpecError(f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank}, numbered from 0.")
+            raise SpecError(
+                f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank} dimensions, numbered from 0."
+            )
         if used.count(dim) > 1:
             raise SpecError(
                 f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"
-                "  A dimension of the mesh splits one dimension of a tensor."
+                "  A dimension of the mesh can split only one dimension of a tensor."
             )

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 
 OPEN = "?"
-"""Stands in place of mesh axes for a dimension that the compiler places."""
+"""The mark that replaces the mesh axes of a dimension that the compiler places."""
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 # The letters of axes end where "partialsum-" begins: "E_xpartialsum-y" is E_x with a partial sum over y.
@@ -112,7 +112,7 @@ def _names(suffix: str | None) -> tuple[str, ...]:
 
 
 def axes_suffix(axes: Sequence[str]) -> str:
-    """Mesh axes as the suffix of a dimension; with braces if a name is longer than a letter, so that it parses back.
+    """Return mesh axes as the suffix of a dimension, with braces if a name is longer than a letter.
 
     >>> axes_suffix(["x", "y"]), axes_suffix(["data", "x"])
     ('xy', '{data,x}')
@@ -121,5 +121,5 @@ def axes_suffix(axes: Sequence[str]) -> str:
 
 
 def dim_text(dim: str, axes: Sequence[str]) -> str:
-    """A dimension with its mesh axes: `E_xy`, or `E`."""
+    """Return a dimension with its mesh axes: `E_xy`, or `E`."""
     return f"{dim}_{axes_suffix(axes)}" if axes else dim

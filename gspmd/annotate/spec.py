@@ -19,7 +19,7 @@ _CAPITALS = frozenset(string.ascii_uppercase)
 
 @dataclass(frozen=True, repr=False)
 class Spec:
-    """The placement of one tensor on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
+    """The placement of one tensor on a mesh, in the notation of Pope et al. 2022: `B_xLE_yz partialsum-w`.
 
     Two specs are equal when they mean the same; `str` gives the canonical text, which parses back.
 
@@ -116,7 +116,7 @@ class Spec:
         return page([f"<p>{runs_html(self.runs())}</p>"])
 
     def runs(self) -> "list[Run]":
-        """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` as B, x below the line, LE.
+        """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` becomes B, x below the line, LE.
 
         >>> from gspmd.display.runs import runs_html
         >>> runs_html(Spec.parse("B_xLE_{data,model}").runs())
@@ -140,7 +140,7 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
-        """Return this spec with `dim` sharded over `axes`, major first, and no `reduced`: `B_xLE` to `B_xLE_yz`."""
+        """Return this spec with `dim` sharded over `axes`, major first, and no `reduced`: `B_xLE_yz` from `B_xLE`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
@@ -154,11 +154,11 @@ class Spec:
 
     @property
     def cotangent(self) -> "Spec":
-        """The spec of the gradient: `EF partialsum-x` for `EF reduced-x`, and the other way round."""
+        """The spec of the gradient: `EF partialsum-x` for `EF reduced-x`, and vice versa."""
         return Spec(self.dims, self.axes, self.reduced, self.partial)
 
     def without(self, *dims: str) -> "Spec":
-        """Return this spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
+        """Return this spec without some dimensions and the mesh axes that shard them: `B_xLV_y` becomes `B_xL`."""
         gone = {self._index(d) for d in dims}
         kept = [i for i in range(len(self.dims)) if i not in gone]
         return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
@@ -179,9 +179,11 @@ class Spec:
         return Spec(self.dims, tuple(axes), partial, reduced)
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
-        """Return this spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
+        """Return this spec with some dimensions renamed: `B_xLE` becomes `G_xLE` with `{"B": "G"}`."""
         if not isinstance(dims, Mapping):
-            raise SpecError(f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Write {{'B': 'G'}}.")
+            raise SpecError(
+                f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Pass a mapping such as {{'B': 'G'}}."
+            )
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
 
     def _index(self, dim: str) -> int:
@@ -233,7 +235,7 @@ class Spec:
             raise report(SpecError, f"cannot shard '{self}' for {sizes_text(sizes)}", faults)
 
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
-        """Return every fault that `check` would raise, for a caller that collects the faults of many specs."""
+        """Return every fault that `check` would report, for a caller that collects the faults of many specs."""
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         if self._fits(sizes, mesh):
             return ()

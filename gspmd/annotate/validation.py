@@ -8,7 +8,7 @@ from typing import Any, overload
 from gspmd.annotate.errors import SpecError, shown
 
 LARGEST = 2**40
-"""Every dimension is smaller than this, so that bytes and FLOPs fit into 64 bits."""
+"""The limit of dimension sizes: every size is smaller, so that bytes and FLOPs fit into 64 bits."""
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -32,7 +32,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
             )
     if math.prod(sizes.values()) >= LARGEST:
         shape = ", ".join(f"{axis}={shown(size)}" for axis, size in sizes.items())
-        raise SpecError(f"no machine has a mesh {shape}.\n  A mesh has fewer than 2^40 devices.")
+        raise SpecError(f"the mesh {shape} is too large.\n  A mesh has fewer than 2^40 devices.")
     return {axis: int(size) for axis, size in sizes.items()}
 
 
@@ -43,7 +43,7 @@ def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
     """Return sizes by dimension, or a shape, as Python integers: numpy's integers overflow when bytes are counted.
 
-    A value that is not a whole number is left as it is; it does not fit any spec.
+    A value that is not a whole number is returned as it is; no spec fits it.
 
     Raises:
       SpecError: `sizes` is neither a mapping nor a sequence.

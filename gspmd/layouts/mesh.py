@@ -69,7 +69,7 @@ def read_sizes(sizes: Any) -> Mapping[str, int]:
         raise LayoutError(f'cannot read sizes from {shown(sizes)}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
     for dim, size in sizes.items():
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
-            raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number, and not negative.")
+            raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number of at least 0.")
     return sizes
 
 

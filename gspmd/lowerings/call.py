@@ -44,14 +44,14 @@ class Call:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the program carries out."""
+        """The plan that the program runs."""
         ctx, result = self.context, self.result_dtype
         asked = self.equation, self.sizes, ctx.axes, self.dtypes, ctx.chip, ctx.lowering
         return make_plan(*asked, self.via, self.wire_dtype, result)
 
 
 class Passes(NamedTuple):
-    """A program as JAX differentiates it.
+    """The two passes of a program, in the form in which JAX calls them.
 
     Attributes:
         forward: operands -> (results, residuals).
@@ -77,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of an equation, as `gspmd.plan` does, from arguments that are resolved and hashable.
 
-    `wire_dtype` and `result_dtype` are as for `gspmd.einsum`; by default they follow from the dtypes of the operands.
+    `wire_dtype` and `result_dtype` are those of `gspmd.einsum`; by default they follow from the dtypes of the operands.
     """
     return plan_equation(
         equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype

@@ -1,6 +1,6 @@
-"""From a call to the function that runs it: the chosen lowering makes both passes, which become one JAX function.
+"""The function that runs a call: the chosen lowering makes both passes, which become one JAX function.
 
-No other lowering is imported.
+Only the module of the chosen lowering is imported.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from gspmd.planner.unknown import is_unknown
 def program_of_call(call: Call) -> Callable:
     """Return the function that runs a call, from a flat list of arrays to a tuple of results.
 
-    It is cached, so that equal calls share one jitted function.
+    The function is cached, so that equal calls share one jitted function.
 
     Raises:
         SpecError: the mesh axes do not divide the sizes.

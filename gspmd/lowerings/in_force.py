@@ -35,8 +35,9 @@ def lowering(name: str) -> AbstractContextManager:
     Args:
         name: `"xla"` annotates arrays, and the compiler chooses the collectives; `"blocking"` runs the plan's
             collectives in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums by the cheapest
-            schedule, and `"looped:<schedule>"` by schedule `halves` or `paired`; `"auto"` is the cheaper of blocking
-            and looped for each equation by the cost model, and blocking on devices that chips.toml does not list.
+            schedule, and `"looped:<schedule>"` by schedule `halves` or `paired`; `"auto"` chooses the cheaper of
+            blocking and looped for each equation by the cost model, and blocking on devices that chips.toml does not
+            list.
 
     Raises:
         PlanError: `name` is not a lowering.
@@ -55,7 +56,7 @@ def planned_for(chip: Chip) -> AbstractContextManager:
 
 
 def chip_in_force() -> Chip | None:
-    """Return the chip of `planned_for`; None outside."""
+    """Return the chip of `planned_for`; None outside a `with` block."""
     return _chip.value
 
 
@@ -91,8 +92,8 @@ def is_host() -> bool:
 def on_slices(count: int) -> AbstractContextManager:
     """Plan for meshes over `count` TPU slices inside a `with` block, even if their devices say otherwise.
 
-    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting is another key, so that
-    a program for one slice is not used for several.
+    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting is a further key, so
+    that a program for one slice is not used for several.
     """
     return _slices(count)
 
@@ -144,7 +145,7 @@ def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
 def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """Return the chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
 
-    Empty if the mesh is None, is over several slices or over part of one, or if chips are two devices each.
+    The result is empty if the mesh is None, spans several slices or part of one, or if each chip is two devices.
     """
     devices = [] if mesh is None else [*mesh.devices.flat]
     if not all(hasattr(device, "coords") for device in devices) or len({*map(slice_of, devices)}) != 1:

@@ -24,7 +24,7 @@ ONE_ROW = "one_row"
 
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
-    """Compute an einsum of one device's operands, accumulated in float32 (or int32) if these are narrower.
+    """Compute an einsum of one device's operands, accumulated in float32 (or int32) if the operands are narrower.
 
     Args:
         letters: the equation, as in `jnp.einsum`.
@@ -49,7 +49,7 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Return float32 or int32 for narrower operands, and otherwise the operands' joint dtype."""
+    """Return float32 or int32 if the operands are narrower, and otherwise the operands' joint dtype."""
     with jax.numpy_dtype_promotion("standard"):  # the user may have set a stricter promotion for other code
         return jnp.result_type(*map(_widened, dtypes))
 
@@ -98,7 +98,7 @@ def _einsum_on_tpu(
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the number of the operand that is a single row, and the last of the result's dimensions of the matrix."""
+    """Return the number of the operand that is a single row, and the last of the matrix's dimensions in the result."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -117,7 +117,7 @@ _IN_TILES = ContextVar("in_tiles", default=True)
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Leave the memory order of the products inside to the compiler, even if they could be products of matrices."""
+    """Leave the memory order of products in a `with` block to the compiler, even of possible products of matrices."""
     token = _IN_TILES.set(False)
     try:
         yield
@@ -143,7 +143,7 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Return whether arrays are those of one device."""
+    """Return whether the arrays are those of one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -199,7 +199,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """Return an einsum of two operands as a product of batches of matrices; None if it is not such a product.
+    """Return an einsum of two operands as a product of batches of matrices; None if the einsum has not this form.
 
     `jnp.einsum` puts the batch first, and leaves the order of the other dimensions to the compiler. On CPUs the
     compiler copies operands, results and gradients into other orders, and a mixture of experts took 1.6 times as long.

@@ -1,7 +1,7 @@
 """Marks: operations that compute nothing and stand for steps whose placements are not known yet.
 
 A trace shows how often a mark runs, whether it is recomputed, which marks merge, and whether its result is needed. All
-of this holds for the step too.
+of this is then also true of the step.
 """
 
 from functools import lru_cache
@@ -21,8 +21,8 @@ _numbers = count()
 
 def _refused(*_: Any, **__: Any) -> Any:
     raise PlanError(
-        "cannot search a program that maps planned operations by jax.vmap: what they send grows with the batch.\n"
-        "  Write the batch as a dimension of its lines."
+        "cannot search a program that maps planned operations with jax.vmap: what they send grows with the batch.\n"
+        "  Write the batch as a dimension in the layout lines of the program."
     )
 
 
@@ -30,7 +30,7 @@ batching.primitive_batchers[_mark] = _refused
 
 
 def marked(x: jax.Array, what: Unknown) -> jax.Array:
-    """Return an array unchanged, with a mark of the step that the array enters or leaves."""
+    """Return an array unchanged, with a mark for the step that reads or makes the array."""
     return _mark.bind(x, mark=_name(what))[0]
 
 

@@ -11,13 +11,13 @@ from gspmd.display import manual
 def splits_badly(mesh: Mapping[str, int]) -> bool:
     """Return whether moves that the partitioner chooses by itself may need a split of axes that a mesh does not allow.
 
-    To move axes between dimensions the partitioner may split the devices of a dimension at the size of another axis:
-    for x=3, y=2, the six devices as 2 × 3. Since jax 0.12 shardings are expressed by names of axes, which cannot
-    express this split, since 2 does not divide 3; the process then ends with a failed check. If all sizes are powers of
-    one prime, splits are possible, and a mesh of a single axis never needs one. Steps of a plan never split axes, since
-    they gather, slice or exchange the last axes of a dimension. So on a mesh that splits badly, lowering `xla`
-    constrains an array after every step of the plan. It does so under every release of JAX, so that an equation always
-    sends the same.
+    To move an axis from one dimension to another, the partitioner may split the dimension into groups of devices by the
+    size of another axis: with x=3, y=2 it treats the six devices as 2 × 3. From jax 0.12 on, shardings are expressed by
+    names of mesh axes. Names cannot express this split, because 2 does not divide 3, and the process ends with a failed
+    check. If all sizes are powers of one prime, names can express every split, and a mesh of a single axis never needs
+    one. Steps of a plan never split an axis: they gather, slice or exchange the last axes of a dimension. So on a mesh
+    that splits badly, lowering `xla` constrains an array after every step of the plan. It does so under every release
+    of JAX, so that the communication of an equation does not depend on the release.
 
     >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
     (True, False, False)
@@ -56,8 +56,8 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
 def open_in_shard_map(spec: Spec) -> str:
     """Return why a dimension cannot be left to the compiler in a shard_map."""
     return (
-        f"'{spec}' leaves a dimension to the compiler, which places nothing in a shard_map, as the stages of a pipeline"
-        f" are.\n  Name its mesh axes, or leave it whole: '{_closed(spec)}'."
+        f"'{spec}' leaves a dimension to the compiler, which cannot place it inside a shard_map, and the stages"
+        f" of a pipeline run in one.\n  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
     )
 
 
@@ -70,6 +70,6 @@ def open_under_explicit(spec: Spec) -> str:
 
 
 def _closed(spec: Spec) -> Spec:
-    """Return the spec with its open dimensions unsharded, which errors propose."""
+    """Return the spec that errors propose: open dimensions are unsharded."""
     axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
     return Spec(spec.dims, axes, spec.partial, spec.reduced)

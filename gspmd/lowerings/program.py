@@ -116,8 +116,8 @@ _numbers = count()
 def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs have the same name.
 
-    The name is a number, and not the equation: names are compared as strings, and programs of one equation on two
-    meshes must have different names.
+    The name is a number, not the equation: names are compared as strings, and programs of one equation on two meshes
+    must have different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
@@ -150,7 +150,7 @@ def run(
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
     JAX must never differentiate through this: it would transpose the body, and all-reduce the cotangent of each operand
-    that is replicated over mesh axes, even if the cotangent is scattered afterwards. `gradient.with_gradient` gives
+    that is replicated over mesh axes, even if the cotangent is scattered later. `gradient.with_gradient` gives
     operations a custom gradient, whose backward pass is another `run`.
 
     Args:
@@ -188,7 +188,7 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """Use JAX's standard rules of promotion for code of gspmd, even if the user has set others for their own code."""
+    """Use JAX's standard promotion rules for code of gspmd, even if the user has set other rules for their own code."""
     return jax.numpy_dtype_promotion("standard")
 
 
@@ -221,7 +221,7 @@ def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Cal
     """Make a shard_map for arguments some of which are empty arrays.
 
     XLA replaces an empty array by a constant, and fails on the body of a shard_map that is left without any input
-    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So there is a zero as a further input, on
+    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is added as a further input, on
     which every result depends.
     """
 

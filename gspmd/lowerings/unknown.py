@@ -33,7 +33,7 @@ def lower(call: Call) -> Passes:
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """Lower an equation with a via, with marks for moves to the via's specs, products, and moves from there.
+    """Lower an equation with a via: mark the moves to the specs of the via, the products, and the moves from there.
 
     Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient one
     cotangent is brought to all products, so their placements must be equal except for partial sums. Otherwise the
@@ -101,13 +101,17 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of one operand's gradient, from the placements of its products to its target."""
+            """Return the move of an operand's gradient, from the placements of its products to the target."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])
 
         def _sides(self, number: int) -> tuple[int, int, int, int]:
-            """Return numbers for a gradient's product: output, forward product, the gradient's operand, the other."""
+            """Return four numbers for a product of a gradient.
+
+            They number the output and the product of the forward pass, the operand whose gradient is computed, and the
+            operand that the cotangent is multiplied by.
+            """
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
             held = residual - cotangents
@@ -119,7 +123,7 @@ def _product(call: Call, via: Via) -> Passes:
 
 
 def made_alike(equation: str, one: Spec, other: Spec) -> dict[str, tuple[Step, ...]]:
-    """Return no steps if both products of a sum have the same placement, so that one cotangent is enough.
+    """Check that both products of a sum have the same placement, so that one cotangent is enough; return no steps.
 
     Raises:
         PlanError: the placements of the products differ.

@@ -1,4 +1,4 @@
-"""The position of the largest number in a row that is sharded over devices."""
+"""The position of the largest element in a row that is sharded over devices."""
 
 from functools import lru_cache, partial
 
@@ -19,10 +19,10 @@ PADDING = -1e30
 
 
 def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
-    """Return the position of the largest number along one dimension; ties go to the lowest position.
+    """Return the position of the largest element along one dimension; ties go to the lowest position.
 
     NaN counts as -inf, and so does -1e30, the logit of tokens that pad a vocabulary. Since padding is at the end, the
-    result is never a position of padding, even if all other numbers of a row are -inf.
+    result is never a position of padding, even if all other elements of a row are -inf.
 
     Communication: two all-reduces of [B, L] over the mesh axes of the dimension, for the maximum and for its lowest
     position.
@@ -53,7 +53,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     spec = read(doing, spec, logits, ctx)
     at = dimension(doing, spec, dim)
     if not logits.shape[at]:
-        raise report(SpecError, doing, [fault(spec, dim, f"{dim} has size 0: no position has the largest number.")])
+        raise report(SpecError, doing, [fault(spec, dim, f"{dim} has size 0, so no position has the largest value.")])
     logits = jax.lax.stop_gradient(logits)
     if ctx.compiler_chooses:
         return left_to_compiler(ctx, partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
@@ -65,7 +65,7 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Return the numbers to compare: NaN and padding become -inf."""
+    """Return the values to compare: NaN and padding become -inf."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
     padding = jnp.asarray(PADDING, logits.dtype)  # in the logits' dtype, in which padded logits are rounded
@@ -93,9 +93,9 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """Return the largest number along dimension `at` and its lowest position, inside a shard_map.
+    """Return the largest value along dimension `at` and its lowest position, inside a shard_map.
 
-    The dimension is sharded over `axes`. `chains` has two all-reduces over these axes: `biggest` for the number,
+    The dimension is sharded over `axes`. `chains` has two all-reduces over these axes: `biggest` for the value,
     `lowest` for its int32 position.
     """
     position = jnp.argmax(x, axis=at).astype(_POSITION.dtype) + shard_index(axes) * x.shape[at]

@@ -33,7 +33,7 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the bias is not over dimensions of x in their order, or
-            the bias has floating numbers and x integers.
+            the bias is floating-point and x has integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -47,13 +47,15 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     doing = f"cannot add a bias '{bias_spec}' to '{spec}'"
     x, bias = array(doing, "x", x, "real numbers"), array(doing, "the bias", bias, "real numbers")
     if jnp.issubdtype(bias.dtype, jnp.floating) > jnp.issubdtype(x.dtype, jnp.floating):
-        raise SpecError(f"{doing}: x is {x.dtype}, and the bias {bias.dtype}.\n  Cast x: the sum has its dtype.")
+        raise SpecError(
+            f"{doing}: x is {x.dtype}, but the bias is {bias.dtype}.\n  Cast x: the sum has the dtype of x."
+        )
     form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx, weight=True))
     over = tuple(dim for dim in form.x.dims if dim in form.bias.dims)
     if not over or form.bias.dims != over or bias.shape != tuple(x.shape[form.x.dims.index(dim)] for dim in over):
         text, letters = str(form.bias), "".join(form.x.dims)
         fact = f"x is {letters} of shape {x.shape}, and the bias {''.join(form.bias.dims)} of shape {bias.shape}."
-        remedy = "A bias has dimensions of x, in their order, and their sizes."
+        remedy = "The dimensions of a bias must be dimensions of x, in the order of x and with the sizes of x."
         raise report(SpecError, doing, [Fault(text, 0, len(text), fact, remedy)]) from None
     if ctx.compiler_chooses and not form.bias.reduced:
         return left_to_compiler(ctx, _adding(form.others), (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")

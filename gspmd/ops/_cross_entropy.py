@@ -42,7 +42,7 @@ def cross_entropy(
         [B, L] float32 losses in nats, placed like the labels; the caller takes their sum or mean.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or labels or mask have another shape.
+        SpecError: the spec does not fit the array or the mesh, or the shape of labels or mask is wrong.
         PlanError: `logits` are a partial sum.
 
     Example:
@@ -62,7 +62,7 @@ def cross_entropy(
     z_loss = number(doing, "z_loss", z_loss)
     spec = read(doing, spec, logits, ctx)
     if not spec.dims:
-        raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
+        raise SpecError(f"{doing}: the logits are a scalar, which has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
     if labels.dtype.itemsize > 4:  # clipped first, so that the cast to 32 bits makes no invalid label valid
@@ -100,7 +100,7 @@ def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, 
     rows = spec.without(spec.dims[-1])
     for name, x in (("labels", labels), ("mask", mask)):
         if x is not None and x.shape != logits.shape[:-1]:
-            fact = f"the {name} must have the spec '{rows}' and shape {logits.shape[:-1]}; their shape is {x.shape}."
+            fact = f"the {name} must have the spec '{rows}' and shape {logits.shape[:-1]}, but the shape is {x.shape}."
             raise report(SpecError, doing, [Fault(str(spec), 0, len(str(rows)) or 1, fact)]) from None
 
 

@@ -33,7 +33,7 @@ def einsum(
             by default the lowering that this context manager has set.
         via: the specs to which the operands are brought before the local einsum.
         wire_dtype: the dtype in which everything is sent; by default the dtype of each operand or result. Only
-            floating-point numbers may be sent in another dtype, which must be floating-point too. Narrower dtypes
+            floating-point numbers may be sent in a different dtype, which must be floating-point too. Narrower dtypes
             round: float16 overflows above 65504, float8_e4m3fn above 448, and 8-bit dtypes keep a mantissa of two or
             three bits. Not available under lowering `"xla"`.
         precision: the precision of the local products, as in `jax.lax.dot`.

@@ -31,7 +31,7 @@ def embed(
     """Look up the rows of a table by ids: table[ids], times their scales.
 
     During the lookup each mesh axis may shard the tokens, the vocabulary (each device then has zeros for the rows of
-    other devices, and the result is a partial sum), the elements of a row, or nothing. The cheapest choice is taken:
+    other devices, and the result is a partial sum), the elements of a row, or nothing. The cheapest choice is used:
     fewest seconds, then bytes, then steps. The gradient of the table is planned separately, in the same way.
 
     Args:
@@ -48,7 +48,7 @@ def embed(
     Raises:
         TypeError: one of `scales` and `dtype` is given without the other.
         SpecError: the equation is not a lookup, a spec does not fit its array or the mesh, or `scales` does not have
-            one number for each row.
+            one value for each row.
         PlanError: an operand or the result is a partial sum, or the sizes cannot be divided evenly over the mesh.
 
     Example:
@@ -68,11 +68,13 @@ def embed(
     ids, table = array(doing, "ids", ids, "integers"), array(doing, "the table", table)
     lookup = _read(doing, equation, ids, table, ctx)
     if (scales is None) != (dtype is None):
-        raise TypeError(f"{doing}: scales and dtype belong together. Give both for an int8 table, and neither without.")
+        raise TypeError(
+            f"{doing}: scales and dtype belong together. Give both for an int8 table, and neither for any other table."
+        )
     form = _Embed(lookup, table.shape, table.dtype, None if dtype is None else jnp.dtype(dtype))
     rest = () if scales is None else (float32(array(doing, "the array of scales", scales, "real numbers")),)
     for x in (x for x in rest if x.shape != table.shape[:1]):
-        fact = f"scales have shape {x.shape}, not one number per row, {table.shape[:1]}."
+        fact = f"scales must have shape {table.shape[:1]}, one number per row, but the shape is {x.shape}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
     # In a shard_map over some mesh axes, such as a stage of a pipeline, XLA aborts on some gathers that are sharded
     # over the other axes (docs/compiler.md). There, rows are looked up by a plan, even under lowering "xla".
@@ -84,14 +86,14 @@ def embed(
 
 @dataclass(frozen=True)
 class Lookup:
-    """The specs of ids, table and rows, as given or during the lookup (when rows may be a partial sum)."""
+    """The specs of ids, table and rows: as given, or during the lookup, when the rows may be a partial sum."""
 
     ids: Spec
     table: Spec
     rows: Spec
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "Lookup":
-        """Return the same without mesh axes of size 1."""
+        """Return a copy without mesh axes of size 1."""
         return Lookup(*(spec.without_trivial(mesh) for spec in (self.ids, self.table, self.rows)))
 
     @property
@@ -115,7 +117,9 @@ def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx:
     lookup = Lookup(operands[0], operands[1], equation.outputs[0])
     if len(lookup.table.dims) != 2 or lookup.rows.dims != (*lookup.ids.dims, lookup.table.dims[1]):
         raise _not_a_lookup(
-            doing, str(equation), "the result needs the dimensions of the ids, then the table's second."
+            doing,
+            str(equation),
+            "the result needs the dimensions of the ids, and then the second dimension of the table.",
         )
     rows: Any = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
     for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
@@ -246,7 +250,7 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """The shape and the dtype of the table; the gradient needs nothing else from the table."""
+    """The shape and the dtype of the table, which are all that the gradient needs of the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
     """The dtype of the rows if they are multiplied by scales; None without scales."""
@@ -267,7 +271,9 @@ class _Embed:
         beside = self.given.rows.without(self.given.rows.dims[-1])
         # Ids cost almost nothing to move, and another placement of them would add a choice to the search.
         if self.given.ids != beside:
-            raise PlanError(f"cannot search with ids '{self.given.ids}' not sharded like the rows, '{beside}'.")
+            raise PlanError(
+                f"cannot search with ids '{self.given.ids}' that are not sharded like the rows, '{beside}'."
+            )
         # The search also chooses the route, so one mark stands for all steps of a tensor.
         chains = {
             name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)

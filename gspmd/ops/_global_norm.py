@@ -19,7 +19,7 @@ _SCALAR = Spec((), ())
 
 
 def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
+    """Compute the square root of the sum of the squares of all elements in a tree of arrays: sqrt(Σ x²).
 
     Communication: one all-reduce of a single float32, over all mesh axes that shard any of the arrays. If an array is
     replicated over one of these axes, only the first device along that axis counts it.
@@ -49,7 +49,7 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     texts, of_specs = jax.tree.flatten(specs)
     if structure != of_specs:  # type: ignore[operator]
         raise SpecError(
-            f"cannot take the norm of a tree whose specs make another tree\n  the arrays: {structure}\n"
+            f"cannot take the norm: the arrays and their specs are not the same tree\n  the arrays: {structure}\n"
             f"  the specs:  {of_specs}\n  Give one spec for each array."
         )
     ctx = context()
@@ -73,7 +73,7 @@ class _GlobalNorm:
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Return whether this device counts its part of a tensor: whether it is the first device with this part."""
+        """Return whether this device counts its part of a tensor, as the first device with this part does."""
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 

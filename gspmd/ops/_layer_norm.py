@@ -91,12 +91,12 @@ class _LayerNorm:
 
     @property
     def statistic(self) -> Spec:
-        """The spec of one number per row."""
+        """The spec of a statistic with one value per row."""
         return self.x.without(self.x.dims[-1])
 
     @property
     def pair(self) -> Spec:
-        """The spec of two numbers per row, whose first dimension has a letter that x lacks."""
+        """The spec of two statistics together; their first dimension has a letter that x lacks."""
         rows = self.statistic
         letter = next(letter for letter in "SPQRUWAB" if letter not in self.x.dims)
         return Spec((letter, *rows.dims), ((), *rows.axes))

@@ -75,7 +75,7 @@ def rms_norm(
     of_x, of_scale = read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True)
     check_row(doing, of_x, of_scale, x, scale, "scale", several=True)
     if count is not None and not (isinstance(count, int) and 1 <= count <= scale.size):
-        raise SpecError(f"{doing}: count is {count}.\n  It is a number of elements, from 1 to {scale.size}.")
+        raise SpecError(f"{doing}: count is {count}.\n  Pass a number of elements, from 1 to {scale.size}.")
     form = _Norm(of_x, of_scale, epsilon, scale.size if count is None else count)
     if ctx.compiler_chooses and not form.scale.reduced:  # annotations cannot ask a compiler for a partial sum
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
@@ -86,23 +86,25 @@ def rms_norm(
 def check_row(
     doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str, *, several: bool = False
 ) -> None:
-    """Raise SpecError unless x has floating numbers, and `row`, called `name` in errors, is over x's last dimension.
+    """Raise SpecError unless x is floating-point, and `row`, called `name` in errors, is over x's last dimension.
 
     With `several`, `row` may be over several last dimensions.
     """
     if not spec.dims:
-        raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
+        raise SpecError(
+            f"{doing}: x is a scalar, which has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'."
+        )
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
+        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast x to a floating dtype: the result has the dtype of x.")
     count = len(row_spec.dims) if several and 1 < len(row_spec.dims) <= len(spec.dims) else 1
     last, shape = spec.dims[-count:], x.shape[-count:]
     if row_spec.dims == last and row.shape == shape:
         return
     if count > 1:
         dims = "".join(last)
-        fact = f"the {name} has to have the last dimensions {dims} of x, of sizes {shape}; its shape is {row.shape}."
+        fact = f"the {name} must have the last dimensions {dims} of x, of sizes {shape}, but its shape is {row.shape}."
     else:
-        fact = f"the {name} has to have the one dimension {last[0]}, of size {shape[0]}; its shape is {row.shape}."
+        fact = f"the {name} must have the one dimension {last[0]}, of size {shape[0]}, but its shape is {row.shape}."
     remedy = f"Write it '{''.join(last)}'."
     whole = Fault(str(row_spec), 0, len(str(row_spec)), fact, remedy)
     at_dim = [fault(row_spec, row_spec.dims[0], fact, remedy)] if row_spec.dims else [whole]
@@ -119,7 +121,7 @@ class _Norm:
 
     @property
     def _first(self) -> int:
-        """The number of the first dimension of a row."""
+        """The index of the first dimension of a row."""
         return len(self.x.dims) - len(self.scale.dims)
 
     @property
@@ -134,7 +136,7 @@ class _Norm:
 
     @property
     def statistic(self) -> Spec:
-        """The spec of one number per row."""
+        """The spec of a statistic with one value per row."""
         return Spec(self.x.dims[: self._first], self.x.axes[: self._first])
 
     @property

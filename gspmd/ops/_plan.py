@@ -38,12 +38,12 @@ def plan(
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
         dtype: the dtype of all operands, or one for each (group members one by one).
         chip: a row of chips.toml.
-        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, the
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, which is the
             cheaper of blocking and looped.
         via: the specs to which the operands are moved before the local einsum; None to search for them.
 
     Returns:
-        A `Plan`; `print` shows it as the papers draw it.
+        A `Plan`; `print` draws the plan as a chain of specs, in which each arrow is a collective.
 
     Raises:
         SpecError: the notation is wrong, or the mesh axes do not divide the sizes.
@@ -87,11 +87,12 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the name of every operand's dtype, group members one by one, from one dtype for all or one for each."""
+    """Return the name of every operand's dtype, group members one by one, given one dtype for all or one for each."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:
         raise PlanError(
-            f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
+            f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n"
+            "  Give one dtype, or one for each operand."
         )
     return dtypes

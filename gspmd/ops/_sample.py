@@ -42,7 +42,7 @@ def sample(
 
     Communication: all-reduces over the mesh axes of the dimension. Two of [B] for the argmax, one for the maximum,
     eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three times as many
-    numbers. A filter has no steps if its setting is a number that turns it off.
+    elements. A filter has no steps if its setting is a number that turns the filter off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -62,7 +62,8 @@ def sample(
         sample. Tokens with logits of -1e29 or less are never sampled, and infinity counts as the largest float32.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; an argument has another shape.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; the shape of an argument is
+            wrong.
         PlanError: `logits` are a partial sum, or a setting that is not traced is out of range.
 
     Example:
@@ -126,7 +127,7 @@ _SETTINGS = {
         0,
         float(np.finfo("float32").max),
         0,
-        "Pass 0, which takes the likeliest token, or a number above 0.",
+        "Pass 0, which chooses the likeliest token, or a number above 0.",
     ),
     "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "Pass a number of tokens, or 0 to keep all."),
     "top_p": _Setting("float32", 0, 1, 1, "Pass a number above 0 and at most 1, which keeps all tokens."),
@@ -135,7 +136,7 @@ _SETTINGS = {
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Return whether a setting needs its steps: it is traced, or a number that does not turn it off."""
+    """Return whether a filter has steps: its setting is traced, or is a number that does not turn the filter off."""
     setting = _SETTINGS[name]
     x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
     if x.shape:
@@ -153,7 +154,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
     if x.shape != (count,):
         row = rows.dims[0]
         raise SpecError(
-            f"{doing}: {name} has shape {x.shape}.\n  Pass shape ({count},), a number for each row of {row}."
+            f"{doing}: {name} has shape {x.shape}.\n  Pass shape ({count},), one value for each row of {row}."
         )
     return x
 
@@ -233,7 +234,7 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return Gumbel noise, each number from 64 random bits that depend only on seed, position and token."""
+    """Return Gumbel noise; each value comes from 64 random bits that depend only on seed, position and token."""
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
     # The noise is largest where `uniform` is near 0. There float32 has its finest steps, so 64 bits are used: with

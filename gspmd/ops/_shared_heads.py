@@ -14,14 +14,14 @@ class Share:
     """How devices divide the key heads, if query heads are sharded over more mesh axes than key heads.
 
     Key heads are split further over the mesh axes `sliced`. A device then has `heads` key heads, which are the same for
-    all devices along the mesh axes `common`, and it uses one of them.
+    all devices along the mesh axes `common`, and uses one of these heads.
     """
 
     sliced: tuple[str, ...] = ()
     common: tuple[str, ...] = ()
     heads: int = 1
     sharers: int = 1
-    """Devices along `common` that use the same key head."""
+    """The number of devices along `common` that use the same key head."""
 
     def pick(self, *keys: "jax.Array") -> tuple["jax.Array", ...]:
         """Pick, inside a shard_map, the head of [B, T, K, ...] that this device uses, if it has several."""

@@ -45,7 +45,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
         B 4:8  │ 4 + 5 │ 6 + 7 │
                └───────┴───────┘
 
-    Differs: `jax.debug.visualize_array_sharding` draws arrays of one and two dimensions, and no partial sums.
+    Differs: `jax.debug.visualize_array_sharding` draws arrays of one and two dimensions, but no partial sums.
     """
     if isinstance(array, (str, Spec)):
         spec = Spec.parse(array)

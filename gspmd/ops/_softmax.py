@@ -80,7 +80,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     doing = f"cannot take the softmax of '{spec}' over {shown(dim)}"
     form, x, ctx = _read(doing, x, spec, dim)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
+        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast x to a floating dtype: the result has the dtype of x.")
     if ctx.compiler_chooses:
         return left_to_compiler(ctx, partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
     return _softmax(form, ctx, x)
@@ -100,7 +100,7 @@ class Normaliser:
 
     @property
     def statistic(self) -> Spec:
-        """The spec of a statistic, which has one number per row."""
+        """The spec of a statistic, which has one value per row."""
         return self.x.without(self.dim)
 
     def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
@@ -116,7 +116,7 @@ class Normaliser:
     def local(self, x: jax.Array, chains: Chains) -> tuple[jax.Array, jax.Array]:
         """Return the maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
 
-        They are kept separately: if m is large, m + log Σ has no digits left for the sum.
+        The two are kept separately: if m is large, m + log Σ has no digits left for the sum.
         """
         top = chains.send("biggest", jnp.max(x, axis=self.at, initial=-jnp.inf), reduce="max")
         top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN

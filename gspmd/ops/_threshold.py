@@ -17,13 +17,13 @@ from gspmd.ops.interface.planned_op import Chains, float32
 # The bits of the threshold are found in groups of three, and two in the last. These are the lowest bits of the groups.
 _PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
-"""Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest is known from the round before."""
+"""Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest candidate is known already."""
 WORDS = 3
 """The number of int32 words of a mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return integers that are ordered as the float32 numbers are, and equal where these are equal."""
+    """Return integers in the same order as the float32 values; integers are equal where the values are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
@@ -55,7 +55,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; all higher bits are in the first."""
+    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; higher bits are in the first word."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits
@@ -66,7 +66,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps their order."""
+    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps masses in order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

@@ -1,1 +1,1 @@
-"""The planner: from an equation to the collectives and local einsums that it takes."""
+"""The planner, which finds the collectives and local einsums of an equation."""

@@ -1,4 +1,4 @@
-"""A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
+"""The drawing of a plan as text: a chain of specs, in which each arrow is a collective, with its bytes and seconds."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
 def one_line(plan: Plan) -> str:
-    """Return the plan's `repr`."""
+    """Return the text for the `repr` of a plan."""
     figures = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)}"
     return printable(f"<Plan {str(plan.equation)!r} {figures}>")
 
 
 def plain(plan: Plan) -> str:
-    """Return the figure without colors, in characters that standard output can encode."""
+    """Return the drawing without colors, in characters that standard output can encode."""
     return printable(figure(plan).plain)
 
 
 def figure(plan: Plan, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
+    """Draw a plan: a heading, a line per step, and a total; and with `gradients` the plans of the cotangents.
 
     Args:
         plan: the plan to draw.
@@ -108,7 +108,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: Plan) -> list[str]:
-    """Return a line for each ring, and one for the seconds that they save together."""
+    """Return a line for each ring, and a line for the seconds that all rings together save."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
@@ -129,7 +129,7 @@ def _too_long(plan: Plan) -> Iterator[str]:
         hops = max(plan.mesh.get(axis, 1) for axis in span.axes) - 1
         if hops >= LONGEST:
             what = f"{span.steps[0].kind} {axes_text(span.axes)}"
-            yield f"not looped: {what}, of {hops} hops along an axis; up to {LONGEST - 1} are written out one by one"
+            yield f"not looped: {what}, of {hops} hops along an axis; at most {LONGEST - 1} are written out one by one"
 
 
 def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
@@ -144,6 +144,6 @@ def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
 
 
 def show(plan: Plan, console: Console, *, gradients: bool = True) -> None:
-    """Print the figure in color, in the available columns."""
+    """Print the drawing in color, within the available columns."""
     drawn = figure(plan, gradients=gradients, width=columns(console))
     console.print(drawn, soft_wrap=True, highlight=False)

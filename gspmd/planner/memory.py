@@ -2,7 +2,7 @@
 
 Operands and results are held for the whole run. Every step in between makes a buffer, which lives until the last step
 that reads it. Until a result is written, its memory is used for other buffers. Compiled programs hold more where data
-are needed in another order of dimensions:
+are needed in a different order of dimensions:
 
 - collectives gather and reduce-scatter along the first dimension in memory, so for other dimensions the tensor is
   transposed before and after;
@@ -93,7 +93,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the most bytes at a time outside of the memory of results, in which large buffers are placed first."""
+        """Return the peak of bytes outside the memory of results, in which large buffers are placed first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -125,7 +125,7 @@ class Footprint:
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of a fusion. If it reads another fusion, the two become one, which reads what both read."""
+        """Make the value of a fusion; a fusion and a fusion that it reads become one, which reads what both read."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -173,7 +173,7 @@ class Footprint:
     # -- products and results ------------------------------------------------------------------------------------------
 
     def _local_einsum(self, number: int, product: Product, moved: Sequence[Intermediate]) -> Intermediate:
-        """Make the value that a local einsum leaves."""
+        """Make the value of the result of a local einsum."""
         left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
         if product.passes_through:
             return self._ordered(left, after.dims, dtype)

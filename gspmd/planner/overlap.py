@@ -11,7 +11,7 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """A way to send the shards of a tensor round a ring; the attributes define it completely.
+    """A schedule by which the shards of a tensor go round a ring; its attributes define it completely.
 
     Attributes:
         signs: the direction, +1 or -1, in which each part of a shard goes round; a shard has one part for each sign.
@@ -41,7 +41,7 @@ SCHEDULES = {
 }
 """The schedules by name.
 
-Of schedules with equal costs the first is used; a tensor that is gathered apart from the einsum uses the last.
+Among schedules with equal costs the first is used; a tensor that is gathered apart from the einsum uses the last.
 """
 
 
@@ -81,7 +81,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The rings of a routine's moves and outputs, by the numbers of these, and the stripes if there are any."""
+    """The rings of a routine's moves and outputs, by move or output number, and the stripes if there are any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
     scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -95,14 +95,14 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """Return the rings and stripes of one output and of the moves that it needs, renumbered for these alone."""
+        """Return the rings and stripes of one output and of the moves that the output needs, renumbered from 0."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient: its shard's spec if a ring gathers it."""
+    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, that of its shard."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

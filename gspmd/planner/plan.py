@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""A function that chooses which collectives of a routine overlap; it returns them and the seconds that are hidden."""
+"""A function that chooses which collectives of a routine overlap; it returns these and the seconds that they hide."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
@@ -38,14 +38,14 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures that determine the seconds.
-        lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper of
-            `"blocking"` and `"looped"`.
+        lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper one
+            of `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan use the same placements.
         loops: the gathers and reduce-scatters that run inside an einsum.
         hidden_seconds: the seconds that these loops save; negative if they cost time.
-        asked: the lowering as it was requested; under `"auto"` each gradient chooses its own.
+        asked: the lowering that was requested; under `"auto"` each gradient chooses its own.
         overlapping: the function that chooses which collectives overlap with einsums; it is also applied to the
             gradients.
     """
@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that one device holds at a time: operands, results, and intermediate buffers.
+        """The largest number of bytes that one device holds at a time: operands, results, and intermediate buffers.
 
         A buffer is counted from the step that makes it to the last step that reads it, as XLA places buffers on host
         devices. For the chip of the plan this is an estimate; docs/plans.md compares it with compiled programs.
@@ -133,7 +133,7 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for each operand's cotangent; a step that several of them need is only in the first.
+        """One plan for each operand's cotangent; a step that several plans need is only in the first of these plans.
 
         The seconds that loops of the backward routine hide are divided among the plans, in proportion to the seconds
         that each sends.
@@ -170,7 +170,7 @@ class Plan:
 
         Returns:
             Plans of the same equation. To have one of them, pass its `Plan.via` as `via`. A sum may then still be added
-            in another placement if this is cheaper.
+            in a different placement if this is cheaper.
 
         Raises:
             PlanError: `count` is not a positive whole number, or this is the plan of a gradient.
@@ -196,7 +196,7 @@ class Plan:
         return tuple(map(self._with_routine, ranked))
 
     def _with_routine(self, routine: Routine) -> "Plan":
-        """Return a plan of the same equation with another routine, pinned to the specs of the operands in it."""
+        """Return a plan of the same equation with a different routine, pinned to the operand specs of that routine."""
         overlap, hidden = self.overlapping(routine, self.inputs, self.outputs, self.environment)
         specs = {move.source: move.spec for move in routine.moves}
         flat = iter(range(len(self.inputs)))
@@ -233,7 +233,7 @@ class Plan:
         return json.dumps({**_record(self), **asked, "gradients": parts}, indent=2)
 
     def figure(self, *, gradients: bool = False) -> "Figure":
-        """Draw the plan as papers do: specs in boxes, a collective on every arrow, with its bytes and seconds.
+        """Draw the plan: specs in boxes, and a collective on every arrow, with its bytes and seconds.
 
         Args:
             gradients: whether to draw the plans of the gradients below.
@@ -365,7 +365,7 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return operands and results as tensors of the planner; without `wire_dtype` each is sent in its own dtype."""
+    """Return operands and results as planner tensors; without `wire_dtype` each tensor is sent in its own dtype."""
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
@@ -404,7 +404,7 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
 
 def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
-    """Return one spec per operand. A via may have one spec for a whole group whose members have the same dimensions."""
+    """Return one spec per operand. A via may have a single spec for a group whose members have the same dimensions."""
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)
     return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]

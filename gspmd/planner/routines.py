@@ -1,4 +1,4 @@
-"""Routines: from an equation to its steps.
+"""The routine of an equation: its steps, which one or several searches find.
 
     product   one search
     group     one search for several products of one operand, which is moved once
@@ -29,7 +29,7 @@ def plan_routine(
     outputs: Sequence[Tensor],
     via: Sequence[Spec | None],
 ) -> Routine:
-    """Plan an equation.
+    """Plan the routine of an equation.
 
     Args:
         equation: the equation to plan.
@@ -90,7 +90,7 @@ class ProductGroup:
     Attributes:
         left: the number of the common operand among the inputs.
         tensor: the common operand.
-        rights: the numbers of the operands with which it is multiplied; None if it is only summed.
+        rights: the numbers of the operands by which the common operand is multiplied; None if it is only summed.
         contractions: the operands of `rights` with the results and pins of their products.
         pinned: the spec to which the common operand is brought, if it is not searched.
     """
@@ -118,7 +118,7 @@ class ProductGroup:
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
     """Return a `ProductGroup` for each term.
 
-    The common operand is the one beside the group if the term has a group, and otherwise the first.
+    The common operand is the operand that multiplies the group if the term has a group, and otherwise the first.
     """
     groups, start = [], 0
     for term in equation.terms:
@@ -165,7 +165,7 @@ def _arrived(source: Tensor, output: Tensor) -> Spec:
 
 
 def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
-    """Yield the cheapest move for each list of collectives, through any one placement, cheapest first."""
+    """Yield moves through at most one intermediate placement, cheapest first: one for each list of collectives."""
     dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
     paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
     ends = paths.number(source.spec), paths.number(_arrived(source, output))
@@ -189,8 +189,8 @@ def _collectives(routine: Routine) -> tuple[tuple[str, frozenset[str]], ...]:
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """Find the placement in which adding terms, and moving the sum to its target, costs least.
 
-    Return None if there is no such placement, or if a term lacks a dimension that others have. Each term is then
-    reduced and broadcast separately.
+    None if there is no such placement, or if a term lacks a dimension that other terms have. Each term is then reduced
+    and broadcast separately.
     """
     costs = _costs_of_adding(terms, target)
     if costs is None or not np.isfinite(least := costs.min()):

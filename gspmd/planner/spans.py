@@ -80,14 +80,14 @@ def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str],
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:
-    """Return the gathers at the end of a move; None if it does not end in gathers."""
+    """Return the gathers at the end of a move; None if the move does not end in gathers."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
     return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
 def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
-    """Return the reduce-scatters with which the reduction of an output begins; None if it begins otherwise."""
+    """Return the reduce-scatters with which the reduction of an output begins; None if there are none."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None

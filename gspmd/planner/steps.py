@@ -20,7 +20,7 @@ class Step:
         kind: one of `KINDS`.
         axes: the mesh axes over which the step runs, major first; empty for an einsum.
         wire_bytes: bytes that one device sends.
-        seconds: the time it takes, by the chip's figures for links and matrix unit.
+        seconds: the time that the step takes, by the chip's figures for links and matrix unit.
         before: the tensor's spec before the step.
         after: the tensor's spec after the step.
         operand: the name of the tensor that moves: `"operand 1"`, `"result"`, ...
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Move:
-    """Bring input number `source` from its spec to `spec` by `steps`."""
+    """The move of input number `source` from its spec to `spec`, by `steps`."""
 
     source: int
     spec: Spec
@@ -100,7 +100,7 @@ class Product:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the moves of its one or two operands."""
+        """The numbers of the moves of the one or two operands."""
         return (self.left,) if self.right is None else (self.left, self.right)
 
     @property
@@ -110,7 +110,7 @@ class Product:
 
     @property
     def all_steps(self) -> tuple[Step, ...]:
-        """The local einsum, if there is one, and the steps after it."""
+        """The local einsum, if there is one, and the steps after the einsum."""
         return self.steps if self.passes_through else (self.einsum, *self.steps)
 
 
@@ -153,7 +153,7 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return whole picoseconds; rounded up, so that two steps instead of one never cost less because of rounding."""
+    """Return seconds as whole picoseconds, rounded up so that two steps instead of one never seem to cost less."""
     return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 
@@ -195,7 +195,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contraction:
-    """One product of the left operand: the right operand (None if there is none), the result, and any pin."""
+    """One product of the left operand: the right operand or None, the result, and the pinned spec or None."""
 
     right: Tensor | None
     target: Tensor

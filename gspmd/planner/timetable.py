@@ -14,7 +14,7 @@ class Bar(NamedTuple):
     Attributes:
         number: the step's number in `plan.steps`.
         step: the step.
-        start, seconds: when the step begins, and how long it takes; in a loop, its part of the loop's time.
+        start, seconds: when the step begins, and how long it takes; in a loop, the step's part of the loop's time.
         looped: whether the step runs in a loop with an einsum.
     """
 

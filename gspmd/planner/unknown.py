@@ -50,7 +50,7 @@ class UnknownMove:
 
 @dataclass(frozen=True)
 class UnknownProduct:
-    """The product of two tensors in their present placements.
+    """The product of two tensors in the placements that they have.
 
     Attributes:
         specs: the specs of both operands and of the result, which may be a partial sum.
@@ -122,7 +122,7 @@ class UnknownReduction:
 
 @dataclass(frozen=True)
 class RequiredMove:
-    """A move that must be possible although it may never run: the gradients of an equation are planned together."""
+    """A move that must be possible but may never run, since all gradients of an equation are planned together."""
 
     move: UnknownMove
 
@@ -149,7 +149,7 @@ class Mark(str):
 
     @classmethod
     def of(cls, what: Unknown, name: str) -> "Mark":
-        """Return the mark of an unknown step; every step has another `name`."""
+        """Return the mark of an unknown step; every step has a different `name`."""
         mark = cls(name)
         mark.what = what
         return mark

@@ -158,7 +158,7 @@ def test_without_a_mesh():
 def test_what_is_no_array(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
         assert _error([VALUE], "B_xE") == (
-            "cannot annotate a list with 'B_xE'.\n  It takes one array; use jax.tree.map for a tree of arrays."
+            "cannot annotate a list with 'B_xE'.\n  Pass one array; use jax.tree.map for a tree of arrays."
         )
 
 
@@ -200,8 +200,8 @@ def test_a_partial_sum_of_an_array_that_owes_none(make_mesh):
 cannot annotate an array of shape (8, 12) with 'BE partialsum-y'
     BE partialsum-y
     ^^^^^^^^^^^^^^^
-  the spec says 'BE partialsum-y', and the array is 'BE' by its type.
-  Only an equation makes a partial sum: write one whose result is this spec."""
+  the spec says 'BE partialsum-y', but the type of the array says 'BE'.
+  Only an equation can make a partial sum. Write an equation whose result has this spec."""
         )
 
 
@@ -213,7 +213,7 @@ def test_an_open_dimension_under_explicit_axes(make_mesh):
 cannot annotate an array of shape (8, 12) with 'B_xE_?'
     B_xE_?
        ^^^
-  dimension E is left open, and Explicit axes place every dimension.
+  dimension E is left open, but under Explicit axes every dimension has a placement.
   Name its mesh axes, or make the mesh with Auto axes."""
         )
 
@@ -227,7 +227,7 @@ def test_another_type_under_explicit_axes(make_mesh):
 cannot annotate an array of shape (8, 12) with 'BE_x'
     BE_x
     ^^^^
-  the spec says 'BE_x', and the array is 'B_xE_y' by its type.
+  the spec says 'BE_x', but the type of the array says 'B_xE_y'.
   Move it with gspmd.reshard(x, 'B_xE_y -> BE_x')."""
     )
 

@@ -98,7 +98,10 @@ def test_unspecified_dims_are_left_to_the_compiler(make_mesh):
         mesh = mesh or jax.sharding.get_mesh()
         array = jax.jit(lambda v: mesh_split(v, mesh, [-1, 0], unspecified_dims=[0]))(VALUE)
         assert spec_of(array).axes_of("B") == ("x",)
-    with jax.set_mesh(make_mesh({"x": 4, "y": 2})), pytest.raises(SpecError, match="Explicit axes place every"):
+    with (
+        jax.set_mesh(make_mesh({"x": 4, "y": 2})),
+        pytest.raises(SpecError, match="under Explicit axes every dimension"),
+    ):
         mesh_split(VALUE, NUMBERS.reshape(4, 2), [-1, 0], unspecified_dims=[0])
 
 
@@ -111,22 +114,22 @@ REFUSED = {
     ),
     "no such dimension": (
         lambda mesh: split(VALUE, 2, 4),
-        "split: the array has no dimension 2.\n  It has 2, numbered from 0.",
+        "split: the array has no dimension 2.\n  It has 2 dimensions, numbered from 0.",
     ),
     "rank of the assignment": (
         lambda mesh: shard(VALUE, NUMBERS),
         "shard: the device assignment has 1 dimensions, and the array has 2.\n"
-        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.",
+        "  Write the device numbers in an array of as many dimensions, with size 1 where the array is not split.",
     ),
     "order of the assignment": (
         lambda mesh: shard(VALUE, [[0, 1], [2, 3], [4, 5], [7, 6]]),
         "shard: the device assignment does not follow the mesh, which has x=4, y=2.\n"
-        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes.",
+        "  It must have each number from 0 to 7 once, and its dimensions must run along mesh axes.",
     ),
     "too few devices": (
         lambda mesh: mesh_split(VALUE, NUMBERS[:4], [0, -1]),
         "mesh_split: the device mesh does not follow the mesh, which has x=4, y=2.\n"
-        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes.",
+        "  It must have each number from 0 to 7 once, and its dimensions must run along mesh axes.",
     ),
     "another mesh": (
         lambda mesh: mesh_split(VALUE, jax.make_mesh((2, 4), ("x", "y")), [0, 1]),
@@ -140,12 +143,12 @@ REFUSED = {
     ),
     "no such dimension of the mesh": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 2]),
-        "mesh_split: the device mesh has no dimension 2.\n  It has 2, numbered from 0.",
+        "mesh_split: the device mesh has no dimension 2.\n  It has 2 dimensions, numbered from 0.",
     ),
     "one dimension of the mesh twice": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 0]),
         "mesh_split: dimension 0 of the device mesh splits two dimensions of the array.\n"
-        "  A dimension of the mesh splits one dimension of a tensor.",
+        "  A dimension of the mesh can split only one dimension of a tensor.",
     ),
     "split and unspecified": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 1], unspecified_dims=[1]),
@@ -155,7 +158,7 @@ REFUSED = {
     "manual": (
         lambda mesh: mesh_split(VALUE, mesh, [0, 1], manual_mesh_dims=[1]),
         "mesh_split: manual_mesh_dims is not supported.\n"
-        "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it.",
+        "  Write the manual part with jax.shard_map(..., axis_names={'x'}).",
     ),
 }
 

@@ -117,7 +117,7 @@ cannot apply 'AB,BC->AC' to arrays of shapes (2, 3), (4, 4)
     AB,BC->AC
        ^^
   dimension B has size 4 here, and size 3 before.
-  Arrays that share a dimension agree on its size.""",
+  Arrays that share a dimension must agree on its size.""",
         ),
         (
             [(2, 3, 1), (4,)],
@@ -136,7 +136,7 @@ cannot apply 'AB,BC->AC' to arrays of shapes (2, 3, 1), (4,): 2 faults
             [(2, 3)],
             """\
 cannot apply 'AB,BC->AC' to 1 operand
-  It takes an array and an array.""",
+  Pass an array and an array.""",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_group_takes_a_tuple():
     with pytest.raises(SpecError) as error:
         parse_equation("A, (A, A) -> (A, A)").sizes([(2,), ((2,),)])
     assert str(error.value) == (
-        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  It takes an array and a tuple of 2 arrays."
+        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  Pass an array and a tuple of 2 arrays."
     )
 
 
@@ -176,8 +176,8 @@ cannot shard 'AB_x, B C -> AC_{data}' for the sizes A=3, B=3, C=3: 2 faults
 
 ARROW = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
 UNREADABLE = {
-    "BL, LE": [("      ^", "an equation has an arrow, and this has none.", ARROW)],
-    "": [("^", "an equation has an arrow, and this has none.", ARROW)],
+    "BL, LE": [("      ^", "an equation has an arrow, but this text has none.", ARROW)],
+    "": [("^", "an equation has an arrow, but this text has none.", ARROW)],
     "A -> A -> A": [("       ^^", "an equation has one arrow, and this is a second.", "Write two equations.")],
     "A => A_x": [("  ^^", "'=>' is not an arrow.", "Write the arrow '->'.")],
     "BL, LE -> BF": [
@@ -192,14 +192,14 @@ UNREADABLE = {
     "BL_x, LE_y, EF -> BF_y": [
         (
             "            ^^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write one equation after the other: 'BL_x, LE_y -> BE_y' and 'BE_y, EF -> BF_y'.",
         ),
     ],
     "B_xL, L_xE_y, EF_y, FV -> B_xV": [
         (
             "              ^^^^^^^^",
-            "a product has two operands, and this has 4.",
+            "a product has two operands, but this product has 4.",
             "Write one equation after the other: 'B_xL, L_xE_y -> B_xE_y' and 'B_xE_y, EF_y -> B_xF_y' and "
             "'B_xF_y, FV -> B_xV'.",
         ),
@@ -207,19 +207,19 @@ UNREADABLE = {
     "A_{data}, A_x, B -> A_xB": [
         (
             "               ^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write one equation after the other: 'A_{data}, A_x -> A_{data}' and 'A_{data}, B -> A_xB'.",
         ),
     ],
     "A, B, (C, D) -> (A, A)": [
         (
             "      ^^^^^^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write products of two operands, one equation after the other.",
         ),
     ],
     "A,, B -> A": [
-        (" ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        (" ^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "A, (B, C) + A, (B, C) -> (A, A)": [
         (
@@ -247,29 +247,33 @@ UNREADABLE = {
     "A, (A, A) -> A": [
         (
             "             ^",
-            "an operand is a group of 2, and the result is one spec.",
+            "an operand is a group of 2, but the result is one spec.",
             "Write a result for each: '(A, A)'.",
         ),
     ],
     "A, (A, A, A) -> (A, A)": [
         (
             "                ^^^^^^",
-            "the result is a group of 2, and the operand is a group of 3.",
+            "the result is a group of 2, but the operand is a group of 3.",
             "Write one result for each member of the operand.",
         ),
     ],
     "A, A -> (A, A)": [
-        ("        ^^^^^^", "the result is a group, and no operand is.", "Write one spec, or a group in one operand."),
+        (
+            "        ^^^^^^",
+            "the result is a group, but no operand is a group.",
+            "Write one spec, or a group in one operand.",
+        ),
     ],
     "(A, A), (A, A) -> (A, A)": [
         (
             "        ^^^^^^",
-            "a product has one group at most, and this is a second.",
+            "a product has at most one group, and this is a second.",
             "Write an equation for each pair.",
         ),
     ],
     "(A, A) -> (A_x, A_x)": [
-        ("^^^^^^", "a move takes one array, and a group is several.", "Write an equation for each."),
+        ("^^^^^^", "a move is of one array, but a group is several arrays.", "Write an equation for each array."),
     ],
     "A, (A, A) -> A, A": [
         (
@@ -285,8 +289,8 @@ UNREADABLE = {
         ("    ^^^^^^", "a group cannot be inside a group.", "Write all its specs in one pair of parentheses."),
     ],
     "A, () -> ()": [
-        ("   ^^", "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."),
-        ("         ^^", "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."),
+        ("   ^^", "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar."),
+        ("         ^^", "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar."),
     ],
     "A, (A, A -> A": [("   ^", "this parenthesis is not closed.", "Write a group as '(A, B)'.")],
     "A), A -> A": [(" ^", "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")],
@@ -295,7 +299,7 @@ UNREADABLE = {
         ("         ^", "a comma is missing between '(A, A)' and 'B'.", "Write '(A, A), B'."),
         (
             "          ^",
-            "a product has two operands, and this has 3.",
+            "a product has two operands, but this product has 3.",
             "Write products of two operands, one equation after the other.",
         ),
     ],
@@ -316,7 +320,7 @@ UNREADABLE = {
         (
             "       ^^^",
             "dimension E appears twice in one spec.",
-            "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'.",
+            "Every dimension has a letter of its own; separate two operands with a comma: 'BLE_xyz, E_xF_yz'.",
         ),
     ],
     "BE, EF -> B BF": [
@@ -324,7 +328,7 @@ UNREADABLE = {
     ],
     "(BF,)": [
         ("   ^", "nothing follows this comma.", "Drop it: '(BF)'. A scalar as the last member is a space: '(BF, )'."),
-        ("     ^", "an equation has an arrow, and this has none.", ARROW),
+        ("     ^", "an equation has an arrow, but this text has none.", ARROW),
     ],
     "BE, (EF,) -> (BF)": [
         (
@@ -334,13 +338,17 @@ UNREADABLE = {
         ),
     ],
     "BE, EF, -> BF": [
-        ("      ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        ("      ^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     ", BE, EF -> BF": [
-        ("^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
+        ("^", "an operand is missing next to this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "BE, EF -> BF,": [
-        ("            ^", "there is no operand beside this comma, and an equation has one result.", "Drop the comma."),
+        (
+            "            ^",
+            "an operand is missing next to this comma, and an equation has one result.",
+            "Drop the comma.",
+        ),
     ],
     "A * B -> AB": [("  ^", "'*' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
     "BE; EF -> BF": [("  ^", "';' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
@@ -420,7 +428,7 @@ def test_an_arrow_in_via():
 cannot read via='A, B -> AB'
     A, B -> AB
          ^^
-  via= has the operands' specs, and no arrow.
+  via= has only the operands' specs, without an arrow.
   Write the left side of the equation only."""
     )
 

@@ -40,7 +40,7 @@ UNREADABLE = {
         ("     ^^", "dimension E has a second '_'.", "Write the mesh axes of dimension E together: 'E_xy'."),
     ],
     "BLE _x": [
-        ("    ^^", "a space parts dimension E from '_x'.", "Write 'E_x'."),
+        ("    ^^", "a space separates dimension E from '_x'.", "Write 'E_x'."),
     ],
     "_": [
         ("^", "'_' follows no dimension.", "Write the dimension first: 'E_x'."),
@@ -184,7 +184,7 @@ UNREADABLE = {
     "BLE partialsum-x reduced-y": [
         (
             "                 ^^^^^^^^^",
-            "a spec ends in 'partialsum-' or in 'reduced-', and this has both.",
+            "a spec ends in 'partialsum-' or in 'reduced-', but this spec has both.",
             "Leave one of them out.",
         ),
     ],
@@ -203,13 +203,13 @@ UNREADABLE = {
         ),
     ],
     "BL, LE": [
-        ("  ^", "',' belongs to an equation, and a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
+        ("  ^", "',' belongs to an equation, but a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
     ],
     "BL -> B": [
-        ("   ^^", "'->' belongs to an equation, and a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
+        ("   ^^", "'->' belongs to an equation, but a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
     ],
     "B...E": [
-        (" ^^^", "'...' has no meaning in a spec.", "Every dimension is written out."),
+        (" ^^^", "'...' has no meaning in a spec.", "Write out every dimension."),
     ],
     "É_x": [
         ("^", "'É' has no meaning in a spec.", "A spec is written as 'B_xLE_yz'."),
@@ -277,7 +277,7 @@ cannot shard 'B_xL_{modle}E_yz partialsum-q' for the sizes B=-6, E=6: 5 faults
     B_xL_{modle}E_yz partialsum-q
     ^^^
   dimension B has size -6.
-  A size is a whole number, and not negative.
+  A size is a whole number of at least 0.
     B_xL_{modle}E_yz partialsum-q
        ^^^^^^^^^
   dimension L has no size.

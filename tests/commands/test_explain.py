@@ -116,7 +116,7 @@ BAD = [
         [EQUATION, *MESH, "--sizes", f"B={10**24}"],
         f"argument --sizes: B has size '{10**24}', which is not a whole number of at most 18 digits.",
     ),
-    ([EQUATION, "--mesh", f"x={10**17}", *SIZES], f"no machine has a mesh x={10**17}.\n  A mesh has fewer than 2^40"),
+    ([EQUATION, "--mesh", f"x={10**17}", *SIZES], f"the mesh x={10**17} is too large.\n  A mesh has fewer than 2^40"),
     ([EQUATION, *MESH, "--sizes", "B=512"], "dimension L has no size."),
     ([EQUATION, "--mesh", "x=4,x=2", *SIZES], "argument --mesh: 'x=4,x=2' gives a size twice."),
     ([EQUATION, "--mesh", "x=0,y=1,z=1", *SIZES], "explain.py: mesh axis x has size 0."),

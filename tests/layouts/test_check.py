@@ -82,7 +82,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
         ({"ffn__in_via": "B_xLE, E_yF_z"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yF_z'."),
         ({"ffn__in_via": "B_xLE, EF_x"}, "mesh axis x shards dimension B in 'B_xLE' and dimension F in 'EF_x'."),
         ({"ffn__in_via": "B_xLE"}, "ffn.in_via must be two specs, with the dimensions of ffn.residual and ffn.w_in."),
-        ({"ffn__in_via": "B_xLE -> EF"}, "via= has the operands' specs, and no arrow."),
+        ({"ffn__in_via": "B_xLE -> EF"}, "via= has only the operands' specs, without an arrow."),
         (
             {"attention__key_via": "BLE, EK_yzD"},
             "attention.key_via brings the residual to 'BLE', and attention.in_via brings it to 'B_xLE'.",
@@ -209,7 +209,7 @@ def test_what_is_missing_is_one_fault_for_each_part(tmp_path):
         ([8], "cannot read sizes from [8].\n  Write {"),
         (3, "cannot read sizes from 3."),
         ({3: 8}, "cannot read sizes from {3: 8}."),
-        ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number, and not negative."),
+        ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number of at least 0."),
         ({"B": 2.5}, "dimension B has size 2.5."),
         ({"B": True}, "dimension B has size True."),
         ({"B": -8}, "dimension B has size -8."),

@@ -149,7 +149,7 @@ def test_what_is_refused_is_what_cannot_be_planned(via):
 
 
 def test_a_bias_has_a_partial_gradient_over_its_rows_alone():
-    """Before, this was an error of the trace: nothing makes the partial sum over mesh axis y."""
+    """Before, this was an error of the trace: the source is not a partial sum over mesh axis y."""
     layout = Layout.load("megatron-sequence").override({"gradients.attention.b_q": "HD_x partialsum-y"})
     layout.check(SIZES, {"x": 4, "y": 2})  # of a model that may have no biases
     with pytest.raises(LayoutError) as error:

@@ -62,7 +62,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
         message = _raised(SpecError, lambda: (jax.jit(call) if jit else call)(x, w))
     assert message == (
         "cannot use operand 1 of 'BE_x, EF_y -> BF_y' as 'BE_x'\n    BE_x\n    ^^^^\n"
-        "  the spec says 'BE_x', and the array is 'B_xE' by its type.\n"
+        "  the spec says 'BE_x', but the type of the array says 'B_xE'.\n"
         "  Move it with gspmd.reshard(operand_1, 'B_xE -> BE_x')."
     )
 
@@ -70,7 +70,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
 def test_a_sum_that_is_not_owed(make_mesh, arrays):
     with jax.set_mesh(make_mesh(MESH)):
         message = _raised(SpecError, lambda: gspmd.reshard(arrays[0], "BE partialsum-x -> BE"))
-    assert "the spec says 'BE partialsum-x', and the array is 'BE' by its type." in message
+    assert "the spec says 'BE partialsum-x', but the type of the array says 'BE'." in message
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
@@ -115,15 +115,15 @@ CALLS = [
         "cannot reshard by 'BE, EF -> BF', which has several operands.\n"
         "  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'.",
     ),
-    (lambda x, w: gspmd.einsum("BE, EF -> BF", x), "cannot apply 'BE, EF -> BF' to 1 operand\n  It takes an array and"),
+    (lambda x, w: gspmd.einsum("BE, EF -> BF", x), "cannot apply 'BE, EF -> BF' to 1 operand\n  Pass an array and"),
     (
         lambda x, w: gspmd.einsum("BE, (EF, EF) -> (BF, BF)", x, w, w),
-        "cannot apply 'BE, (EF, EF) -> (BF, BF)' to 3 operands\n  It takes an array and a tuple of 2 arrays.",
+        "cannot apply 'BE, (EF, EF) -> (BF, BF)' to 3 operands\n  Pass an array and a tuple of 2 arrays.",
     ),
     (
         lambda x, w: gspmd.einsum("BE, EF -> BF", x, x),
         "cannot apply 'BE, EF -> BF' to arrays of shapes (8, 16), (8, 16)\n    BE, EF -> BF\n        ^^\n"
-        "  dimension E has size 8 here, and size 16 before.\n  Arrays that share a dimension agree on its size.",
+        "  dimension E has size 8 here, and size 16 before.\n  Arrays that share a dimension must agree on its size.",
     ),
     (
         lambda x, w: gspmd.reshard(x[:6], "BE -> B_xE"),
@@ -140,7 +140,7 @@ def test_arrays_that_do_not_fit(make_mesh, arrays, call, message):
         assert message in _raised(SpecError, lambda: call(*arrays))
 
 
-NO_NUMBERS = "  It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
+NO_NUMBERS = "  It has no values: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
 NO_ARRAY = "  Pass a jax.Array, a numpy array of numbers, or a number."
 TYPES = [
     (jax.ShapeDtypeStruct((8, 16), "float32"), "a ShapeDtypeStruct of float32.\n" + NO_NUMBERS),
@@ -203,7 +203,7 @@ def test_an_array_on_another_mesh(make_mesh, arrays, lowering, jit):
         moved = move(gspmd.annotate(x, "BE_xy"))  # as the remedy says
     assert message == (
         "cannot use operand 1 of 'BE_xy -> BE' as 'BE_xy'\n    BE_xy\n    ^^^^^\n"
-        "  the array is on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
+        "  the array is on a different mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
         "  Move it outside of jit first: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
     )
     assert moved.shape == (8, 16)

@@ -64,7 +64,7 @@ def test_what_would_be_written_out_at_length_is_left_whole():
     assert short.loops
     assert not long.loops
     assert not long.backward_loops
-    assert "not looped: all-gather x, of 255 hops along an axis; up to 95 are written out one by one\n" in str(long)
+    assert "not looped: all-gather x, of 255 hops along an axis; at most 95 are written out one by one\n" in str(long)
     assert "not looped: reduce-scatter x, of 255 hops" in str(long.gradients[1])
     assert "not looped" not in str(short) + str(plan("B_xLF, FE_x -> B_xLE", sizes, {"x": 256}, lowering="blocking"))
 

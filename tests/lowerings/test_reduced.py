@@ -118,7 +118,7 @@ def test_a_type_and_an_equation_that_disagree_are_an_error(make_mesh):
         x, w = gspmd.annotate(numbers(4, 8), "B_xE"), gspmd.annotate(numbers(8, 4), "EF")
         with pytest.raises(SpecError, match=r"gspmd\.reshard\(operand_2, 'EF -> EF reduced-x'\)"):
             gspmd.einsum("B_xE, EF reduced-x -> B_xF", x, w)
-        with pytest.raises(SpecError, match="the array is 'EF reduced-x' by its type"):
+        with pytest.raises(SpecError, match="the type of the array says 'EF reduced-x'"):
             gspmd.einsum("B_xE, EF -> B_xF", x, gspmd.reshard(w, "EF -> EF reduced-x"))
 
 

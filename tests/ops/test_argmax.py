@@ -71,4 +71,4 @@ def test_whole_numbers_are_compared_as_they_are(make_mesh):
 def test_refuses_to_choose_among_none(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         argmax(jnp.zeros((2, 0)), "BV", "V")
-    assert str(error.value).endswith("V has size 0: no position has the largest number.")
+    assert str(error.value).endswith("V has size 0, so no position has the largest value.")

@@ -144,7 +144,7 @@ def test_refuses_heads_that_cut_a_group(make_mesh):
         "      ^^^",
         "  a device has 3 of 12 query heads, and 4 query heads share a key head: "
         "some device would need parts of two groups.",
-        "  Shard it over axes whose size divides the key heads, or is a multiple.",
+        "  Shard it over axes whose size divides the number of key heads, or is a multiple of that number.",
     ]
 
 

@@ -252,8 +252,14 @@ TABLE = np.ones((8, 4), np.float32)
         ),
         ({"buckets": FEW}, "bias and bias_spec are missing"),
         ({"bias": TABLE, "bias_spec": "RH", "buckets": 8}, "buckets are int.\n  Pass gspmd.ops.Buckets("),
-        ({"bias": TABLE[:, :3], "bias_spec": "RH", "buckets": FEW}, "size 3 in H, not 4, the number of query heads."),
-        ({"bias": TABLE[:6], "bias_spec": "RH", "buckets": FEW}, "size 6 in R, not 8, the number of buckets."),
+        (
+            {"bias": TABLE[:, :3], "bias_spec": "RH", "buckets": FEW},
+            "H of the bias must have size 4, the number of query heads, but the size is 3.",
+        ),
+        (
+            {"bias": TABLE[:6], "bias_spec": "RH", "buckets": FEW},
+            "R of the bias must have size 8, the number of buckets, but the size is 6.",
+        ),
         ({"bias": TABLE, "bias_spec": "RK", "buckets": FEW}, "'RK' is not the spec of a bias"),
         ({"bias": TABLE.T, "bias_spec": "HR", "buckets": FEW}, "'HR' is not the spec of a bias"),
         ({"bias": TABLE, "bias_spec": "RH_w", "buckets": FEW}, "the mesh has no axis w"),

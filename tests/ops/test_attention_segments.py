@@ -167,8 +167,14 @@ def test_the_ledger_of_a_ring_is_its_plan(make_mesh, place):
             "segments are not a pair.\n  Give one array for the queries and one for the keys",
         ),
         (np.ones((4, 6), int), "segments are not a pair"),
-        ((np.ones((4, 6), int), np.ones((4, 6), int)), "the segments of the keys have shape (4, 6), not (4, 8)."),
-        ((np.ones((4, 8), int), np.ones((4, 8), int)), "the segments of the queries have shape (4, 8), not (4, 6)."),
+        (
+            (np.ones((4, 6), int), np.ones((4, 6), int)),
+            "the segments of the keys must have shape (4, 8), but the shape is (4, 6).",
+        ),
+        (
+            (np.ones((4, 8), int), np.ones((4, 8), int)),
+            "the segments of the queries must have shape (4, 6), but the shape is (4, 8).",
+        ),
         (
             (np.ones((4, 6), np.float32), np.ones((4, 8), int)),
             "segments of the queries is an array of float32.\n  Cast it",

@@ -287,17 +287,21 @@ def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
         ({"chunk": 4, "window": 3}, "window is 3, and chunk 4, but a query sees either the last keys or those of its"),
         (
             {"chunk": 4, "segments": (np.ones((4, 8), int), np.ones((4, 8), int))},
-            "chunks are counted from the start of a row, and segments may begin anywhere in it.\n"
-            "  Give every chunk of a document a segment of its own, and window=4 in place of chunk.",
+            "chunk and segments cannot be combined, because chunks are counted from the start of a row, and a segment"
+            " may begin anywhere in it.\n"
+            "  Give every chunk of a document its own segment, and pass window=4 instead of chunk.",
         ),
         ({"softcap": -1.0}, "softcap is -1.0.\n  Pass a number above 0, or None for no cap."),
-        ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  sinks and sinks_spec are given together."),
+        ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  Pass sinks and sinks_spec together."),
         ({"sinks_spec": "H"}, "sinks is missing."),
-        ({"sinks": np.ones(3), "sinks_spec": "H"}, "sinks have size 3, not 4, the number of query heads."),
+        (
+            {"sinks": np.ones(3), "sinks_spec": "H"},
+            "sinks must have size 4, the number of query heads, but the size is 3.",
+        ),
         ({"sinks": np.ones(4), "sinks_spec": "K"}, "'K' is not the spec of sinks, one number for each query head."),
         ({"sinks": np.ones((4, 1)), "sinks_spec": "HD"}, "'HD' is not the spec of sinks"),
-        ({"slopes": (1.0, 0.5)}, "slopes have size 2, not 4, the number of query heads."),
-        ({"slopes_spec": "H"}, "slopes is missing.\n  slopes and slopes_spec are given together."),
+        ({"slopes": (1.0, 0.5)}, "slopes must have size 4, the number of query heads, but the size is 2."),
+        ({"slopes_spec": "H"}, "slopes is missing.\n  Pass slopes and slopes_spec together."),
     ],
 )
 def test_refuses_what_does_not_fit(given, message, make_mesh):

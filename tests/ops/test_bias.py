@@ -49,7 +49,7 @@ def test_compiler_chooses(axis_type, check_form):
 
 def test_refuses_to_truncate_a_bias(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):
-        with pytest.raises(gspmd.SpecError, match="x is int32, and the bias float32"):
+        with pytest.raises(gspmd.SpecError, match="x is int32, but the bias is float32"):
             add_bias(jnp.ones((2, 4), "int32"), jnp.full(4, 0.5), "BF", "F")
         np.testing.assert_array_equal(add_bias(jnp.ones((2, 4), "int32"), jnp.ones(4, "int32"), "BF", "F"), 2)
 
@@ -62,7 +62,7 @@ def test_refuses_a_bias_of_dimensions_in_another_order(make_mesh):
         "    FB",
         "    ^^",
         "  x is BF of shape (2, 4), and the bias FB of shape (4, 2).",
-        "  A bias has dimensions of x, in their order, and their sizes.",
+        "  The dimensions of a bias must be dimensions of x, in the order of x and with the sizes of x.",
     ]
 
 

@@ -194,28 +194,32 @@ def test_refuses_what_does_not_agree(make_mesh):
         "  there are 2 queries in a row, and 1 keys.",
     ]
     assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
-    assert "batch 4 has a cache of 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
-    assert "cached heads are (1, 4), new (2, 4)." in message(q, k, v, cached_k[:, :, :1], cached_v[:, :, :1])
-    assert "lengths have shape (3,), not one number per row." in message(
+    assert "the batch has size 4, but the cache has 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
+    assert "cached heads have shape (1, 4), but new heads have (2, 4)." in message(
+        q, k, v, cached_k[:, :, :1], cached_v[:, :, :1]
+    )
+    assert "lengths must have shape (4,), one number per row, but the shape is (3,)." in message(
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
     int8 = [x.astype(jnp.int8) for x in (cached_k, cached_v)]
-    assert "there are rest_scales, and no key_scales" in message(
+    assert "there are rest_scales, but no key_scales" in message(
         q, k, v, cached_k, cached_v, rest_scales=cached_k[..., 0]
     )
     both = {"key_scales": cached_k[..., 0], "rest_scales": cached_k[..., 0]}
-    assert "there are rest_scales, and no value_width" in message(
+    assert "there are rest_scales, but no value_width" in message(
         q, k, v, cached_k, cached_v, value_scales=cached_k[..., 0], **both
     )
-    assert "values are as wide as keys, whose rest has no number." in message(
+    assert "values are as wide as keys, so rest_scales have nothing to scale." in message(
         q, k, None, int8[0], None, value_width=4, **both
     )
     assert "(value_width), so v has no use" in message(q, k, v, cached_k, None, value_width=2)
     assert "value_width is 0." in message(q, k, None, cached_k, None, value_width=0)
-    assert "the values' head size is 5, the keys' 4." in message(q, k, None, cached_k, None, value_width=5)
+    assert "the head size of the values is 5, but that of the keys is 4." in message(
+        q, k, None, cached_k, None, value_width=5
+    )
     wide = [jnp.concatenate([x, x], axis=-1) for x in (v, cached_v)]
-    assert "the values' head size is 8, the keys' 4." in message(q, k, wide[0], cached_k, wide[1])
+    assert "the head size of the values is 8, but that of the keys is 4." in message(q, k, wide[0], cached_k, wide[1])
     assert "cached_v is missing" in message(q, k, v, cached_k, None)
     scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
     assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)

@@ -126,7 +126,7 @@ def test_one_query_of_each_row_on_a_tpu(alone, make_mesh, place, monkeypatch):
     [
         ({"k": None}, "k or v is missing.\n  Give both, or None for both"),
         ({"buckets": None}, "buckets is missing"),
-        ({"bias": np.ones((8, 5))}, "size 5 in H, not 6, the number of query heads."),
+        ({"bias": np.ones((8, 5))}, "H of the bias must have size 6, the number of query heads, but the size is 5."),
     ],
 )
 def test_refuses_what_does_not_fit(change, message, make_mesh):

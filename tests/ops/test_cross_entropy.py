@@ -95,5 +95,5 @@ def test_refuses_labels_of_another_shape(make_mesh):
         "cannot take the cross-entropy of 'B_xLV'",
         "    B_xLV",
         "    ^^^^",
-        "  the labels must have the spec 'B_xL' and shape (2, 3); their shape is (2, 4).",
+        "  the labels must have the spec 'B_xL' and shape (2, 3), but the shape is (2, 4).",
     ]

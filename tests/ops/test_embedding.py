@@ -129,7 +129,7 @@ def test_repeated_ids_add_up_in_float32(make_mesh):
     ("equation", "fact"),
     [
         ("BL -> LB", "a lookup has two operands, the ids and the table, and one result."),
-        ("BL, VE -> BEL", "the result needs the dimensions of the ids, then the table's second."),
+        ("BL, VE -> BEL", "the result needs the dimensions of the ids, and then the second dimension of the table."),
     ],
 )
 def test_refuses_what_is_no_lookup(make_mesh, equation, fact):
@@ -173,7 +173,7 @@ def test_scales_are_one_a_row(make_mesh, lowering, shape):
     """A lookup among fewer would take the last one for every row that lacks one."""
     table = jnp.ones((24, 16), jnp.int8)
     with jax.set_mesh(make_mesh({"x": 2}, "auto")), gspmd.lowering(lowering):
-        with pytest.raises(gspmd.SpecError, match=r"scales have shape .* not one number per row"):
+        with pytest.raises(gspmd.SpecError, match=r"scales must have shape .*, one number per row"):
             embed(jnp.asarray(IDS), table, "BL, V_xE -> BLE", scales=jnp.ones(shape), dtype=jnp.float32)
         halves = jnp.full(24, 0.5, jnp.bfloat16)  # float32 crosses the wire, as planned
         found = jax.jit(partial(embed, equation="BL, V_xE -> BLE", dtype=jnp.float32))(IDS, table, scales=halves)

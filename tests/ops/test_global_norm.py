@@ -64,7 +64,7 @@ def test_refuses_another_tree(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         global_norm({"w": jnp.ones(4)}, {"v": "E"})
     assert str(error.value).splitlines() == [
-        "cannot take the norm of a tree whose specs make another tree",
+        "cannot take the norm: the arrays and their specs are not the same tree",
         "  the arrays: PyTreeDef({'w': *})",
         "  the specs:  PyTreeDef({'v': *})",
         "  Give one spec for each array.",

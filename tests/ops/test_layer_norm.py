@@ -92,4 +92,4 @@ def test_a_mean_far_from_zero(spec, lowering, make_mesh, place):
 def test_refuses_a_bias_of_another_size(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         layer_norm(jnp.ones((2, 1, 4)), jnp.ones(4), jnp.ones(3), "BLE", "E")
-    assert "the bias has to have the one dimension E, of size 4; its shape is (3,)." in str(error.value)
+    assert "the bias must have the one dimension E, of size 4, but its shape is (3,)." in str(error.value)

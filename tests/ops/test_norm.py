@@ -77,13 +77,13 @@ def test_refuses_a_scale_of_another_dimension(make_mesh):
         "cannot normalise 'BLE' with a scale 'F'",
         "    F",
         "    ^",
-        "  the scale has to have the one dimension E, of size 4; its shape is (4,).",
+        "  the scale must have the one dimension E, of size 4, but its shape is (4,).",
         "  Write it 'E'.",
     ]
 
 
 def test_refuses_a_scale_without_dimensions(make_mesh):
-    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError, match="has to have the one dimension E"):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError, match="must have the one dimension E"):
         rms_norm(jnp.ones((2, 4)), jnp.float32(1), "LE", "")
 
 
@@ -95,7 +95,7 @@ def test_refuses_a_partial_sum(make_mesh):
         "    BLE partialsum-x",
         "        ^^^^^^^^^^^^",
         "  this operation is not linear in its operand, so a partial sum cannot pass through it.",
-        "  Sum it before: gspmd.reshard(x, 'BLE partialsum-x -> BLE').",
+        "  Sum it first: gspmd.reshard(x, 'BLE partialsum-x -> BLE').",
     ]
 
 
@@ -110,4 +110,4 @@ def test_refuses_a_partial_sum(make_mesh):
 def test_whole_numbers_are_refused_as_they_hold_no_such_result(form, make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         form(jnp.ones((2, 4), jnp.int8))
-    assert str(error.value).endswith(": x is int8.\n  Cast it to floating numbers: the result has its dtype.")
+    assert str(error.value).endswith(": x is int8.\n  Cast x to a floating dtype: the result has the dtype of x.")

@@ -217,11 +217,20 @@ def test_decoding_writes_one_slot_of_each_row(make_mesh):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"window": 10}, "the cache has room for 8 keys, and queries see 9 before them.\n  Give it 9 slots or more."),
-        ({"chunk": 10}, "the cache has room for 8 keys, and queries see 9 before them.\n  Give it 9 slots or more."),
+        (
+            {"window": 10},
+            "the cache has room for 8 keys, but a query sees 9 keys before its own.\n  Give it 9 slots or more.",
+        ),
+        (
+            {"chunk": 10},
+            "the cache has room for 8 keys, but a query sees 9 keys before its own.\n  Give it 9 slots or more.",
+        ),
         ({"window": -1}, "window is -1."),
         ({"window": 4, "k": None, "v": None}, "attention is not causal.\n  Leave window out"),
-        ({"sinks": np.ones(5), "sinks_spec": "H"}, "sinks have size 5, not 6, the number of query heads."),
+        (
+            {"sinks": np.ones(5), "sinks_spec": "H"},
+            "sinks must have size 6, the number of query heads, but the size is 5.",
+        ),
     ],
 )
 def test_refuses_what_does_not_fit(given, message, make_mesh):
@@ -235,6 +244,9 @@ def test_refuses_what_does_not_fit(given, message, make_mesh):
 def test_refuses_counts_of_other_rows(make_mesh):
     cache, new = jnp.zeros((2, 4, 8, 2, 4)), jnp.zeros((2, 4, 3, 2, 4))
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):
-        for more, message in (({"counts": jnp.ones(3, int)}, "counts have shape (3,)"), ({"ring": 1}, "ring is 1.")):
+        for more, message in (
+            ({"counts": jnp.ones(3, int)}, "counts must have shape (4,)"),
+            ({"ring": 1}, "ring is 1."),
+        ):
             with pytest.raises(ValueError, match=re.escape(message)):
                 write_cache(cache, new, "BTKD", "BLKD", lengths=jnp.ones(4, int), **more)

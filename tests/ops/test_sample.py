@@ -255,19 +255,19 @@ def test_is_a_constant_to_gradients(make_mesh, place):
     ("change", "message"),
     [
         ({"top_k": -1}, "top_k is -1.\n  Pass a number of tokens, or 0 to keep all."),
-        ({"top_k": 2.5}, "top_k is a float.\n  Cast it: it holds integers."),
+        ({"top_k": 2.5}, "top_k is a float.\n  Cast it to integers."),
         ({"top_p": 0.0}, "top_p is 0.0.\n  Pass a number above 0 and at most 1, which keeps all tokens."),
         ({"top_p": np.array([0.5] * 7 + [1.5])}, "top_p is 1.5.\n"),
         ({"min_p": 1.25}, "min_p is 1.25.\n  Pass a number from 0, which keeps all tokens, to 1."),
         (
             {"temperature": -0.5},
-            "temperature is -0.5.\n  Pass 0, which takes the likeliest token, or a number above 0.",
+            "temperature is -0.5.\n  Pass 0, which chooses the likeliest token, or a number above 0.",
         ),
         ({"temperature": float("nan")}, "temperature is nan.\n"),
-        ({"temperature": np.ones(3)}, "temperature has shape (3,).\n  Pass shape (8,), a number for each row of B."),
-        ({"seeds": 3}, "seeds has shape ().\n  Pass shape (8,), a number for each row of B."),
-        ({"seeds": np.ones(8)}, "seeds is an array of float64.\n  Cast it: it holds integers."),
-        ({"positions": np.arange(4)}, "positions has shape (4,).\n  Pass shape (8,), a number for each row of B."),
+        ({"temperature": np.ones(3)}, "temperature has shape (3,).\n  Pass shape (8,), one value for each row of B."),
+        ({"seeds": 3}, "seeds has shape ().\n  Pass shape (8,), one value for each row of B."),
+        ({"seeds": np.ones(8)}, "seeds is an array of float64.\n  Cast it to integers."),
+        ({"positions": np.arange(4)}, "positions has shape (4,).\n  Pass shape (8,), one value for each row of B."),
     ],
 )
 def test_bad_settings_are_refused_by_name(change, message, make_mesh):

@@ -113,14 +113,14 @@ def test_refuses_to_write_what_does_not_agree(make_mesh):
         "cannot write 'BLKD' to the cache 'BTKD'",
         "    BLKD",
         "     ^",
-        "  new heads are (1, 4), and cached (2, 4).",
+        "  new heads have shape (1, 4), but cached heads have (2, 4).",
     ]
     assert message(cache, new, cache_spec="BTHD").splitlines() == [
         "cannot write 'BLKD' to the cache 'BTHD'",
         "    BTHD",
         "    ^^^^",
-        "  the cache needs B, K, D of the keys 'BLKD', in any order, and a length of its own.",
+        "  the cache needs B, K, D of the keys 'BLKD', in any order, and a letter of its own for the length.",
     ]
-    assert "1 new layers, and 2 cached." in message(cache, new[:1])
-    assert "new keys are float32, and the cache is int8: cast them." in message(cache.astype("int8"), new)
-    assert "lengths have shape (2,), not one number per row." in message(cache, new, rows=2)
+    assert "new has 1 layers, but the cache has 2." in message(cache, new[:1])
+    assert "new keys are float32, but the cache is int8: cast the new keys." in message(cache.astype("int8"), new)
+    assert "lengths must have shape (4,), one number per row, but the shape is (2,)." in message(cache, new, rows=2)

@@ -279,7 +279,11 @@ def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
 @pytest.mark.parametrize(
     ("schedule", "axis_type", "reason"),
     [
-        ("1f1b", "auto", "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline"),
+        (
+            "1f1b",
+            "auto",
+            "lowering 'xla' cannot run under Auto mesh axes in a shard_map, and the stages of a pipeline run in one",
+        ),
         (
             "zero-bubble",
             "explicit",

@@ -125,6 +125,6 @@ def test_stages_leave_no_dimension_to_the_compiler(make_mesh, sizes, axis_type, 
     with jax.set_mesh(make_mesh(sizes, axis_type)), gspmd.lowering(lowering), pytest.raises(PlanError) as error:
         run(gspmd.annotate(np.ones((2, 4, 8), "float32"), "MBE"))
     assert str(error.value) == (
-        f"'{text}' leaves a dimension to the compiler, which places nothing in a shard_map, as the stages of a pipeline"
-        f" are.\n  Name its mesh axes, or leave it whole: '{whole}'."
+        f"'{text}' leaves a dimension to the compiler, which cannot place it inside a shard_map, and the stages"
+        f" of a pipeline run in one.\n  Name its mesh axes, or leave it unsharded: '{whole}'."
     )

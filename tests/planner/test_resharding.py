@@ -195,7 +195,7 @@ def test_nothing_makes_a_partial_sum():
     with pytest.raises(PlanError) as error:
         move(Spec.parse("B_x"), Spec.parse("B partialsum-x"), {"B": 4}, {"x": 2}, 4, V4)
     assert (
-        str(error.value) == "cannot move 'B_x' to 'B partialsum-x'\n  nothing makes the partial sum over mesh axis x."
+        str(error.value) == "cannot move 'B_x' to 'B partialsum-x'\n  the source is not a partial sum over mesh axis x."
     )
 
 

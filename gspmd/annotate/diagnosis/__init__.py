@@ -1,1 +1,1 @@
-"""Why notation is refused: every fault of a text or of its sizes, with carets and remedies."""
+"""The diagnosis of refused notation: every fault of the text or of the sizes, with carets and remedies."""

@@ -31,7 +31,7 @@ def drawn(text: str, start: int, end: int, fact: str, remedy: str) -> str:
 
 
 def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
-    """Return the part of a long text around a span, and the span's place in that part."""
+    """Return the part of a long text around a span, and the position of the span in that part."""
     if len(text) <= _WIDEST:
         return text, start, end
     first = max(0, min(start - _WIDEST // 3, len(text) - _WIDEST))
@@ -42,7 +42,7 @@ def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
 
 
 def _cut(text: str) -> str:
-    """Return a sentence; if it is too long, without its middle."""
+    """Return a sentence; if the sentence is too long, its middle is left out."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 3 :]}"
 
 

@@ -1,4 +1,4 @@
-"""The parts of a text that the diagnosing reader finds: specs, operands and terms, each with its place."""
+"""The parts of a text that the diagnosing reader finds: specs, operands and terms, each with its position."""
 
 import re
 import string
@@ -37,7 +37,7 @@ class Dim:
 
 @dataclass
 class LocatedSpec:
-    """A spec with the place of its dimensions and mesh axes; `broken` if a part of it could not be read."""
+    """A spec with the positions of its dimensions and mesh axes; it is `broken` if a part could not be read."""
 
     start: int
     end: int = 0
@@ -52,7 +52,7 @@ class LocatedSpec:
 
 @dataclass
 class LocatedOperand:
-    """An operand with its place: one spec, or the specs of a group."""
+    """An operand with its position: one spec, or the specs of a group."""
 
     specs: list[LocatedSpec]
     group: bool

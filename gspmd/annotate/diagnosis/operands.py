@@ -1,4 +1,4 @@
-"""Read the sides of an equation, and go on after a fault: operands and groups, products, and sums of products."""
+"""Read the sides of an equation (operands and groups, products, and sums of products), and go on after a fault."""
 
 import re
 
@@ -36,7 +36,7 @@ class EquationReader(Reader):
         return sides
 
     def arrow(self) -> str:
-        """Consume an arrow, or what is meant as one; the empty string if there is none."""
+        """Consume an arrow, or what is meant as an arrow, and return it; the empty string if there is none."""
         return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
     def terms(self) -> list[LocatedTerm]:
@@ -64,7 +64,7 @@ class EquationReader(Reader):
         return _ARROW_MEANT.match(self.text, self.at) is not None and not self.has_arrow
 
     def _comma(self) -> bool:
-        """Consume a comma, or what is meant as one."""
+        """Consume a comma, or what is meant as a comma."""
         start = self.at
         if self.take(","):
             return True
@@ -84,7 +84,7 @@ class EquationReader(Reader):
             term.append(self.operand())
 
     def operand(self) -> LocatedOperand:
-        """Read a spec, or a group in parentheses; nothing at all is a scalar."""
+        """Read a spec, or a group in parentheses. Empty text is a scalar."""
         self.space()
         start = self.at
         if not self._opens_group():
@@ -122,7 +122,7 @@ class EquationReader(Reader):
         self.fault(
             dim.start,
             f"dimension {dim.name} appears twice in one spec.",
-            f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.",
+            f"Every dimension has a letter of its own; separate two operands with a comma: '{left}, {right}'.",
             dim.end,
         )
 
@@ -139,9 +139,7 @@ class EquationReader(Reader):
             self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
             operand.specs[0].broken = True
         elif not self.text[start + 1 : self.at - 1].strip():
-            self.fault(
-                start, "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."
-            )
+            self.fault(start, "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar.")
         operand.end = self.at
         return operand
 

@@ -13,7 +13,7 @@ from gspmd.annotate.parser import OPEN
 
 
 def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> SpecError:
-    """The error of an array that cannot be annotated with a spec on this mesh (a `jax.sharding.AbstractMesh`)."""
+    """Return the error for an array that cannot have the spec on this mesh, a `jax.sharding.AbstractMesh`."""
     if mesh.empty:
         return SpecError(
             f"{doing}: no mesh is set.\n"
@@ -23,27 +23,28 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 
 
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
-    """Return the error of an array whose type, `actual`, does not agree with the spec."""
-    fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
+    """Return the error for an array whose type, `actual`, does not agree with the spec."""
+    # No apostrophe: the search for a layout reads the specs between the quotes.
+    fact = f"the spec says '{spec}', but the type of the array says '{actual}'."
     moved = re.search(r"operand \d+", doing)
     what = "x" if moved is None else moved[0].replace(" ", "_")  # In an equation x may be the name of another one.
     remedy = f"Move it with gspmd.reshard({what}, '{actual} -> {spec}')."
     if actual.is_open:
-        fact = f"the spec says '{spec}', and the type of the array does not say its placement."
+        fact = f"the spec says '{spec}', but the type of the array does not say where it is placed."
         remedy = f"Place it outside of jit first: gspmd.annotate(x, '{spec}')."
     elif not set(spec.partial) <= set(actual.partial):
-        remedy = "Only an equation makes a partial sum: write one whose result is this spec."
+        remedy = "Only an equation can make a partial sum. Write an equation whose result has this spec."
     return report(SpecError, doing, [_of_whole(spec, fact, remedy)])
 
 
 def on_another_mesh(spec: Any, there: Mapping[str, int], here: Mapping[str, int], doing: str) -> SpecError:
-    """Return the error of an array whose type has a mesh other than the mesh in force."""
-    fact = f"the array is on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
+    """Return the error for an array whose type has a mesh other than the mesh in force."""
+    fact = f"the array is on a different mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 
 
 def on_other_devices(spec: Any, held: Sequence[int], wanted: Sequence[int], doing: str) -> SpecError:
-    """The error of an array that is committed to devices `held`, where the mesh in force has `wanted`."""
+    """Return the error for an array committed to the devices `held`, while the mesh in force has `wanted`."""
     fact = f"the array is on {_devices_text(held)}, and the mesh in force has {_devices_text(wanted)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 
@@ -60,7 +61,7 @@ def _axis_type_faults(spec: Any, mesh: Any) -> list[Fault]:
     if kinds[0] == "Explicit":
         remedy = "Name its mesh axes, or make the mesh with Auto axes."
         opened = [(at, dim) for at, dim in enumerate(spec.dims) if spec.axes[at] == (OPEN,)]
-        fact = "dimension {} is left open, and Explicit axes place every dimension."
+        fact = "dimension {} is left open, but under Explicit axes every dimension has a placement."
         return [fault_at(spec, at, fact.format(dim), remedy) for at, dim in opened]
     if spec.partial or spec.reduced:
         remedy = "Reduce it in the equation that makes it, or make the mesh with Explicit axes."

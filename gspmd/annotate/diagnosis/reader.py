@@ -1,4 +1,4 @@
-"""Read one spec character by character, and go on after a fault, so that one error can list them all.
+"""Read one spec character by character, and go on after a fault, so that one error can list all faults.
 
 The grammar is that of `annotate/parser.py`.
 """
@@ -31,7 +31,7 @@ _STRAY_REMEDY = {
     "=": _ARROW_MEANT,
     "*": "Write a product with a comma, as in 'A, B -> AB'.",
     "?": "Write 'E_?' to leave dimension E to the compiler.",
-    "...": "Every dimension is written out.",
+    "...": "Write out every dimension.",
 }
 
 
@@ -124,7 +124,8 @@ class Reader:
             spec.broken = True
         partial.end = self.at
         if spec.partial:
-            fact, remedy = "a spec ends in 'partialsum-' or in 'reduced-', and this has both.", "Leave one of them out."
+            fact = "a spec ends in 'partialsum-' or in 'reduced-', but this spec has both."
+            remedy = "Leave one of them out."
             if spec.partial.name == word:
                 fact = "a spec has one partial sum, and this is a second."
                 remedy = f"Write the mesh axes of both together: '{word}-xy'."
@@ -268,7 +269,8 @@ class Reader:
         elif last.axes or last.end == start:
             self.fault(start, f"dimension {last.name} has a second '_'.", _joined(last, word))
         else:
-            self.fault(start, f"a space parts dimension {last.name} from {found!r}.", f"Write '{last.name}_{word}'.")
+            fact = f"a space separates dimension {last.name} from {found!r}."
+            self.fault(start, fact, f"Write '{last.name}_{word}'.")
         spec.broken = True
 
     def _lower_case(self, spec: LocatedSpec) -> None:

@@ -1,4 +1,4 @@
-"""The error of a text that the parser refuses: read it again, and list every fault.
+"""The error for text that the parser refuses: the text is read again, and every fault is listed.
 
 If this reader finds no fault in a text that the parser refuses, one of the two has a bug, and an AssertionError names
 the text. A property test compares the two.
@@ -22,7 +22,7 @@ _EXAMPLES = {
 
 
 def unreadable(what: str, text: object) -> SpecError:
-    """Return the error of a text refused as `what` ("spec", "equation" or "via"), or of an object that is not text."""
+    """Return the error for text refused as `what` ("spec", "equation" or "via"), or for an object that is not text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
         if what == "spec" and (said := _of_jax(text)):
@@ -73,7 +73,7 @@ _LETTERS = {
     "feed_forward": "F", "vocab": "V", "kv": "K", "kv_heads": "K", "head_size": "D", "head_dim": "D", "expert": "X",
     "experts": "X", "layers": "N",
 }  # fmt: skip
-"""The letter of a dimension for each usual name of one of Flax's logical axes."""
+"""The letter that stands for each of Flax's usual names of logical axes."""
 
 
 def _axes(axes: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def _axes(axes: Sequence[str]) -> str:
 
 
 def spec_faults(text: str) -> list[Fault]:
-    """Every fault of a text that should be one spec."""
+    """Return every fault of a text that should be one spec."""
     reader = Reader(text)
     reader.spec()
     first = True
@@ -93,7 +93,7 @@ def spec_faults(text: str) -> list[Fault]:
         mark = reader.match(ARROW) or reader.peek()
         reader.at = start + len(mark)
         if first:
-            fact = f"{mark!r} belongs to an equation, and a spec is one tensor."
+            fact = f"{mark!r} belongs to an equation, but a spec is one tensor."
             reader.fault(start, fact, "Write one spec, as in 'B_xLE_yz'.")
         first = False
         reader.spec()
@@ -101,29 +101,31 @@ def spec_faults(text: str) -> list[Fault]:
 
 
 def equation_faults(text: str) -> list[Fault]:
-    """Every fault of a text that should be an equation, in its order."""
+    """Return every fault of a text that should be an equation, in the order of the text."""
     reader = EquationReader(text)
     sides = reader.sides()
     if len(sides) == 1:
         end = len(text.rstrip())
         remedy = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
-        reader.fault(end, "an equation has an arrow, and this has none.", remedy, end + 1)
+        reader.fault(end, "an equation has an arrow, but this text has none.", remedy, end + 1)
     faults = [*reader.faults, *form_faults(text, sides[0], sides[1] if len(sides) > 1 else None)]
     return sorted(faults, key=lambda fault: fault.start)
 
 
 def via_faults(text: str) -> list[Fault]:
-    """Every fault of a text that should be the left side of an equation, in its order."""
+    """Return every fault of a text that should be the left side of an equation, in the order of the text."""
     reader = EquationReader(text)
     terms = reader.terms()
     if reader.at < len(text):
         arrow, _ = reader.at, reader.arrow()
-        reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
+        reader.fault(
+            arrow, "via= has only the operands' specs, without an arrow.", "Write the left side of the equation only."
+        )
     return sorted([*reader.faults, *form_faults(text, terms, None)], key=lambda fault: fault.start)
 
 
 def spans(text: str) -> tuple[tuple[int, int], ...]:
-    """The start and the end of every spec of an equation, in reading order."""
+    """Return the start and the end of every spec of an equation, in reading order."""
     terms, results = EquationReader(text).sides()
     specs = [spec for term in (*terms, *results) for operand in term for spec in operand.specs]
     return tuple((spec.start, spec.end) for spec in specs)

@@ -11,7 +11,7 @@ from gspmd.annotate.parser import dim_text
 
 
 def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
-    """Every fault in the form of an equation; `outputs` is None if the text is only a left side."""
+    """Return every fault in the form of an equation; `outputs` is None if the text is only a left side."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
@@ -33,15 +33,15 @@ def _product_faults(text: str, term: LocatedTerm, terms: list[LocatedTerm], outp
     if len(term) > 2 and empty is not None:
         faults.append(_lone_comma(text, term, empty, f"so that the product has {len(term)} operands"))
     elif len(term) > 2:
-        fact = f"a product has two operands, and this has {len(term)}."
+        fact = f"a product has two operands, but this product has {len(term)}."
         faults.append(_at(text, term[2], fact, _split_product(text, term, terms, outputs), term[-1].end))
     groups = [o for o in term if o.group and not o.broken]
     if len(groups) > 1:
-        fact = "a product has one group at most, and this is a second."
+        fact = "a product has at most one group, and this is a second."
         faults.append(_at(text, groups[1], fact, "Write an equation for each pair."))
     if groups and len(term) == len(terms) == 1 and outputs is not None:
-        fact = "a move takes one array, and a group is several."
-        faults.append(_at(text, groups[0], fact, "Write an equation for each."))
+        fact = "a move is of one array, but a group is several arrays."
+        faults.append(_at(text, groups[0], fact, "Write an equation for each array."))
     return faults
 
 
@@ -52,7 +52,7 @@ def _split_product(text: str, term: LocatedTerm, terms: list[LocatedTerm], outpu
 
 
 def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
-    """A product of many operands as products of two; an intermediate result keeps only the dimensions still needed."""
+    """Write a product of many operands as products of two; intermediate results keep only dimensions still needed."""
     left, left_text, equations = term[0].specs[0].dims, _slice(text, term[0]), []
     for at, operand in enumerate(term[1:-1], 1):
         wanted = {name for later in [*term[at + 1 :], *results] for name in later.specs[0].names}
@@ -76,10 +76,10 @@ def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
 
 
 def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
-    """The fault of a comma beside an empty operand: the comma before it or, for the first operand, after it."""
+    """Return the fault of a comma next to an empty operand: the comma before it or, for the first operand, after it."""
     behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
     at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
-    return Fault(text, at, at + 1, f"there is no operand beside this comma, {so}.", "Drop the comma.")
+    return Fault(text, at, at + 1, f"an operand is missing next to this comma, {so}.", "Drop the comma.")
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -106,15 +106,15 @@ def _group_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) -
     if output.broken or (group.broken if group else not output.group):
         return []
     if group is None:
-        fact = "the result is a group, and no operand is."
+        fact = "the result is a group, but no operand is a group."
         return [_at(text, output, fact, "Write one spec, or a group in one operand.")]
     count = len(group.specs)
     if not output.group:
-        fact = f"an operand is a group of {count}, and the result is one spec."
+        fact = f"an operand is a group of {count}, but the result is one spec."
         each = ", ".join([_slice(text, output)] * count)
         return [_at(text, output, fact, f"Write a result for each: '({each})'.")]
     if count != len(output.specs):
-        fact = f"the result is a group of {len(output.specs)}, and the operand is a group of {count}."
+        fact = f"the result is a group of {len(output.specs)}, but the operand is a group of {count}."
         return [_at(text, output, fact, "Write one result for each member of the operand.")]
     return []
 

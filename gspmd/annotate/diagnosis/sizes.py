@@ -17,7 +17,7 @@ from gspmd.annotate.validation import LARGEST, whole, whole_sizes
 
 
 def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> tuple[Fault, ...]:
-    """Every fault of a spec that does not fit: axes that the mesh lacks, a wrong rank, sizes that do not divide.
+    """Return every fault of a spec: axes that the mesh lacks, a wrong rank, and sizes that mesh axes do not divide.
 
     Args:
       spec: a `Spec`.
@@ -37,7 +37,10 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
 
 def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
-    """A fault with the caret under dimension number `at` of the canonical text; after the last is the partial sum."""
+    """Return a fault of dimension number `at`, with the caret under it in the canonical text.
+
+    The number after that of the last dimension stands for the partial sum.
+    """
     pieces = [dim_text(dim, axes) for dim, axes in zip(spec.dims, spec.axes)]
     text = str(spec)
     if at == len(pieces):
@@ -47,14 +50,14 @@ def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
 
 
 def no_local_shape(spec: Any) -> SpecError:
-    """The error of a spec with an open dimension, whose local size is not known."""
+    """Return the error for a spec with an open dimension, whose local size is not known."""
     at = spec.axes.index((OPEN,))
     fault = fault_at(spec, at, f"dimension {spec.dims[at]} is left open, so its local size is not known.")
     return report(SpecError, f"cannot tell the local shape of '{spec}'", [fault])
 
 
 def sizes_text(sizes: Mapping[str, int] | Sequence[int]) -> str:
-    """The sizes in a sentence: 'the sizes B=8, E=6', or 'an array of shape (8, 6)'."""
+    """Return the sizes as part of a sentence: 'the sizes B=8, E=6', or 'an array of shape (8, 6)'."""
     if isinstance(sizes, Mapping):
         return "the sizes " + ", ".join(f"{d}={shown(n)}" for d, n in sizes.items()) if sizes else "no sizes"
     shape = ", ".join(map(shown, sizes))
@@ -95,7 +98,7 @@ def _size_fault(spec: Any, at: int, sizes: Mapping[str, int], mesh: Mapping[str,
     size, parts = sizes[dim], math.prod(mesh[a] for a in axes)
     if whole(size) is None or size < 0:
         fact = f"dimension {dim} has size {shown(size)}."
-        return fault_at(spec, at, fact, "A size is a whole number, and not negative.")
+        return fault_at(spec, at, fact, "A size is a whole number of at least 0.")
     if size >= LARGEST:
         return fault_at(
             spec, at, f"dimension {dim} has size {shown(size)}.", "No array has a dimension of 2^40 or more."
@@ -125,7 +128,7 @@ def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
 
 
 def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) -> SpecError:
-    """Return the error of an equation that does not fit its sizes; `faults` has the faults of each spec."""
+    """Return the error for an equation that does not fit its sizes; `faults` has the faults of each spec."""
     if not isinstance(sizes, Mapping):
         return SpecError(
             f"cannot shard {equation.text or str(equation)!r} for the sizes {shown(sizes)}.\n"
@@ -137,14 +140,14 @@ def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) ->
 
 
 def unfit_shapes(equation: Any, shapes: Any) -> SpecError:
-    """Return the error of shapes that do not match the operands, or that give one dimension two sizes."""
+    """Return the error for shapes that do not match the operands, or that give one dimension two sizes."""
     if not _are_sequences([shapes]) or not _are_sequences(shapes):
         return _no_shapes(equation, shapes)
     counts = [len(shape) if operand.group else 1 for operand, shape in zip(equation.operands, shapes)]
     if len(shapes) != len(equation.operands) or counts != [len(o.specs) for o in equation.operands]:
         wanted = [f"a tuple of {len(o.specs)} arrays" if o.group else "an array" for o in equation.operands]
         given = "1 operand" if len(shapes) == 1 else f"{len(shapes)} operands"
-        return SpecError(f"cannot apply {equation.text!r} to {given}\n  It takes {listed(wanted)}.")
+        return SpecError(f"cannot apply {equation.text!r} to {given}\n  Pass {listed(wanted)}.")
     flat = [s for o, shape in zip(equation.operands, shapes) for s in (shape if o.group else [shape])]
     if not _are_sequences(flat):
         return _no_shapes(equation, shapes)
@@ -158,7 +161,7 @@ def unfit_shapes(equation: Any, shapes: Any) -> SpecError:
         for dim, size in zip(spec.dims, shape):
             if sizes.setdefault(dim, size) != size:
                 fact = f"dimension {dim} has size {size} here, and size {sizes[dim]} before."
-                remedy = "Arrays that share a dimension agree on its size."
+                remedy = "Arrays that share a dimension must agree on its size."
                 faults.append(_placed(Fault(str(spec), 0, len(str(spec)), fact, remedy), equation, spans, at))
     given = ", ".join(str(tuple(s) if isinstance(s, Sequence) else s) for s in shapes)
     return report(SpecError, f"cannot apply {equation.text!r} to arrays of shapes {given}", faults)
@@ -176,7 +179,7 @@ def _are_sequences(values: Sequence) -> bool:
 
 
 def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: int) -> Fault:
-    """A fault of spec number `at`, moved from that spec's canonical text to its place in the equation."""
+    """Return a fault of spec number `at`, moved from the spec's canonical text to its position in the equation."""
     if not spans:  # an equation that was not read from text, such as a gradient's
         return Fault(str(equation), 0, len(str(equation)), fault.fact, fault.remedy)
     start, end = spans[at]

@@ -44,7 +44,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return the step under the name with which it is sent: a gather round several torus axes is sent as permutes."""
+    """Return the step as it is sent: a gather round several torus axes becomes collective-permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -169,7 +169,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return what identifies a device's shard: its index in each dimension, its summand, and its place on `still`."""
+    """Return the identity of a device's shard: index in each dimension, summand, and position on `still`."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

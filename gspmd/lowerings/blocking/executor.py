@@ -17,16 +17,16 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """Runs moves, then local einsums with the steps after them, then sums with the steps after the sums.
+    """An executor of routines: it runs moves, then local einsums with the steps after each, then sums likewise.
 
-    It is built once per program, and called while the program's shard_map is traced. Local products accumulate in
-    float32 (or wider), and are sent in the wire dtypes of their tensors.
+    The executor is built once per program, and called while the program's shard_map is traced. Local products
+    accumulate in float32 (or wider), and are sent in the wire dtypes of their tensors.
 
     Args:
         routine: the routine to run.
         inputs, outputs: the tensors of the routine.
         sizes, mesh: the sizes of the dimensions of the whole tensors, and of the mesh axes.
-        chains: the numbers of the routine's steps, if it is part of a larger program.
+        chains: the routine's steps with their numbers in the program, if the routine is part of a larger program.
         precision: the precision of the local products.
         multiply: a custom local einsum, (step, *local operands) -> local result.
     """
@@ -49,7 +49,7 @@ class Executor:
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the shards of the operands after their moves."""
+        """Return the shards of the outputs, and the shards of the operands after they have been moved."""
         moved = self.move_all(range(len(self.routine.moves)), pieces)
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
@@ -110,7 +110,7 @@ class Executor:
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:
-        """Make an output: add its products and run the steps that follow, which reduce partial sums."""
+        """Make an output: add its products, and run the steps after the sum, which reduce partial sums."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)
@@ -121,7 +121,7 @@ class Executor:
         return self.arrange(total, dims[0], output.spec).astype(tensor.dtype)
 
     def arrange(self, x: jax.Array, dims: tuple[str, ...], spec: Spec) -> jax.Array:
-        """Transpose to the output's order, and broadcast dimensions that no operand has."""
+        """Transpose an array to the output's order, and broadcast dimensions that no operand has."""
         x = _transposed(x, dims, tuple(dim for dim in spec.dims if dim in dims))
         if len(dims) == len(spec.dims):
             return x

@@ -3,8 +3,8 @@
 On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, and uses the
 links of one axis. Here every shard is cut into two parts for each axis. The two parts go round in opposite directions:
 first round one axis, and then, together with the blocks received there, round the next. Different parts begin with
-different axes, so at any time they use different links. Each block that arrives is written to its place while the next
-blocks are sent.
+different axes, so at any time they use different links. Each block that arrives is written to its position while the
+next blocks are sent.
 
 It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), for these reasons:
 
@@ -13,7 +13,7 @@ It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), fo
 - all parts have the same size, even if axes have different sizes. With parts that would keep all links busy for the
   same time, the permutes wait for one another (4x4x8: 11.8 ms instead of 9.8);
 - blocks are written directly into the result. If they were stacked and joined at the end, they would be copied twice;
-- the places of blocks are whole tiles. Otherwise every block would be reordered when it arrives.
+- blocks begin and end at borders of tiles. Otherwise every block would be reordered when it arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from gspmd.planner.spans import cut
 
 _LANES = 128
 _COLUMN = 32
-"""Bytes in one lane of a tile: 8 rows of four-byte numbers, or 16 rows of two-byte numbers."""
+"""Bytes in one lane of a tile: 8 rows of four-byte elements, or 16 rows of two-byte elements."""
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
@@ -94,7 +94,7 @@ def gather(
 
 @dataclass
 class _Walk:
-    """The way of one part of every shard round the axes.
+    """The walk of one part of every shard round the axes.
 
     Attributes:
         block: the part, gathered over the axes so far, with shards in their final order.
@@ -115,7 +115,7 @@ def _round(
     """Send the blocks of all walks round one axis each, at the same time.
 
     Yields:
-        The number of a walk, a place along the gathered dimension, and the part of a block that belongs there.
+        The number of a walk, a position along the gathered dimension, and the part of a block that belongs there.
     """
     blocks = [walk.block for walk in walks]
     for hop in range(max(mesh[walk.axes[stage]] for walk in walks)):
@@ -146,7 +146,7 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of equal parts: whole tiles if there are enough of them; the last part has the rest."""
+    """Return start and length of equal parts: whole tiles if there are enough tiles; the last part has the rest."""
     size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
     unit = tile if size // tile >= parts else 1
     starts = [start * unit for start, _ in cut(size // unit, parts)]

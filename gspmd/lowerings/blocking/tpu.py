@@ -1,4 +1,4 @@
-"""Collectives written so that the TPU compiler keeps them; emitted plainly, it would rewrite some of them.
+"""Collectives in forms that the TPU compiler keeps; it would rewrite some collectives that are written plainly.
 
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
 benchmarks/ledgers.py` shows the differences that remain. Each rule says what the compiler does, and what is written
@@ -10,8 +10,8 @@ instead:
 - it sends a collective over several torus axes round a single ring through all their devices. Axis by axis the same
   bytes take fewer hops, which is faster for few bytes; for many bytes, putting the parts in order costs more. A gather
   of many bytes is written as permutes round all axes at the same time (`blocking.torus`);
-- it keeps a reduce-scatter of two-byte numbers along the last dimension if its shards are multiples of 256, two rows of
-  lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
+- it keeps a reduce-scatter of two-byte elements along the last dimension if its shards are multiples of 256, two rows
+  of lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
   dimensions flattened it keeps these too; the transpose costs about as much as the bytes would. It keeps narrower
   shards if another dimension fills the lanes;
 - it pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by permutes.
@@ -47,7 +47,7 @@ _PACKED = 16  # rows of two-byte numbers in a tile
 SMALL = 2**20  # bytes that two links of a v4 send in about the time of 12 hops
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
-"""Mesh axes, the number of devices in a group, and the groups of places along the axis if they do not span it."""
+"""Mesh axes, the number of devices in a group, and the groups of positions if groups do not span the axis."""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
@@ -109,10 +109,10 @@ def all_gather(
 ) -> jax.Array:
     """Gather over mesh axes, major first, tiled; if the gather is split, over the minor part first.
 
-    Many bytes go round each axis of a 3D torus (`blocking.torus`), after all of `after` are computed. Without this wait
-    the compiler would start permutes as early as possible: the permutes of several gathers would share the links, and
-    the blocks of all gathers would be held at the same time. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, then
-    waited 147 ms for links instead of 33.
+    Many bytes go round each axis of a 3D torus (`blocking.torus`), after all arrays in `after` are computed. Without
+    this wait the compiler would start permutes as early as possible: the permutes of several gathers would share the
+    links, and the blocks of all gathers would be held at the same time. A layer of PaLM 540B, for 256 prompts on 64 TPU
+    v4, then waited 147 ms for links instead of 33.
 
     Over several slices the gather runs over the network first, so that the network carries each byte once, and then
     within the slices. If the axes over slices are not the minor axes, the shards are put in order at the end.
@@ -120,7 +120,7 @@ def all_gather(
     Args:
         x, axes, dimension, mesh: the shard, the mesh axes, the gathered dimension, and the sizes of all mesh axes.
         whole_bytes: bytes of the whole tensor, if only part of it is gathered (`gathers_round_each_axis`).
-        after: arrays that must be computed first.
+        after: arrays that must be computed before the gather starts.
     """
     along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:
@@ -225,7 +225,7 @@ def _gather_round_each_axis(
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
-    """Gather in several parts, which are listed major first; the minor part runs first."""
+    """Gather in several parts, listed major first; the minor part runs first."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -246,7 +246,7 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 
 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
-    """Return the parts of a collective over several slices; None if it is not split.
+    """Return the parts of a collective over several slices; None if the collective is not split.
 
     A collective is not split on one slice. Nor is it split if one axis is both over slices and within them, and another
     axis is over slices too: JAX cannot name such groups, so the compiler decides.
@@ -286,7 +286,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
 
 
 def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
-    """Return groups of `parts` places along an axis, `stride` apart.
+    """Return groups of `parts` positions along an axis, `stride` apart.
 
     >>> _groups(8, 2, 2)
     [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -358,8 +358,8 @@ def _reordered(pieces: jax.Array) -> jax.Array:
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> list[CollectivePart]:
     """Return the parts of a collective on one slice, major first.
 
-    A collective over all devices has two parts (unless it may stay whole), a small one has one part for each axis, and
-    all others have one part.
+    A collective over all devices has two parts (unless it may stay whole), a small collective has one part for each
+    axis, and every other collective has one part.
     """
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
@@ -420,7 +420,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Return whether the scattered dimension is put first: if it is last, and the compiler would all-reduce instead."""
+    """Return whether to put the scattered dimension first: it is last, and the compiler would all-reduce instead."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

@@ -1,1 +1,1 @@
-"""Lowering `looped`: collectives that overlap with the einsums beside them, chunk by chunk."""
+"""Lowering `looped`: collectives that overlap with the einsums before or after them, chunk by chunk."""

@@ -1,4 +1,4 @@
-"""The product with an operand whose chunks arrive round a ring: each gives a part of the result, or a summand."""
+"""The product with an operand whose chunks arrive round a ring: each chunk gives a part of the result, or a summand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class Accumulator:
 
     Args:
         transfer: the transfer of the operand that arrives in chunks.
-        other: the complete other operand; None if there is none.
+        other: the complete other operand; None if there is no other operand.
         other_dims, dims: the dimensions of the other operand, and of the product.
         multiply: (chunk, part of the other operand) -> their local einsum.
         stored: the dtype of a finished part; None for float32, for parts that will still be sent or added.
@@ -50,7 +50,7 @@ class Accumulator:
         self.parts: dict[tuple, jax.Array] = {}
 
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
-        """Multiply chunks that have arrived together, as one product if all need the same part of the other operand.
+        """Multiply chunks that arrived together, in one product if all chunks need the same part of the other operand.
 
         Host devices multiply chunks separately: they have no matrix unit to fill, and would hold the chunks twice.
         """

@@ -50,7 +50,7 @@ class OverlapChoice:
 
     @property
     def rank(self) -> float:
-        """The seconds; for `halves`, which has twice as many products, increased by the model's error."""
+        """The seconds, increased by the model's error for `halves`, which has twice as many products."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -132,7 +132,7 @@ class _Chooser:
         return SUMMED_MARGIN if summed else MARGIN
 
     def choices(self) -> Iterator[OverlapChoice]:
-        """Yield the choice of rings, and a choice for every number of stripes.
+        """Yield the choice that uses rings, and a choice for every number of stripes.
 
         Under `looped` no operand may be gathered completely before its product. If both operands of a product are
         gathered, and a ring can loop over only one of them, stripes are used instead, even thin ones.
@@ -183,14 +183,14 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return the best ring of a tensor with the seconds of ring and products; no ring if it is no faster."""
+        """Return the best ring of a tensor, None if no ring is faster, and the seconds of collectives and products."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only those with short programs."""
+        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only if its program is short."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):

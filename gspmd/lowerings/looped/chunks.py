@@ -1,4 +1,4 @@
-"""The chunks of a ring: their places in the whole tensor, and the permutes that send them."""
+"""The chunks of a ring: their positions in the whole tensor, and the permutes that send them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
 def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Array:
     """Prepare an operand from which `part_of` will slice several regions, along these dimensions.
 
-    A TPU reorders one-byte numbers before they are cut in a loop. The compiler makes one reordered copy for all
+    A TPU reorders one-byte elements before they are cut in a loop. The compiler makes one reordered copy for all
     regions, and makes it of the array from which the operand was sliced. In a scan over layers every layer then copied
     the weights of all layers: 450 ms instead of 10 for a step of PaLM 62B. With a barrier, only the operand itself is
     copied.
@@ -59,7 +59,7 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """The gather or reduce-scatter of a tensor by a ring: the sizes and places of chunks, and the permutes.
+    """The gather or reduce-scatter of a tensor by a ring: the sizes and positions of chunks, and the permutes.
 
     Attributes:
         span: the collectives that the ring replaces.
@@ -93,14 +93,14 @@ class RingTransfer:
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
         """Return the region, in the whole tensor, of the chunk from the devices at distance `offset`.
 
-        `zero` is added to the indices, so that every use of the region waits for this number.
+        `zero` is added to the indices, so that every use of the region waits for `zero`.
         """
         dims = [dim for dim in self.span.changed_axes if self._over(dim, self.ring.axes)]
         index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Return the region of the part, of this size, from the device at distance `offset` along one axis."""
+        """Return the region of the part, which has this size, from the device at distance `offset` along one axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
@@ -144,7 +144,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
-    """Gather a chunk, axis by axis: a shard, or part of it, together with the shards along the axes `within`."""
+    """Gather a chunk, axis by axis: a shard, or part of a shard, together with the shards along the axes `within`."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)

@@ -21,15 +21,15 @@ NESTED_WAVE = 3e-6
 """Additional seconds of a wave of a ring over several axes, besides products and permutes, as compiled for TPU v4."""
 
 REORDERED_PASSES = 8
-"""Passes over main memory to reorder an operand of one-byte numbers on a TPU, before parts are cut out of it.
+"""Passes over main memory to reorder an operand of one-byte elements on a TPU, before parts are cut out of it.
 
-In memory a tile has 32 rows of one-byte numbers, but a part whose place is known only when the program runs can be cut
-only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192,2048]` takes as long as 8.0 passes (v4),
-5.7 (v6e), 4.9 (v5e) and 4.5 (v5p).
+In memory a tile has 32 rows of one-byte elements, but a part whose position is known only when the program runs can be
+cut only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192,2048]` takes as long as 8.0 passes
+(v4), 5.7 (v6e), 4.9 (v5e) and 4.5 (v5p).
 """
 
 NEAR = 64e6
-"""A float32 sum with at most this many bytes read and written stays in a TPU's on-chip memory; twice that does not."""
+"""Up to this many bytes read and written, a float32 sum stays in a TPU's VMEM; with twice as many it does not."""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
 """A collective, its ring, and the products with which it overlaps."""
@@ -57,7 +57,7 @@ class Costs:
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a reduce-scatter by a ring with `products`, those that no other ring overlaps."""
+        """Return the seconds of a reduce-scatter by a ring with the `products` that no other ring overlaps."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
@@ -83,7 +83,7 @@ class Costs:
     def _reordered(
         self, span: CollectiveSpan, ring: Ring, products: Sequence[Product], stripe: Mapping[str, int] | None = None
     ) -> float:
-        """Return the seconds to reorder operands of one-byte numbers, or stripes of them, before the ring cuts them.
+        """Return the seconds to reorder operands of one-byte elements, or their stripes, before the ring cuts them.
 
         The operand that the ring gathers arrives in chunks and is not cut.
         """
@@ -101,7 +101,7 @@ class Costs:
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Return the transfers along the axes within a chunk: axis by axis, minor first, of growing arrays."""
+        """Return the transfers along the axes within a chunk, axis by axis, minor first; the arrays grow on the way."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))
@@ -212,10 +212,10 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product: to multiply, or to read its operands if this takes longer.
+        """Return the seconds of a product: those to multiply, or those to read its operands if reading takes longer.
 
-        A TPU reads operands ahead, while it multiplies others, and keeps a small accumulator on the chip. On a GPU
-        cuBLAS does neither, so products take the same time as under `blocking`.
+        A TPU reads operands ahead, while it multiplies earlier operands, and keeps a small accumulator on the chip. On
+        a GPU cuBLAS does neither, so products take the same time as under `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
@@ -253,5 +253,5 @@ class Costs:
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """Return max(compute, communication + one product): no permute runs beside the first, or the last, product."""
+    """Return max(compute, communication + one product): no permute runs during the first, or the last, product."""
     return max(compute, loop + compute / steps)

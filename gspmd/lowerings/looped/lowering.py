@@ -33,7 +33,7 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A function from a region to this part of a product, which is either finished or multiplied when it is asked for."""
+"""A function that returns a region of a product; the product is finished, or the call computes the region."""
 
 
 def lower(call: Call) -> Passes:
@@ -47,7 +47,7 @@ def lower(call: Call) -> Passes:
 
 
 class LoopedExecutor(Executor):
-    """Runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
+    """An executor that runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
 
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
         super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
@@ -69,7 +69,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return every product of the operands that have arrived, or of a stripe of them."""
+        """Return the value of every product, by number; `shards` may be stripes of the operands' shards."""
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:
@@ -84,7 +84,7 @@ class LoopedExecutor(Executor):
         return values
 
     def _stop(self, number: int) -> int | None:
-        """Return the number of the step at which a move's last gathers begin, which run in loops; None without them."""
+        """Return the number of the step at which a move's looped gathers begin; None if no gather is looped."""
         return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Make the outputs: stripes are reduced and then joined, or added up and then reduced.
+        """Make the outputs; stripes of an output are reduced and then joined, or added up and then reduced.
 
         If nothing is scattered, every stripe waits for the stripe two before it, since a compiler by itself would send
         all stripes at once. Scattered stripes are ordered by their own permutes.
@@ -184,7 +184,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply complete operands; if a ring scatters the product's sum, it is multiplied part by part later."""
+        """Multiply complete operands; if a ring scatters the product's sum, the product is computed in parts later."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -204,7 +204,7 @@ class LoopedExecutor(Executor):
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
     def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Make an output or, with the size of its dimension, a stripe of it."""
+        """Make an output or, if `stripe` gives the size of its dimension, a stripe of the output."""
         output = self.routine.outputs[number]
         if number in self.overlap.scatters:
             total = self._scattered(number, [values[product] for product in output.products], stripe)
@@ -217,7 +217,7 @@ class LoopedExecutor(Executor):
         return self.output(number, whole)
 
     def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Reduce-scatter products over devices, and run the steps after that."""
+        """Reduce-scatter products over devices, and run the steps after the reduce-scatter."""
         span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps

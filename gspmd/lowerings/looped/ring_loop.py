@@ -86,12 +86,12 @@ class RingLoop:
         return sent
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send every chunk one place further."""
+        """Send every chunk one device further."""
         hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply the chunks that have been sent `wave` places, those from both sides together."""
+        """Multiply the chunks from `wave` devices away; those from both sides are multiplied together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

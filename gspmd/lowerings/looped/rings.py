@@ -1,9 +1,9 @@
 """Ring schedules: the hops between neighbours that bring every shard to every device.
 
 A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbour
-along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device `offset` places
-behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device `offset` places
-behind it, and sends the sum on towards the root.
+along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device at distance
+`offset` behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device at
+distance `offset` behind it, and sends the sum on towards the root.
 """
 
 from collections import Counter
@@ -19,18 +19,18 @@ Link = tuple[str, int]
 """A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
-"""The distance to a device behind this one: a number of places by mesh axis, modulo the size; 0 for missing axes."""
+"""The distance to a device behind this one, in devices by mesh axis, modulo the size; 0 for missing axes."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One permute: the shard that arrived by hop `source` (0: a device's own shard) moves on `by` places along `axis`.
+    """One permute: the shard that arrived by hop `source` (0: a device's own shard) moves on by `by` along `axis`.
 
     Attributes:
         source: the number of the hop before this one; hops are numbered from 1.
         axis: mesh axis.
         by: +1 or -1.
-        places: the origin of the shard, (mesh axis, places behind).
+        places: the origin of the shard, as pairs (mesh axis, devices behind this one).
         wave: the number of the wave; hops of one wave arrive together, from both sides.
     """
 
@@ -42,7 +42,7 @@ class Hop:
 
     @property
     def offset(self) -> dict[str, int]:
-        """The distance from this device back to the shard's origin, in places by mesh axis."""
+        """The distance from this device back to the shard's origin, in devices by mesh axis."""
         return dict(self.places)
 
 
@@ -86,7 +86,7 @@ def _hops_by_link(
 
 
 class _Tree:
-    """Builds a walk axis by axis: every shard that arrives along one axis is sent round all later axes."""
+    """The builder of a walk, axis by axis: every shard that arrives along one axis is sent round all later axes."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
         self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign
@@ -111,7 +111,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Yield, for each wave of a ring, how many places behind the arriving shards began; as in `RingLoop`."""
+    """Yield, for each wave of a ring, how many devices behind this one the arriving shards began, as in `RingLoop`."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return

@@ -1,4 +1,4 @@
-"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` has their costs."""
+"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` computes their costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Return whether a dimension can be cut: no collective changes it, and sent tensors and products have it."""
+        """Return whether a dimension can be cut: no collective changes it, and every sent tensor and product has it."""
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:

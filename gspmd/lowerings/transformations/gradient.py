@@ -71,7 +71,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """Return the results unchanged, except that under `jax.vmap` all get the batch dimension if one has it."""
+    """Return the results unchanged, except that under `jax.vmap` all get the batch dimension if one of them has it."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 

@@ -83,7 +83,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
     @refusing.def_vmap
     def refuse(size, batched, *arrays):
         raise PlanError(
-            f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {over}: under vmap\n"
+            f"cannot vmap an equation with a partial sum over mesh axis {over} as an operand or result: under vmap\n"
             "  JAX loses the summands. Write the mapped dimension into the equation, as in\n"
             "  'ABE_x, E_xF -> ABF partialsum-x', or reduce the partial sum inside the equation."
         )
@@ -98,7 +98,8 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
             return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
         except NotImplementedError:  # JAX has no rule for the type of this cotangent
             raise PlanError(
-                f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
+                f"cannot differentiate twice an equation with a partial sum over mesh axis {over} as an operand or"
+                " result.\n"
                 "  Use lowering='xla', or reduce the partial sum inside the equation."
             ) from None
 
@@ -109,7 +110,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Return cotangents times the `power` (1 or -1) of the number of summands of their arrays."""
+    """Return cotangents times the number of summands of their arrays, to the `power` of 1 or -1."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

@@ -16,7 +16,7 @@ from gspmd.lowerings.scopes import program_scope
 def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
-    """Run plain code on placed arrays, for which the compiler inserts the collectives; JAX differentiates it.
+    """Run plain code on placed arrays, for which the compiler inserts the collectives; JAX differentiates the code.
 
     Args:
         ctx: the context of the call.
@@ -38,7 +38,8 @@ def left_to_compiler(
             return f(*arrays)
         if ctx.in_shard_map:
             raise PlanError(
-                "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline are.\n"
+                "lowering 'xla' cannot run under Auto mesh axes in a shard_map, and the stages of a pipeline run in"
+                " one.\n"
                 "  Use 'blocking' or Explicit axes."
             )
         # Operands are placed, not constrained: outside of jit they may be on one device, which a constraint refuses.

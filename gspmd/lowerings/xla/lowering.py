@@ -30,7 +30,7 @@ from gspmd.planner.steps import Step
 
 
 def lower(call: Call) -> Passes:
-    """Annotate plain einsums; JAX differentiates them, forward and reverse."""
+    """Run plain einsums with annotations; JAX differentiates them, in forward and in reverse mode."""
     if call.wire_dtype is not None:
         raise PlanError(
             f"cannot send '{call.equation}' as {call.wire_dtype} under lowering 'xla': the compiler chooses what is "
@@ -67,7 +67,7 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """Give an equation that takes or leaves partial sums a gradient that consists of einsums without partial sums.
+    """Define the gradient of an equation whose operands or result are partial sums by einsums without partial sums.
 
     JAX would transpose the conversion of partial sums to dimensions, and the partitioner sometimes sums the cotangent
     of such a conversion over too few devices.

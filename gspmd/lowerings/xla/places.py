@@ -88,7 +88,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 
 def planned_places(plan: Plan) -> list[ProductPlaces]:
-    """Return the places of all products of a plan, in the plan's order."""
+    """Return the placements of all products of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
@@ -108,6 +108,6 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
-    """Return the places that `via` pins in an equation without a plan (with an open dimension); empty without via."""
+    """Return the placements that `via` pins in an equation with an open dimension, and so without a plan."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

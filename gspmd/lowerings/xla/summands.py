@@ -1,4 +1,4 @@
-"""Partial sums as dimensions: annotations cannot express partial sums, but lowering `xla` takes and leaves them.
+"""Partial sums as dimensions: annotations cannot express partial sums, which lowering `xla` accepts and returns.
 
 A partial sum over mesh axis x becomes an array with one more dimension, which has one summand per device along x. This
 conversion sends nothing; it comes before and after ordinary einsums. Gradients are ordinary einsums too, of cotangents
@@ -100,7 +100,7 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """Multiply the operands `held`, and sum to the dimensions of `spec`; dimensions that none has are broadcast."""
+    """Multiply the operands `held`, and sum to the dimensions of `spec`; broadcast those that no operand has."""
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))

@@ -15,7 +15,7 @@ from gspmd.ops._attention.online import Attended, attend, sink_gradient, sink_st
 from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, biases, table_gradient
 
 LARGEST = 2**25
-"""With more logits than this on a device, attention runs in blocks: 128 MiB of float32."""
+"""The largest number of logits on a device, 128 MiB of float32, for which attention does not run in blocks."""
 _BLOCK = 2**24
 """Number of logits in a block: few enough for a TPU v4 to keep them on the chip."""
 _LENGTHS = 512, 2048
@@ -28,7 +28,7 @@ _MULTIPLES = 16, 128
 
 @dataclass(frozen=True)
 class Blocks:
-    """The size of a block: rows and queries, which blocks divide evenly, and keys, of which blocks may overlap."""
+    """The size of a block: rows and queries, which blocks divide evenly, and keys, in which blocks may overlap."""
 
     rows: int
     queries: int
@@ -107,7 +107,7 @@ class Blocks:
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return the length of equal blocks, at most about `most`, and a multiple of `multiple` if there are several."""
+    """Return the length of equal blocks, at most about `most`; a multiple of `multiple` if there are several blocks."""
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
@@ -120,10 +120,10 @@ class Form:
     scale: float
     causal: bool
     width: int | None = None
-    """Number of a key's numbers that `key_scales` scale, as for `online.attend`."""
+    """How many leading entries of a key `key_scales` apply to; the rest have `rest_scales` (see `online.attend`)."""
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
-        """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
+        """Return the starts of the pairs of blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] to compute."""
         causal, (limits, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
@@ -147,11 +147,12 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the number of queries in a block.
-        k, v: [B, T, K, D] of any dtype; values and output may have another D than queries and keys.
+        k, v: [B, T, K, D] of any dtype; the D of values and output may differ from that of queries and keys.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
-        scales: empty, or the scales [B, T, K] of keys and of values, and optionally `rest_scales`, as for `attend`.
-        sinks: [H], one more logit for each head, without a value; None for none.
+        scales: empty, or the scales [B, T, K] of keys and of values, and optionally `rest_scales` (see
+            `online.attend`).
+        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -184,7 +185,7 @@ def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
-    """Return softmax attention [B, K, Q, L, D]; neither value nor gradient ever holds all logits in memory."""
+    """Return softmax attention [B, K, Q, L, D]; neither pass ever holds all logits in memory."""
     return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
@@ -330,7 +331,7 @@ def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, tot
     """Compute the probabilities of a block again; unseen keys are masked before exp, which could overflow for them.
 
     Returns:
-        The probabilities; the scaled and capped products; and the chosen buckets of the bias, or None without one.
+        The probabilities; the scaled and capped products; and the chosen buckets of the bias, or None without a bias.
     """
     part = _terms(form, at, terms)
     capped = part.limits.capped(_product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale)

@@ -82,12 +82,20 @@ def write_cache(
     rows, _, *heads = (cache.shape[1 + at] for at in order)
     heads = tuple(heads)
     checks = (
-        (0, new.shape[:1] != cache.shape[:1], f"{len(new)} new layers, and {len(cache)} cached."),
-        (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
-        (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
-        (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
+        (0, new.shape[:1] != cache.shape[:1], f"new has {len(new)} layers, but the cache has {len(cache)}."),
+        (0, new.shape[1] != rows, f"new has {new.shape[1]} rows, but the cache has {rows}."),
+        (1, new.shape[3:] != heads, f"new heads have shape {new.shape[3:]}, but cached heads have {heads}."),
+        (
+            1,
+            new.dtype != cache.dtype,
+            f"the new keys are {new.dtype}, but the cache is {cache.dtype}: cast the new keys.",
+        ),
         *(
-            (0, x.shape != (rows,), f"{name} have shape {x.shape}, not one number per row.")
+            (
+                0,
+                x.shape != (rows,),
+                f"{name} must have shape ({rows},), one number per row, but the shape is {x.shape}.",
+            )
             for (name, _), x in zip(of_rows, numbers)
         ),
     )
@@ -123,9 +131,7 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
     if not x.ndim:
-        raise SpecError(
-            "cannot quantize heads: x is one number.\n  Pass an array whose last dimension is the head size."
-        )
+        raise SpecError("cannot quantize heads: x is a scalar.\n  Pass an array whose last dimension is the head size.")
     scales = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / 127
     steps = x / jnp.where(scales > 0, scales, 1)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales
@@ -139,7 +145,7 @@ class _CacheWrite:
     """The dimensions of the cache for layers, batch, length, heads and head size."""
     ring: bool
     numbers: int
-    """Number of integers given for each row: 1 for its length, or 2 with the number of its real new tokens."""
+    """Number of integers given for each row: 1 for the length, or 2 with the number of real new tokens."""
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -226,13 +232,13 @@ def _first_slots(
 def _written(
     cache: jax.Array, new: jax.Array, first: jax.Array, real: tuple[jax.Array, jax.Array], batch: int, along: int
 ) -> jax.Array:
-    """Write, in place, those new keys that belong to this device's part of the cache.
+    """Write the new keys that belong to this device's part of the cache, in place.
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
         first: [B], the slot of each row's first new key, counted from the start of this part; it may be outside the
             part.
-        real: [B] and [B], the first and the end of the range of new keys that are written in each row.
+        real: two arrays [B], the start and the end of the range of new keys that are written in each row.
         batch, along: the positions of the batch and of the length among the dimensions.
     """
     begins, ends = real
@@ -272,7 +278,7 @@ def _written(
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """Write the cache by a scatter, which the compiler partitions; it would gather the cache for writes row by row."""
+    """Write the cache by a scatter, which the compiler partitions; for writes row by row it would gather the cache."""
     order, slots = form.order, cache.shape[form.order[2]]
     layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     first, (begin, end) = jax.tree.map(lambda x: x[None, :, None], _first_slots(form, slots, new.shape[2], *numbers))

@@ -83,15 +83,16 @@ def cached_attention(
         key_spec: the spec of `k` and `v`, `"BLKD"`; if these are None, only its letters count. D is unsharded in all
             three specs.
         cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of `key_spec` for batch, heads and
-            head size, and another for the cached length. The order affects only how memory is read: heads before length
-            is best for TPUs.
+            head size, and a different letter for the cached length. The order affects only how memory is read: heads
+            before length is best for TPUs.
         lengths: [B] integers, the number of cached tokens of each row, replicated.
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache. They
             multiply logits and probabilities, so the cache is never converted to a wider dtype in memory.
-        rest_scales: [B, K, T] more scales, for the numbers of a key after the first `value_width`; `key_scales` are
-            then only for the first. They give a latent (both key and value) and the rotated key after it a scale each.
-        value_width: the number of a key's first numbers that are also its value, as in a latent; `v`, `cached_v` and
+        rest_scales: [B, K, T] more scales, for the entries of a key after the first `value_width`; `key_scales` are
+            then only for the first entries. A latent (both key and value) and the rotated key after it have a scale
+            each.
+        value_width: how many leading entries of a key are also its value, as in a latent; `v`, `cached_v` and
             `value_scales` are then None. Values are not cut out of the cache, which would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, and cached key t is at position t.
@@ -110,8 +111,8 @@ def cached_attention(
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys;
-            the cache is too short for the window or chunk, both of these are given, or one of them without new keys;
-            values or their scales are given with `value_width`, or one of them is missing without it.
+            the cache is too short for the window or chunk, both of these are given, or one of them is given without new
+            keys; values or their scales are given with `value_width`, or one of them is missing without it.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -132,7 +133,9 @@ def cached_attention(
         if (k is None) != (v is None):
             raise SpecError(f"{doing}: k or v is missing.\n  Give both, or None for both to attend to the cache alone.")
         if cached_v is None:
-            raise SpecError(f"{doing}: cached_v is missing.\n  Give it, or value_width for values within the keys.")
+            raise SpecError(
+                f"{doing}: cached_v is missing.\n  Pass cached_v, or value_width if values are within the keys."
+            )
         if (key_scales is None) != (value_scales is None):
             raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
     else:
@@ -143,7 +146,7 @@ def cached_attention(
         value_width = _read_width(doing, value_width)
     if rest_scales is not None and (key_scales is None or value_width is None):
         lacking = "key_scales" if key_scales is None else "value_width"
-        raise SpecError(f"{doing}: there are rest_scales, and no {lacking}.\n  Give all, or none.")
+        raise SpecError(f"{doing}: there are rest_scales, but no {lacking}.\n  Give all, or none.")
     new = [array(doing, name, x, "real numbers") for name, x in (("k", k), ("v", v)) if x is not None]
     q = array(doing, "q", q, "real numbers")
     arrays = {"cached_k": array(doing, "cached_k", cached_k, "real numbers"), "cached_v": cached_v}
@@ -166,7 +169,7 @@ def cached_attention(
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     limits = read_limits(doing, bool(new), window, softcap, chunk)
     if limits.reach is not None and room < limits.reach - 1:
-        fact = f"the cache has room for {room} keys, and queries see {limits.reach - 1} before them."
+        fact = f"the cache has room for {room} keys, but a query sees {limits.reach - 1} keys before its own."
         remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
@@ -185,13 +188,13 @@ def cached_attention(
 
 
 _Shapes = tuple[tuple[tuple[int, ...], int], ...]
-"""The shape of every operand, and the bytes of one of its elements."""
+"""The shape of every operand, and the bytes of one element."""
 
 _CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
 _NEW = ("key", "value")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
-"""The names in plans, for the tensors that have another name in this file."""
+"""The names in plans, for the tensors that have a different name in this file."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ class _CachedAttention:
     cached: tuple[str, ...]
     """The names of the cache's arrays that are given, from `_CACHED`."""
     width: int | None
-    """The number of a key's first numbers that are also its value; None if values are separate arrays."""
+    """How many leading entries of a key are also its value; None if values are separate arrays."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
@@ -244,12 +247,12 @@ class _CachedAttention:
         Args:
             q: the queries.
             cache: keys [B, T, K, D], values if they are a separate array, and scales if there are any.
-            given: the operands with numbers for each head.
+            given: the operands with values for each head.
             lengths: [B], the number of tokens of each row before the first query.
             queries: [B, L], the positions of the queries.
             first: the slot of the first of these cached keys.
             total: the number of slots of the whole cache.
-            shards: the numbers of shards, if the arrays are those of all devices.
+            shards: the numbers of shards if the arrays are those of all devices; None for the arrays of one device.
         """
         near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
@@ -275,17 +278,17 @@ class _CachedAttention:
         return self.cut(found)
 
     def cut(self, found: Attended) -> Attended:
-        """Cut the weighted keys to the numbers that are values, if values are part of the keys."""
+        """Cut the weighted keys to the entries that are values, if values are part of the keys."""
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
         """Return the terms of the new tokens' keys.
 
         Args:
-            given: which new keys count, and the operands with numbers for each head.
+            given: which new keys count, and the operands with values for each head.
             lengths: [B], the number of tokens of each row before the new ones.
-            queries, keys: [1, L], the places of queries and keys among the new tokens.
-            ahead: the place of the first query minus the place of the first key; None for 0.
+            queries, keys: [1, L], the positions of queries and keys among the new tokens.
+            ahead: the position of the first query minus the position of the first key; None for 0.
         """
         extras = self.extras
         if extras.limits.chunk is not None:  # where chunks begin depends on the positions in the whole row
@@ -324,7 +327,7 @@ def _read_width(doing: str, width: Any) -> int:
     if size is None or size < 1:
         raise SpecError(
             f"{doing}: value_width is {shown(width)}.\n"
-            "  It is how many of a key's first numbers are its value: pass a whole number, 1 or more."
+            "  It is how many leading entries of a key are its value: pass a whole number, 1 or more."
         )
     return size
 
@@ -348,7 +351,7 @@ def _check(
 ) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
-        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in zip(("queries", "keys", "cached keys"), specs)
         if len(spec.dims) != 4
     ]
@@ -370,24 +373,57 @@ def _check(
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
         *((key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
-        (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
+        (
+            key,
+            0,
+            k.shape[0] != q.shape[0],
+            f"the batch of the queries has size {q.shape[0]}, but that of the keys has size {k.shape[0]}.",
+        ),
         (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
-        (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+        (
+            key,
+            3,
+            k.shape[3] != q.shape[3],
+            f"the head size of the queries is {q.shape[3]}, but that of the keys is {k.shape[3]}.",
+        ),
         (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
-        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, but keys have {k.shape}."),
         (
             key,
             3,
             not values or values > k.shape[3],
-            f"the values' head size is {values}, the keys' {k.shape[3]}.",
+            f"the head size of the values is {values}, but that of the keys is {k.shape[3]}.",
         ),
-        (key, 3, rest and values == k.shape[3], "values are as wide as keys, whose rest has no number."),
-        (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
-        (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
-        (held, along, cached_v.shape != as_values, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
-        *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
+        (key, 3, rest and values == k.shape[3], "values are as wide as keys, so rest_scales have nothing to scale."),
+        (
+            held,
+            batch,
+            (rows := cached_k.shape[batch]) != q.shape[0],
+            f"the batch has size {q.shape[0]}, but the cache has {rows} rows.",
+        ),
+        (
+            held,
+            heads,
+            cached_heads != k.shape[2:],
+            f"cached heads have shape {cached_heads}, but new heads have {k.shape[2:]}.",
+        ),
+        (
+            held,
+            along,
+            cached_v.shape != as_values,
+            f"values have shape {cached_v.shape}, but keys have {cached_k.shape}.",
+        ),
+        *(
+            (held, along, x.shape != there, f"scales must have shape {there}, but the shape is {x.shape}.")
+            for x in scales
+        ),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in numbers),
-        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
+        (
+            held,
+            batch,
+            lengths.shape != q.shape[:1],
+            f"lengths must have shape {q.shape[:1]}, one number per row, but the shape is {lengths.shape}.",
+        ),
     )
     if faults := [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]:
         raise report(SpecError, doing, faults) from None

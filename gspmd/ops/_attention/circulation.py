@@ -1,4 +1,4 @@
-"""The transport of chunks of keys to the queries, and of their gradients back: round a ring, or by gathers."""
+"""The transport of chunks of keys to the queries, and of gradients back to the chunks: round a ring, or by gathers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
 
 
 class Gathered:
-    """Gathers all chunks before the first is used, and reduce-scatters gradients after the last.
+    """The transport by gathers of all chunks before the first is used, and reduce-scatters of gradients after the last.
 
     Args:
         chains: the steps of the gathers and of the reduce-scatters.
@@ -34,7 +34,7 @@ class Gathered:
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
     def device(self, place: jax.Array | int) -> jax.Array | int:
-        """Return the device that is `place` places behind this one."""
+        """Return the device that is `place` devices behind this one."""
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -79,7 +79,7 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 class RingOfChunks(Gathered):
-    """Sends chunks round a ring: while a device attends to one chunk, a permute brings it the next.
+    """The transport round a ring: while a device attends to one chunk, a permute brings the next chunk.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
     Differs: a device's own contribution to the gradients of its chunk stays there, so gradients make one hop less.
@@ -98,7 +98,7 @@ class RingOfChunks(Gathered):
         return f(state, self.device(last), *chunks)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Fold like `visit`, while the gradients of each chunk go round with it and back to the chunk's device."""
+        """Fold like `visit`, while the gradients of a chunk go round with the chunk, back to the chunk's device."""
         last, wire = self.devices - 1, [x.dtype for x in chunks]
 
         def home(sums):
@@ -140,7 +140,10 @@ class RingOfChunks(Gathered):
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Return whether chunks go round a ring: under `looped`, and under `auto` if both passes together are faster.
+    """Return whether chunks of keys and values go round a ring.
+
+    They do under `looped`, and under `auto` if the forward and backward pass together then take less time than with
+    gathers.
 
     Args:
         ctx: the context of the call.

@@ -12,7 +12,7 @@ from gspmd.ops.interface.planned_op import fault
 
 
 def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys that it needs, and find how it picks its key heads.
+    """Check that every device has the keys that it needs, and find how a device picks its key heads.
 
     Returns:
         The `Share` that picks the key heads, and the mesh axes that shard the queries of a sequence.
@@ -35,7 +35,7 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
     return found, query.axes[1]
 
 
-_CUT = "where keys are cut along the sequence, they go round to queries that are cut alike."
+_CUT = "keys that are sharded along the sequence go round to queries that are sharded in the same way."
 
 
 def _unsharded(spec: Spec, positions: tuple[int, ...]) -> list[Fault]:
@@ -66,4 +66,9 @@ def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mappin
         f"a device has {local} of {heads} query heads, and {group} query heads share a key head: "
         "some device would need parts of two groups."
     )
-    return fault(query, query.dims[2], fact, "Shard it over axes whose size divides the key heads, or is a multiple.")
+    return fault(
+        query,
+        query.dims[2],
+        fact,
+        "Shard it over axes whose size divides the number of key heads, or is a multiple of that number.",
+    )

@@ -1,4 +1,4 @@
-"""Attention to keys that are all on the device: by JAX's function if logits are few, else by a kernel or in blocks."""
+"""Attention to keys that are all on the device: by JAX's function for few logits, else by a kernel or in blocks."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def local_attention(
     If a device has more than 2**25 logits, they are never all in memory. A GPU then runs cuDNN's fused attention if it
     supports the arrays: float16 or bfloat16, a head size up to 128 that is a multiple of 8, no mask except `causal`,
     and no window, chunk, soft cap, bias or sinks. In all other cases attention runs in blocks. On a TPU the caller has
-    tried splash attention before.
+    already tried splash attention.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
@@ -42,7 +42,7 @@ def local_attention(
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the numbers of shards, if the arrays are those of all devices.
-        sinks: [H], one more logit for each head, without a value; None for none.
+        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
@@ -131,8 +131,9 @@ def local_attended(
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: empty, or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales`, as for `attend`.
-        width: the number of a key's numbers that are not for `rest_scales`, as for `attend`.
+        scales: empty, or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales` (see
+            `online.attend`).
+        width: how many leading entries of a key come before those of `rest_scales` (see `online.attend`).
         shards: the numbers of shards, if the arrays are those of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
@@ -159,7 +160,7 @@ def local_attended(
 def _attended(
     q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array, width: int | None = None
 ) -> Attended:
-    """Do the same as `local_attended`, with all logits in memory."""
+    """Compute the same as `local_attended`, with all logits in memory."""
     visible = terms.visible()
     visible = None if visible is None else visible[:, None, None]
     if causal:
@@ -183,7 +184,7 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return float32 gradients for some of the keys: their contribution to the queries' gradient, and their own.
+    """Return float32 gradients for some of the keys: their contribution to the queries' gradient, and the keys' own.
 
     With a bias, their contribution to the gradient [R, H] of the bias comes last.
 

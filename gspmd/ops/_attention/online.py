@@ -36,7 +36,7 @@ class Attended(NamedTuple):
         """Return the statistics as [B, L, H], with the sinks [H] added: one more logit for each head, without a value.
 
         Args:
-            sinks: the logits; None for none.
+            sinks: the logits; None if there are no sinks.
             counted: whether the sinks count here. If keys come in parts, the sinks count in one part only.
         """
         if sinks is None:
@@ -94,14 +94,15 @@ def attend(
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
-        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products; values may have another D.
+        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products; values may have a different D.
         seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
         scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 scales of quantized keys and values. They multiply logits and
-            probabilities, which are fewer numbers than the keys.
-        rest_scales: more scales, for a key's numbers after the first `width`; `key_scales` are then for the first.
-        width: the number of a key's numbers before those of `rest_scales`; given with them.
-        again: booleans like `seen`: the keys, not all of them, that another part has counted already.
+            probabilities, which have fewer elements than the keys.
+        rest_scales: more scales, for the entries of a key after the first `width`; `key_scales` are then for the first
+            entries.
+        width: how many entries of a key come before those of `rest_scales`; given together with `rest_scales`.
+        again: booleans like `seen`: the keys (never all of them) that an earlier part has counted already.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
         limits: the soft cap of the scaled logits; `seen` already includes windows.
     """
@@ -136,9 +137,10 @@ def scaled_logits(
     """Return the products of queries and keys along D, the last dimension of both, times the scales of int8 keys.
 
     Args:
-        product: an equation as for `jax.numpy.einsum`.
+        product: an equation, as in `jax.numpy.einsum`.
         q, k: queries and keys.
-        key_scales, rest_scales, width: as for `attend`, with scales in a shape that broadcasts to the products.
+        key_scales, rest_scales, width: the arguments of `attend`, with scales in a shape that broadcasts to the
+            products.
         rows: the dimension, of both queries and products, along which the queries are doubled for `rest_scales`.
     """
     if rest_scales is not None:

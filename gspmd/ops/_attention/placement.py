@@ -17,8 +17,8 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
     Args:
         doing: what is being done, for the first line of an error.
-        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and another for the
-            cached length.
+        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and a different letter
+            for the cached length.
         key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
 
     Returns:
@@ -31,7 +31,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
     own = [dim for dim in cache.dims if dim not in (batch, *heads)]
     if len(own) != 1 or len(cache.dims) != len(key.dims):
         wanted = ", ".join((batch, *heads))
-        fact = f"the cache needs {wanted} of the keys '{key}', in any order, and a length of its own."
+        fact = f"the cache needs {wanted} of the keys '{key}', in any order, and a letter of its own for the length."
         raise report(SpecError, doing, [Fault(str(cache), 0, len(str(cache)), fact)])
     return tuple(cache.dims.index(dim) for dim in (batch, *own, *heads))
 
@@ -49,7 +49,7 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Return the placement in which the queries are at the cache; axes that the cache does not use still shard them.
+    """Return the placement of the queries at the cache; axes that the cache does not use still shard the queries.
 
     Args:
         query, key, cache: the specs of queries, new keys and cache.

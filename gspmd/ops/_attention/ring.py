@@ -63,7 +63,7 @@ class _Cut:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return a copy without mesh axes of size 1: types contain these axes, steps do not."""
+        """Return a copy without mesh axes of size 1: types contain these axes, but steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -71,17 +71,21 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
     """Check that causal queries and keys are the same tokens, and that zigzag order can cut them.
 
     Raises:
-        SpecError: the numbers of causal queries and keys differ.
+        SpecError: attention is causal, and there are not as many queries as keys.
         PlanError: zigzag order does not divide the length, or the first query has an offset.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if causal and queries != keys:
         fact = f"there are {queries} queries in a sequence and {keys} keys, and both are cut over the same devices."
-        raise report(SpecError, doing, [fault(key, dim, fact, "Leave the keys whole, or give as many.")]) from None
+        raise report(
+            SpecError,
+            doing,
+            [fault(key, dim, fact, "Leave the keys unsharded along the sequence, or pass as many keys as queries.")],
+        ) from None
     faults = []
     if shifted:
-        fact = f"dimension {dim} is cut, so queries and keys are the same tokens, and there is an offset between them."
-        faults.append(fault(key, dim, fact, f"Leave out offset, or leave {dim} whole: '{key.with_axes(dim, ())}'."))
+        fact = f"dimension {dim} is cut, so queries and keys are the same tokens, but offset is not 0."
+        faults.append(fault(key, dim, fact, f"Leave out offset, or leave {dim} unsharded: '{key.with_axes(dim, ())}'."))
     if causal and keys % (2 * devices):
         fact = f"dimension {dim} has size {keys}, and zigzag order cuts it into {2 * devices} chunks, two for a device."
         faults.append(fault(key, dim, fact, f"Use a multiple of {2 * devices}, or fewer devices."))
@@ -275,8 +279,8 @@ def _terms(
 ) -> tuple[jax.Array | None, Callable[[jax.Array | int], Terms]]:
     """Return the sinks, and a function from a device to the terms of this device's queries with that device's keys.
 
-    Mask and segments of all keys are gathered in the beginning, since they are small. `queries` and `keys` are their
-    numbers on one device.
+    Mask and segments of all keys are gathered in the beginning, since they are small. `queries` and `keys` are the
+    numbers of queries and of keys on one device.
     """
     given = cut.extras.sent(chains, more)
     if given.mask is not None:

@@ -63,7 +63,7 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at positions from p - p mod chunk on."""
     displaced: bool = False
-    """Whether the places of tokens in the array are not their positions in the text, only in the same order (in zigzag
+    """Whether the positions of tokens in the array and in the text differ, and only the order is the same (in zigzag
     order, or after a cache). A chunk may then begin anywhere; blocks are left out as for a window of its length."""
 
     @property
@@ -79,12 +79,12 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return a place in the array before which a query, and all queries after it, see no key."""
+        """Return a position in the array before which a query, and all queries after it, see no key."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
     def without_reach(self) -> "Limits":
-        """The limits with only the soft cap."""
+        """The limits without window and chunk: only the soft cap."""
         return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The terms for the logits of some queries and keys: the mask, the soft cap, and the biases."""
+    """The terms of the logits of some queries and keys: the mask, the soft cap, and the biases."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -130,7 +130,7 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """Position of each key minus position of each query, [B, L, T], or [1, L, T] if the same in all rows."""
+        """Position of each key minus position of each query: [B, L, T], or [1, L, T] if the rows have the same."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
@@ -154,7 +154,7 @@ class Terms(NamedTuple):
         return alike if seen is None else alike & seen
 
     def chosen(self) -> jax.Array | None:
-        """Return the chosen buckets of the bias; None without one."""
+        """Return the chosen buckets of the bias; None without a bias."""
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
@@ -179,7 +179,7 @@ class Terms(NamedTuple):
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """The table of the bias; empty without one."""
+        """The table of the bias; empty without a bias."""
         return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -226,19 +226,19 @@ class Given(NamedTuple):
         return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
     def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
-        """Return a copy with other arrays for `learned`."""
+        """Return a copy in which these arrays replace `learned`."""
         rest = iter(arrays)
         return self._replace(**{name: next(rest) for name in _LEARNED if getattr(self, name) is not None})
 
 
 _LEARNED = "bias", "sinks"
 OF_HEADS = "bias", "sinks", "slopes"
-"""The names of the optional operands that have numbers for each query head."""
+"""The names of the optional operands that have values for each query head."""
 
 
 @dataclass(frozen=True)
 class OfHeads:
-    """The spec of an operand that has numbers for each query head, and the bytes of one of its elements."""
+    """The spec of an operand that has values for each query head, and the bytes of one element."""
 
     spec: Spec
     bytes: int = FLOAT32
@@ -266,7 +266,7 @@ class Extras:
 
     @property
     def of_heads(self) -> dict[str, OfHeads]:
-        """The operands with numbers for each head that are given, by name."""
+        """The given operands that have values for each head, by name."""
         found = {"bias": self.bias, "sinks": self.sinks, "slopes": self.slopes}
         return {name: each for name, each in found.items() if each is not None}
 
@@ -277,7 +277,7 @@ class Extras:
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum, which annotations cannot ask of a compiler."""
+        """Whether some gradient stays a partial sum, which annotations cannot express."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
@@ -298,7 +298,7 @@ class Extras:
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that move the operands with numbers for each head to the devices of their query heads."""
+        """Return the chains that move the operands with values for each head to the devices of their query heads."""
         return {
             name: move(
                 each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
@@ -345,7 +345,7 @@ class Extras:
 
 
 def by_heads(spec: Spec, query: Spec) -> Spec:
-    """Return the spec of an array with numbers for each query head, H last, sharded like the query heads."""
+    """Return the spec of an array with values for each query head, H last, sharded like the query heads."""
     return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
 
 
@@ -378,7 +378,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
         raise SpecError(f"{doing}: {name} is {shown(value)}.\n  It is {meaning}: pass a whole number, 1 or more.")
     if not causal:
         raise SpecError(
-            f"{doing}: a {name} limits the keys before a query, and attention is not causal.\n"
+            f"{doing}: a {name} limits the keys before a query, but attention is not causal.\n"
             f"  Leave {name} out, or attend causally."
         )
     return size
@@ -387,7 +387,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
 def read_of_heads(
     doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return an array with one number for each query head (`sinks` or `slopes`) and its spec; None if it is not given.
+    """Return an array with one value for each query head (`sinks` or `slopes`) and its spec; None if there is no array.
 
     Raises:
         SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
@@ -397,7 +397,7 @@ def read_of_heads(
         return None
     if x is None or spec is None:
         missing = name if x is None else f"{name}_spec"
-        raise SpecError(f"{doing}: {missing} is missing.\n  {name} and {name}_spec are given together.")
+        raise SpecError(f"{doing}: {missing} is missing.\n  Pass {name} and {name}_spec together.")
     head = query.dims[2]
     x = array(doing, name, x, "real numbers")
     found = read(doing, spec, x, ctx, weight=name in _LEARNED)
@@ -407,7 +407,7 @@ def read_of_heads(
             f"  Write it '{head}', with the mesh axes that hold it."
         )
     if x.shape != (heads,):
-        fact = f"{name} have size {x.shape[0]}, not {heads}, the number of query heads."
+        fact = f"{name} must have size {heads}, the number of query heads, but the size is {x.shape[0]}."
         raise report(SpecError, doing, [fault(found, head, fact)]) from None
     return x, OfHeads(found, x.dtype.itemsize)
 
@@ -426,7 +426,12 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     names = "segments of the queries", "segments of the keys"
     found = [array(doing, name, x, "integers") for name, x in zip(names, segments)]
     faults = [
-        fault(spec, spec.dims[1], f"the {name} have shape {x.shape}, not {like.shape[:2]}.", "Give each token one.")
+        fault(
+            spec,
+            spec.dims[1],
+            f"the {name} must have shape {like.shape[:2]}, but the shape is {x.shape}.",
+            "Give each token one segment.",
+        )
         for spec, name, x, like in zip((query, key), names, found, (q, k))
         if x.shape != like.shape[:2]
     ]
@@ -438,7 +443,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
 def read_bias(
     doing: str, bias: Any, bias_spec: str | Spec | None, buckets: Buckets | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads, Buckets] | None:
-    """Return the table of a bias, its spec and its buckets; None if none of them is given.
+    """Return the table of a bias, its spec and its buckets; None if all three are missing.
 
     Raises:
         SpecError: some but not all are given, the spec does not fit the table, or the table does not have a row for
@@ -465,7 +470,11 @@ def read_bias(
             f"{head} for the query heads.\n  {remedy}"
         )
     faults = [
-        fault(spec, spec.dims[at], f"the bias has size {table.shape[at]} in {spec.dims[at]}, not {size}, {why}.")
+        fault(
+            spec,
+            spec.dims[at],
+            f"{spec.dims[at]} of the bias must have size {size}, {why}, but the size is {table.shape[at]}.",
+        )
         for at, size, why in ((0, buckets.count, "the number of buckets"), (1, heads, "the number of query heads"))
         if table.shape[at] != size
     ]
@@ -477,10 +486,11 @@ def read_bias(
 def read_slopes(
     doing: str, slopes: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
+    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without slopes.
 
     Raises:
-        SpecError: as for `read_of_heads`; or a slope is not a number.
+        SpecError: see `read_of_heads`.
+        PlanError: a slope in a tuple or list is not a finite Python number.
     """
     if isinstance(slopes, (tuple, list)):
         slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)

@@ -70,7 +70,7 @@ def attention(
 
     If mesh axes shard the queries' L, the keys' T must be unsharded or sharded over the same axes: `"BL_xHD",
     "BT_xKD"`. In the second case keys and values go round a ring of devices while the queries attend to the keys that
-    have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` takes the cheaper way. With `causal`
+    have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` chooses the cheaper way. With `causal`
     the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels, `mask` and
     `segments` must all be in this order: see `gspmd.ops.zigzag_positions`.
 
@@ -87,24 +87,25 @@ def attention(
             axes of H, T over the mesh axes of L or not at all, and D is unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
-        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the numbers of documents
-            that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding, of both
-            keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel that
-            every query sees some key.
+        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the numbers of the
+            documents that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding,
+            of both keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel
+            that every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
         bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i
             and key j in head h, where i and j are positions in the row (also if it is packed). Each device computes the
             biases of its own logits, so only the table is sent.
-        bias_spec: the spec of `bias`, `"RH_yz"`; the bias is moved to the mesh axes of the query heads if it has other
-            axes. Its gradient is summed over the mesh axes of B and L, except that it stays a partial sum over axes
+        bias_spec: the spec of `bias`, `"RH_yz"`; the bias is moved to the mesh axes of the query heads if its own axes
+            differ. Its gradient is summed over the mesh axes of B and L, except that it stays a partial sum over axes
             that are `reduced`: `"RH_yz reduced-x"`.
         buckets: the buckets of relative positions, as many as R.
         window: the number of keys that a query sees, including its own: a query at position p of a row attends only to
             keys at positions j > p - window. None for all; only with `causal`.
         chunk: the number of tokens in a chunk: rows are cut into chunks from their start, and a query attends only to
             keys of its own chunk. None for one chunk; only with `causal`, and without `window` and `segments`. (With
-            packed documents, give every chunk of a document a segment of its own instead, and `window` of this size.)
+            packed documents, give every chunk of a document its own segment instead, and pass the size of a chunk as
+            `window`.)
         softcap: logits become softcap · tanh(scale · q·k / softcap), before bias and mask, as in Gemma 2.
         sinks: [H] a learned logit for each query head, which adds to the softmax's denominator and has no value, as in
             gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
@@ -155,8 +156,9 @@ def attention(
     limits = read_limits(doing, causal, window, softcap, chunk)
     if limits.chunk is not None and segments is not None:
         raise SpecError(
-            f"{doing}: chunks are counted from the start of a row, and segments may begin anywhere in it.\n"
-            f"  Give every chunk of a document a segment of its own, and window={limits.chunk} in place of chunk."
+            f"{doing}: chunk and segments cannot be combined, because chunks are counted from the start of a row, and a"
+            " segment may begin anywhere in it.\n"
+            f"  Give every chunk of a document its own segment, and pass window={limits.chunk} instead of chunk."
         )
     if limits.chunk is not None and not shifted and k.shape[1] <= limits.chunk:  # a single chunk hides no key
         limits = limits.without_reach
@@ -199,7 +201,9 @@ def attention(
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
     position = array(doing, "offset", offset, "integers")
     if position.shape:
-        raise SpecError(f"{doing}: offset has shape {position.shape}.\n  It is one number: use jax.vmap for several.")
+        raise SpecError(
+            f"{doing}: offset must be a scalar, but its shape is {position.shape}.\n  Use jax.vmap for several offsets."
+        )
     return position.astype(jnp.int32)
 
 
@@ -260,7 +264,7 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 
 
 def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
-    """Attend with arrays of all devices, or with those of one device, whose first query is number `first`."""
+    """Attend with the arrays of all devices, or with those of one device, whose first query has position `first`."""
     given = extras.named(more)
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
@@ -271,23 +275,35 @@ def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q
 
 def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
     faults = [
-        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in (("queries", query), ("keys", key))
         if len(spec.dims) != 4
     ]
     if not faults:
         checks = (
-            (0, q.shape[0] != k.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
-            (3, q.shape[3] != k.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+            (
+                0,
+                q.shape[0] != k.shape[0],
+                f"the batch of the queries has size {q.shape[0]}, but that of the keys has size {k.shape[0]}.",
+            ),
+            (
+                3,
+                q.shape[3] != k.shape[3],
+                f"the head size of the queries is {q.shape[3]}, but that of the keys is {k.shape[3]}.",
+            ),
             *((at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
             (
                 2,
                 q.shape[2] % max(k.shape[2], 1) != 0,
                 f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads.",
             ),
-            (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+            (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, but keys have {k.shape}."),
             (3, v.ndim == 4 and not v.shape[3], "the values' head size is 0."),
-            (1, mask is not None and mask.shape != k.shape[:2], f"the mask has to have shape {k.shape[:2]}."),
+            (
+                1,
+                mask is not None and mask.shape != k.shape[:2],
+                f"the mask must have shape {k.shape[:2]}, but the shape is {getattr(mask, 'shape', None)}.",
+            ),
         )
         faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
@@ -390,6 +406,9 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
     """Return the chains of `_planned`, once the specs of queries and keys are known."""
     if key.without_trivial(ctx.mesh).axes[1]:
-        raise PlanError(f"cannot search with keys sharded along the sequence ('{key}'): rings are not searched.")
+        raise PlanError(
+            f"cannot search with keys sharded along the sequence ('{key}'): the search does not cover ring attention.\n"
+            "  Leave the sequence of the keys unsharded."
+        )
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shapes[0][2], ctx.mesh)
     return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shapes, width, ctx)

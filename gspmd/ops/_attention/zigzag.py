@@ -44,7 +44,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
     if None in sizes or not (0 <= length < 2**31 and devices >= 1) or (devices > 1 and length % (2 * devices)):
         raise PlanError(
             f"cannot bring a sequence of {shown(length)} tokens into zigzag order over {shown(devices)} devices.\n"
-            "  Each device has two chunks of one length: use a multiple of twice the number of devices."
+            "  Each device has two chunks of equal length: use a multiple of twice the number of devices."
         )
     if devices == 1:
         return np.arange(length)
@@ -88,7 +88,7 @@ class ZigzagPairs:
     """Two products of half of a device's queries with half of another device's keys, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries
-    attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are
+    attend to them too; if it is after this one, the late queries also attend to its late keys. Both products are
     computed as one, with twice the rows.
     """
 

@@ -31,7 +31,7 @@ class KernelWork:
     rows: int
 
     def scope(self) -> Any:
-        """Open the scope in which this kernel is called, and no other kernel."""
+        """Open the scope in which this kernel, and no other kernel, is called."""
         return jax.named_scope(f"kernel[{' '.join(f'{name}={value}' for name, value in asdict(self).items())}]")
 
 

@@ -17,7 +17,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
     """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
-        SpecError: the equation has another number of operands, or an operand is neither an array nor a tuple of arrays.
+        SpecError: the number of operands is wrong, or an operand is neither an array nor a tuple of arrays.
     """
     if len(operands) != len(equation.operands):
         equation.sizes([()] * len(operands))  # raises the error that lists the operands
@@ -51,7 +51,7 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
         holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
 
     Raises:
-        SpecError: the operand is not an array, or has another kind of numbers than `holds`.
+        SpecError: the operand is not an array, or its elements are not of the kind `holds`.
     """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
@@ -64,9 +64,9 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
             if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD[holds]):
                 return x
             if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD["numbers"]):
-                remedy = f"Cast it: it holds {holds}."
+                remedy = f"Cast it to {holds}."
     if isinstance(given, jax.ShapeDtypeStruct):
-        remedy = "It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
+        remedy = "It has no values: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
     raise SpecError(f"{doing}: {name} is {_kind(given)}.\n  {remedy}")
 
 

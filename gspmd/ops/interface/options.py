@@ -26,7 +26,7 @@ def number(doing: str, name: str, given: Any) -> float:
     if not is_number or not abs(given) < 2**64 or not isfinite(given):
         raise PlanError(
             f"{doing}: {name} is {shown(given)}.\n"
-            "  It is part of the program: pass a finite Python number, not an array or a traced value."
+            "  It is a constant of the compiled program: pass a finite Python number, not an array or a traced value."
         )
     return float(given)
 

@@ -23,10 +23,10 @@ from gspmd.planner.steps import NumberedSteps, Step
 from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
-"""The bytes of a statistic on the wire: norms, softmax and losses are computed in float32 for operands of any dtype."""
+"""The bytes of an element of a statistic on the wire: for any operands, statistics are computed in float32."""
 
 STATISTIC = "statistic"
-"""The name by which `jax.checkpoint` can save statistics: they are small, and need collectives to compute again."""
+"""The name by which `jax.checkpoint` can save statistics: they are small, but take collectives to recompute."""
 
 
 def read(
@@ -61,7 +61,7 @@ def read(
                 str(spec).index("partialsum"),
                 len(str(spec)),
                 fact,
-                f"Sum it before: gspmd.reshard(x, '{spec} -> {settled}').",
+                f"Sum it first: gspmd.reshard(x, '{spec} -> {settled}').",
             )
         )
     if spec.reduced and not weight:
@@ -78,7 +78,7 @@ def read(
             fault(
                 spec,
                 dim,
-                f"dimension {dim} is left open, and a plan needs its placement.",
+                f"dimension {dim} is left open, but a plan needs its placement.",
                 "Name its mesh axes, or use lowering 'xla'.",
             )
         )
@@ -126,7 +126,7 @@ def settle(
 
 
 def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
-    """Return the steps of a move between known specs; the plan calls the tensor `name`."""
+    """Return the steps of a move between known specs; `name` is the name of the tensor in the plan."""
     (before,) = what.before
     sizes = sizes_of(before, what.shape)
     return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)

@@ -12,7 +12,7 @@ _WIDE, _BAR, _BETWEEN, _ROW, _LEFT = 460.0, 15.0, 3.0, 54.0, 82.0
 
 
 def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
-    """Draw the plans of one equation under several lowerings, to one scale.
+    """Draw the plans of one equation under several lowerings, all to the same scale.
 
     Args:
         plans: the plans, by the name of the lowering.

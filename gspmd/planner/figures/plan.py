@@ -1,4 +1,4 @@
-"""The figure of a plan, as papers draw it: specs in boxes, a collective on every arrow, with its bytes and seconds.
+"""The figure of a plan: specs in boxes, and a collective on every arrow, with its bytes and seconds.
 
 Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), figures 2 and 3.
 Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
@@ -37,7 +37,7 @@ _NARROW = 330.0
 
 @dataclass
 class _Chain:
-    """A spec in its box, then steps, each with its number, and the spec after it."""
+    """A spec in its box, then steps, each with its number and with the spec after the step."""
 
     start: Spec
     steps: Sequence[tuple[int, Step]]
@@ -51,7 +51,7 @@ class _Chain:
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
-        """Draw the chain around x, from y down; return its end."""
+        """Draw the chain from y downwards, centred at x; return the y at which it ends."""
         if self.title:
             canvas.text(x, y + 11, self.title, "small soft", "middle")
             y += _HEAD
@@ -124,7 +124,7 @@ def as_html(plan: Plan) -> str:
 
 
 def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
-    """Draw one plan from y down, with its heading on the left; return its end."""
+    """Draw one plan from y downwards, with its heading on the left; return the y at which the plan ends."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
@@ -140,7 +140,7 @@ def _words(parts: Sequence[str], between: str = " · ") -> list[list[Run]]:
 
 
 def _equation(equation: Equation) -> list[list[Run]]:
-    """Return an equation as words; a line may be broken before each of them."""
+    """Return an equation as words; a line may be broken before each word."""
     words: list[list[Run]] = []
     for number, term in enumerate(equation.terms):
         words += [[Run("+ ")]] if number else []
@@ -157,7 +157,7 @@ def _operand(specs: Sequence[Spec], group: bool) -> list[Run]:
 
 
 class _Routine:
-    """The chains of steps of one routine, the nodes of its einsums, and their places from left to right."""
+    """The chains of steps of one routine, the nodes of its einsums, and their positions from left to right."""
 
     def __init__(self, plan: Plan):
         routine, numbers = plan.routine, iter(range(len(plan.steps)))
@@ -178,8 +178,8 @@ class _Routine:
     def _place(self) -> None:
         """Choose the horizontal middle of every lane, product and output.
 
-        An operand that several products share stands left of those that each has for itself, and one node spans all
-        their lanes, so that no two lines cross.
+        An operand that several products share is drawn to the left of the operands that belong to one product each. A
+        single node spans the lanes of all these products, so that no two lines cross.
         """
         products = self.routine.products
         uses = [sum(lane in product.operands for product in products) for lane in range(len(self.lanes))]
@@ -219,7 +219,7 @@ class _Routine:
                 ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
 
     def draw(self, canvas: Canvas, left: float, y: float) -> float:
-        """Draw everything from y down; return its end."""
+        """Draw the whole routine from y downwards; return the y at which it ends."""
         ends = [lane.draw(canvas, left + x, y) for lane, x in zip(self.lanes, self.middles)]
         met = max(ends) + 24
         for lanes, products in self._nodes():
@@ -237,7 +237,7 @@ class _Routine:
         return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield the lanes and products of each node: products that share an operand are computed in one."""
+        """Yield the lanes and products of each node: products that share an operand are drawn as one node."""
         left = [number for number, einsum in enumerate(self.einsums) if einsum is not None]
         while left:
             together, lanes = [left[0]], set(self.routine.products[left[0]].operands)

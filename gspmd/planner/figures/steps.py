@@ -48,7 +48,7 @@ def steps_figure(plan: Plan) -> Figure:
 
 
 def _draw_step(canvas: Canvas, y: float, plan: Plan, number: int, step: Step, size: CellSize) -> float:
-    """Draw one step in a row from y down: its tensors before, an arrow, the tensor after; return its end."""
+    """Draw one step as a row below y: the tensors before it, an arrow, the tensor after it; return the y of its end."""
     tensors = [("before", step.before), *([("other", step.other)] if step.other is not None else [])]
     head = canvas.text(0, y + 12, f"{number + 1}  {step.name}", f"strong {step.kind}")
     moved = "" if step.kind == "einsum" else step.operand
@@ -72,7 +72,7 @@ def _draw_step(canvas: Canvas, y: float, plan: Plan, number: int, step: Step, si
 def _draw_tensor(
     canvas: Canvas, x: float, y: float, plan: Plan, role: str, spec: Spec, size: CellSize
 ) -> tuple[float, float]:
-    """Draw a tensor on the mesh with its spec below; return its width and its end."""
+    """Draw a tensor on the mesh, and its spec below; return the width of the drawing, and the y at which it ends."""
     held, runs = Ownership(spec, tuple(plan.sizes[dim] for dim in spec.dims), plan.mesh), spec.runs()
     with canvas.group(data_tensor=role, data_spec=spec):
         wide, high = extent(plan.mesh, size)

@@ -106,7 +106,7 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each row, equal for rows that differ only in the order of the axes of a dimension."""
+        """For each row, a number that is equal for rows that differ only in the order of the axes of a dimension."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
@@ -138,7 +138,7 @@ class ContractionTable:
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand at `held`; of equal `rows`, the first spec as text is taken."""
+        """Return the choice with the left operand at `held`; among equal `rows`, the first spec as text is used."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
             row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand

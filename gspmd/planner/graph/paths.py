@@ -81,7 +81,7 @@ class ShortestPaths:
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """Return the number of a placement; -1 if its axes do not divide the sizes."""
+        """Return the number of a placement; -1 if the axes of the placement do not divide the sizes."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )
@@ -94,7 +94,7 @@ class ShortestPaths:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each placement, equal for placements that differ only in the order of axes."""
+        """For each placement, a number that is equal for placements that differ only in the order of axes."""
         nodes = self.nodes
         return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
@@ -117,7 +117,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place: every placement may also be reached by steps from another one."""
+        """Lower the costs in place: every placement may also be reached by steps from other placements."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -135,8 +135,8 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
-        Of paths with equal cost, it has steps that send nothing first, then steps that send less; the order of KINDS,
-        of the tensor's dimensions and of the mesh's axes decides the rest.
+        Among paths of equal cost, the path is chosen whose early steps send nothing or else little. Further ties are
+        decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
         """
         rows = self.nodes.rows
         while rest[number] != 0:
@@ -209,7 +209,7 @@ _lock = Lock()
 def shortest_paths(
     shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, partial: frozenset[str], scatters: bool = True
 ) -> ShortestPaths:
-    """Return the `ShortestPaths` of these arguments; the latest are cached."""
+    """Return the `ShortestPaths` of these arguments; the latest results are cached."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
         made = _kept.pop(key, None)

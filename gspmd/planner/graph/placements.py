@@ -1,7 +1,7 @@
 """Every placement of a tensor on a mesh, as rows of numpy arrays: the nodes of the planner's graph.
 
-A placement gives each mesh axis a role: it shards a dimension, at some place in the order of that dimension's axes, or
-belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
+A placement gives each mesh axis a role: it shards a dimension, at some position in the order of that dimension's axes,
+or belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
 numbered, and a placement is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n
 axes and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
 15,120 for 5 axes.
@@ -88,7 +88,7 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by each choice for one more column that uses no taken axis; return the rows and taken axes."""
+    """Extend every row by each choice for one more column that reuses no axis; return the rows and their used axes."""
     free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -110,7 +110,7 @@ class Nodes:
     """The placements of one tensor, numbered in the order of their keys.
 
     A key is a number with a digit for each axis: 0 if the axis is unused, 1 if it is in the partial sum, 2 + count · d
-    + r if it shards dimension d after r other axes. So the key changes in a step by differences of entries of `on` and
+    + r if it shards dimension d after r other axes. So a step changes the key by differences of entries of `on` and
     `partial_keys`.
 
     Args:
@@ -146,7 +146,7 @@ class Nodes:
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the numbers of placements with these keys; -1 for a key without a placement."""
+        """Return the number of the placement with each of these keys; -1 for a key that no placement has."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 

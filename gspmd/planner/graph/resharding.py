@@ -29,7 +29,7 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two moves by way of another placement, nor more than the same move of a larger tensor
+    A move never costs more than two moves through a third placement, nor more than the same move of a larger tensor
     that the same mesh axes divide.
 
     Args:
@@ -70,7 +70,7 @@ def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chi
     """Plan a move from hashable arguments; `dst` has the order of `src`, and there are no mesh axes of size 1."""
     if not set(dst.partial) <= set(src.partial):
         missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
-        raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {missing}.")
+        raise PlanError(f"cannot move '{src}' to '{dst}'\n  the source is not a partial sum over mesh axis {missing}.")
     paths = shortest_paths(shape, mesh, itemsize, chip, frozenset(src.partial), reduce == "sum")
     here, there = paths.number(src), paths.number(dst)
     if min(here, there) < 0:

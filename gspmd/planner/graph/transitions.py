@@ -1,7 +1,7 @@
 """Every single step between the placements of a tensor: the arcs of the planner's graph, without their costs.
 
     slice               F     -> F_yz              adds axes to the minor end of a dimension
-    all-gather          F_xyz -> F_x               takes minor axes off a dimension
+    all-gather          F_xyz -> F_x               removes minor axes from a dimension
     reduce-scatter      F_x partialsum-yz -> F_xyz sums, and shards the minor end of a dimension
     all-reduce          F partialsum-xy -> F partialsum-x
     all-to-all          B_wE_xy -> B_wxyE          moves minor axes to the minor end of another dimension, in order
@@ -66,7 +66,7 @@ class Arcs:
 
 
 class Graph:
-    """The placements of a tensor and the steps between them; the arguments are as for `Nodes`.
+    """The placements of a tensor and the steps between them; the arguments are those of `Nodes`.
 
     Attributes:
         nodes: the placements.
@@ -106,7 +106,7 @@ class Graph:
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Yield the steps that add minor axes to a dimension or take them off: `full` has the axes, `bare` does not."""
+        """Yield the steps that add minor axes to a dimension or remove them; `full` has the axes, `bare` does not."""
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))

@@ -174,7 +174,7 @@ def test_tensors_divide_the_bytes_among_them(what, tmp_path):
 def test_a_name_that_comes_twice_and_deep_nesting_are_refused(tmp_path):
     whole = json.dumps(FULL)
     for text, fault in {
-        f'{{"a": {whole}, "a": {whole}}}': "'a' comes twice",
+        f'{{"a": {whole}, "a": {whole}}}': "the key 'a' appears twice",
         f'{{"a": {"[" * 100_000}': "nested more than 64 levels deep",
     }.items():
         (tmp_path / "model.safetensors").write_bytes(header(text.encode(), bytes(8)))
@@ -220,7 +220,7 @@ def test_what_is_accepted_is_what_the_library_accepts(count, tmp_path):
         try:
             ours = {*Files(tmp_path).tensors}
         except CheckpointError as error:
-            ours = None if "comes twice" not in str(error) else theirs  # which the library does not refuse
+            ours = None if "appears twice" not in str(error) else theirs  # which the library does not refuse
         assert ours == theirs, path.read_bytes()
 
 

@@ -27,8 +27,8 @@ _WITHOUT = "TPU v2", "TPU v3"
 """Chips for which the kernels do not compile: their matrix units do not read bfloat16 from memory."""
 _LANES = 128
 _LONGEST = 1024, 512
-"""The largest numbers of queries and keys in a block, and of keys in a product: the fastest by the compiler's schedules
-for v5p and v6e."""
+"""The largest number of queries, and of keys, in a block, and the largest number of keys in a product: the fastest by
+the compiler's schedules for v5p and v6e."""
 _WIDEST = 512
 """The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
 _STEP = 2**17
@@ -208,7 +208,7 @@ def attended(
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, of both queries and keys, or None; here segment 0 attends to itself.
-        sinks: [H], one more logit for each head, without a value; None for none.
+        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
@@ -294,7 +294,7 @@ def _gradients_tangent(form, primals, tangents):
 
 
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
-    """Return the terms of queries padded to whole blocks; they give 0 for segment 0, which the kernel attends to."""
+    """Return the terms of queries padded to whole blocks; here, unlike in the kernel, segment 0 sees no key."""
     pair = None if segments is None else (segments, segments)
     placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
