@@ -51,25 +51,25 @@ def rows() -> list[Row]:
 
 
 def _training() -> Iterator[Row]:
-    for cells in _table("mfu.md", "## Predicted beside published"):
+    for cells in _table("mfu.md", "## Predicted and published"):
         rate, wanted = cells["tokens/s per chip"], cells["published"]
         ratio = _number(wanted) / _number(rate)
         chip = cells["step"].rpartition("-")[2]
         yield Row(
             "training, TPU", cells["step"].rpartition("-")[0], f"{cells['chips']} {chip}", f"{wanted} tokens/s a chip",
-            f"{rate} tokens/s a chip", ratio, "mfu.md#predicted-beside-published",
+            f"{rate} tokens/s a chip", ratio, "mfu.md#predicted-and-published",
         )  # fmt: skip
 
 
 def _gpus() -> Iterator[Row]:
-    for cells in _table("gpus.md", "## Published beside predicted"):
+    for cells in _table("gpus.md", "## Published and predicted"):
         if not re.fullmatch(r"[\d.]+", cells["compiled / published"]):
             continue  # It is not supported, or published in another dtype.
         kind = "products, GPU" if "product" in cells["step"] else "training, GPU"
         card = "H100" if "llama" in cells["step"] or "product" in cells["step"] else "A100"
         yield Row(
             kind, cells["step"], f"{cells['GPUs']} {card}", cells["as seconds"], cells["compiled"],
-            float(cells["compiled / published"]), "gpus.md#published-beside-predicted",
+            float(cells["compiled / published"]), "gpus.md#published-and-predicted",
         )  # fmt: skip
 
 
