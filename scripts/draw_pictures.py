@@ -6,6 +6,7 @@ python scripts/draw_pictures.py --page    # docs/page.md: a browser draws it, an
 
 import argparse
 import io
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -32,6 +33,16 @@ def pictures() -> dict[str, Figure]:
     }
 
 
+def address_of(server: subprocess.Popen[str]) -> str:
+    """Return the address that a page's server prints; stop with the server's own words if it prints none."""
+    told = []
+    for line in server.stdout or ():
+        if found := re.search(r"http://\S+", line):
+            return found[0]
+        told.append(line)
+    sys.exit(f"the page did not start:\n{''.join(told)}")
+
+
 def draw_page(path: Path) -> None:
     """Draw the page of an equation in a browser, while a device is pointed at; the PNG says how it was made."""
     from PIL import Image
@@ -39,9 +50,12 @@ def draw_page(path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     argv = [sys.executable, "-m", "gspmd", "page", "--no-browser"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as started:
+    with (
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server,
+        sync_playwright() as started,
+    ):
         try:
-            address = next(iter(server.stdout or ())).split()[2]
+            address = address_of(server)
             browser = started.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
             sheet = browser.new_page(viewport={"width": 1280, "height": 1100}, device_scale_factor=1.5)
             asked = {"equation": EQUATION}

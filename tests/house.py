@@ -35,6 +35,13 @@ def imports_for_checkers(module: str) -> tuple[str, ...]:
     return _names(module, (each for node in tree.body if _is_for_checkers(node) for each in ast.walk(node)))
 
 
+@cache
+def imports_to_run(module: str) -> tuple[str, ...]:
+    """Return the imports of a file that a program may execute: all but those for type checkers."""
+    tree = ast.parse(FILES[module].read_text())
+    return _names(module, (each for node in _at_once(tree.body) for each in ast.walk(node)))
+
+
 def _names(module: str, nodes: Iterable[ast.AST]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for node in nodes:

@@ -92,7 +92,8 @@ class MoveCosts:
         """Return [sources, targets] the seconds of the first steps, which leave a loop if the tensor is invariant.
 
         From the first step on that enlarges the tensor, a chain stays in the loop. So does everything after a slice,
-        because compilers count the device's position among its operands.
+        because compilers count the device's position among its operands. Every pair is planned, even if it occurs
+        more than once (`at_every`).
         """
         meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
         for row, column, rest, path in self._paths_between(sources, targets):
@@ -153,7 +154,26 @@ def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray
     Args:
         made: makes the table, with an axis for each of its arguments, which are placements without repetition.
         places: the placements, by number.
+
+    Example:
+        >>> def made(sources, targets):
+        ...     print("made of", sources, targets)
+        ...     return 10 * sources[:, None] + targets
+        >>> at_every(made, np.array([[7], [4], [7]]), np.array([[2, 2]]))
+        made of [4 7] [2]
+        array([[72, 72],
+               [42, 42],
+               [72, 72]])
     """
-    different = [np.unique(each, return_inverse=True) for each in places]
-    table = made(*(numbers for numbers, _ in different))
-    return table[tuple(index.reshape(each.shape) for (_, index), each in zip(different, places))]
+    numbers, at = different(*places)
+    return made(*numbers)[at]
+
+
+def different(*places: np.ndarray) -> tuple[list[np.ndarray], tuple[np.ndarray, ...]]:
+    """Return each array's numbers without repetition, and the positions of its entries among them.
+
+    >>> different(np.array([7, 4, 7]))
+    ([array([4, 7])], (array([1, 0, 1]),))
+    """
+    found = [np.unique(each, return_inverse=True) for each in places]
+    return [numbers for numbers, _ in found], tuple(at.reshape(each.shape) for (_, at), each in zip(found, places))

@@ -34,7 +34,7 @@ from gspmd.planner.unknown import (
 )
 from gspmd.search.lines import LineChoice
 from gspmd.search.lookups import LookupPrices
-from gspmd.search.moves import HOISTED, MoveCosts, at_every
+from gspmd.search.moves import HOISTED, MoveCosts, at_every, different
 from gspmd.search.program import Chain, Use
 from gspmd.tracing.compilers import compiler_for
 
@@ -138,15 +138,15 @@ class Prices:
             both = counted.setdefault(use.what, [0, 0])
             both[0] += use.times
             both[1] += use.once
-        found: list[Table] = []
-        reduces_sums = compiler_for(self.chip).reduces_sums
-        for what, (times, once) in counted.items():
-            if isinstance(what, UnknownReduction) and not reduces_sums:
-                continue
-            if isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what)):
-                continue  # The common steps of two chains are then priced twice.
-            found.append(self.table(what, times, once))
-        return list(added_up(found).items())
+        priced = (self.table(what, *runs) for what, runs in counted.items() if not self._is_left_out(what))
+        return list(added_up(priced).items())
+
+    def _is_left_out(self, what: Unknown) -> bool:
+        """Return whether a saving is not counted: no compiler has it, or its table is too large."""
+        if isinstance(what, UnknownReduction) and not compiler_for(self.chip).reduces_sums:
+            return True
+        # The common steps of two chains are then priced twice.
+        return isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what))
 
     def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
         """Return the seconds of one step that runs several times.
@@ -459,15 +459,11 @@ class Prices:
 
     def _chains_of_move(self, what: UnknownMove, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
         tensor = self._tensor(what)
-        chains: list[Planned] = []
-
-        def numbers(sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-            between = tensor.steps_between(sources, targets)
-            chains[:], which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
-            return which.reshape(len(sources), len(targets))
-
-        which = at_every(numbers, self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of))
-        return chains, which
+        places = self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of)
+        (sources, targets), at = different(*places)
+        between = tensor.steps_between(sources, targets)
+        chains, which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
+        return chains, which.reshape(len(sources), len(targets))[at]
 
 
 @lru_cache(maxsize=1 << 17)

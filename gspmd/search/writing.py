@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import permutations
 from math import prod
 from types import MappingProxyType
@@ -49,7 +49,7 @@ def document(
         "\n".join(f"# {line}".rstrip() for line in header),
         "\n".join(["[mesh]", *mesh_lines(mesh)]),
         f'[lowering]\ndefault = "{lowering}"',
-        *(block(name, keys, lines, comments) for name, keys in _sections(lines)),
+        *(block(name, lines, keys, comments) for name, keys in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -77,13 +77,23 @@ def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def block(
-    name: str, keys: Iterable[str], lines: Mapping[str, str], comments: Mapping[str, str] = MappingProxyType({})
+    name: str,
+    lines: Mapping[str, str],
+    keys: Collection[str] | None = None,
+    comments: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return one section: its name, and the lines of these keys; `lines` and `comments` as in `document`."""
+    """Return one section: its name, and the lines of these keys, by default all; `comments` as in `document`.
+
+    >>> print(block("ffn", {"ffn.w_in": "EF_x", "ffn.hidden": "BLF_x"}))
+    [ffn]
+    w_in   = "EF_x"
+    hidden = "BLF_x"
+    """
+    keys = lines if keys is None else keys
     inside = [key.partition(".")[2] for key in keys]
     names = [f'"{key}"' if "." in key else key for key in inside]  # Quoted in a section that overrides others.
     texts = [f'"{lines[key]}"' for key in keys]
-    widths = max(map(len, names)), max(map(len, texts))
+    widths = max(map(len, names), default=0), max(map(len, texts), default=0)
     rows = [f"[{name}]"]
     for key, left, text in zip(keys, names, texts):
         behind = f"  # {comments[key]}" if key in comments else ""

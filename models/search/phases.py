@@ -20,6 +20,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
     Raises:
         PlanError: the model has a part that cannot be searched, or the microbatches do not divide the batch.
+        LayoutError: a training step has no such line as one that is fixed.
     """
     if workload.phase != "train":
         return ServingProblem(workload, mesh)

@@ -45,7 +45,7 @@ class Slots:
     """The seconds and bytes of a pipeline's step, by part.
 
     Attributes:
-        count: number of stacked layers of a stage.
+        depth: number of stacked layers of a stage.
         first, last: seconds per slot of the embedding, and of output and loss.
         sent: seconds per slot of the permutes to neighbouring stages.
         layers: seconds per slot of all other work: the layers of a stage.
@@ -55,7 +55,7 @@ class Slots:
         layers_bytes: bytes of everything else.
     """
 
-    count: int
+    depth: int
     first: float
     last: float
     sent: float
@@ -77,13 +77,13 @@ class Slots:
         for first in range(layers):
             for last in range(first, layers):
                 ends = (first == 0) * self.first + (last == layers - 1) * self.last
-                table[first, last] = (last - first + 1) * self.layers / self.count + self.sent + ends
+                table[first, last] = (last - first + 1) * self.layers / self.depth + self.sent + ends
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
         """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
-        return (stage.last - stage.first + 1) * self.layers_bytes / self.count + ends + waiting * self.input_bytes
+        return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes
 
 
 class StageProblem(PhaseProblem):
@@ -191,7 +191,7 @@ class StageProblem(PhaseProblem):
         waits = total([question.prices.shared(unknowns_in(question.lines.spec("ffn.residual", "BLE")), float(stream))])
         waiting = min(case.microbatches, 2 * self.stages - 1)
         return Slots(
-            case.config.repeats // self.stages,
+            depth=case.config.repeats // self.stages,
             **{place: value / self.slots for place, value in seconds.items()},
             once=self.problem().cost(picks) - sum(seconds.values()),
             ends_bytes=held["ends"],

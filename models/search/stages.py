@@ -44,8 +44,9 @@ class PipelineRow:
 
     Attributes:
         stages, microbatches: S and M.
-        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. For
-            GPUs, which have no torus, it is S.
+        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. Of
+            several torus axes that leave a stage the same mesh, it is the smallest. For GPUs, which have no torus, it
+            is S.
         problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
         answer: its answer, with the seconds of a step and the bytes of a device; None if nothing fits.
         prices: the prices of its parts; None if nothing fits.
@@ -139,9 +140,9 @@ def table(
             if workload.batch % count == 0:
                 tell(f"{stages} stages, {count} microbatches")
                 made = _problems(replace(workload, microbatches=count), stages, torus)
-                solved = [row for row in (_solved(along, problem, limit) for along, problem in made) if row]
-                if solved:
-                    rows.append(min(solved, key=lambda row: (row.answer.seconds if row.answer else inf, row.least)))
+                solved = (row for each in made if (row := _solved(*each, limit)))
+                best = min(solved, key=lambda row: (row.answer.seconds if row.answer else inf, row.least), default=None)
+                rows += [best] if best else []
     free = {count: _free(rows, count, periods, prod(torus), limit) for count in dict.fromkeys(microbatches)}
     return Table(tuple(rows), {count: found for count, found in free.items() if found})
 

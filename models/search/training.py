@@ -76,7 +76,7 @@ class StepProblem(PhaseProblem):
         """The search on this mesh."""
         case, step = self.case, self._step
         # Memory is counted at the point where the program with two microbatches holds the most, so that with more
-        # microbatches the count never grows.
+        # microbatches the count never grows where the batch is even.
         _, like, _ = step.read(2) if case.microbatches > 2 and step.batch % 2 == 0 else (None, None, None)
         read = step.read(case.microbatches)
         return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, like)
@@ -91,6 +91,7 @@ class TrainingProblem(StepProblem):
 
     Raises:
         PlanError: the microbatches do not divide the batch, or the program has a part that cannot be searched.
+        LayoutError: the model has no such line as one that is fixed.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):

@@ -55,7 +55,7 @@ def bars_of(figure: Figure) -> dict[str, tuple[str, list[float]]]:
     for row in having(root(figure), bar=None):
         label, told = words(row)
         assert label == row.get("data-bar")
-        found[label] = told, [float(each.get("width", 0)) for each in row.iter(f"{SVG}rect")]
+        found[label] = told, [float(each.attrib["width"]) for each in row.iter(f"{SVG}rect")]
     return found
 
 

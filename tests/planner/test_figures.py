@@ -1,5 +1,6 @@
 """The figure of a plan: every number in it is the plan's, nothing overlaps, and any equation has one."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -137,6 +138,14 @@ def test_lowerings_are_drawn_to_one_scale():
         expected = {bar.number: (left + bar.start * wide / longest, max(1.0, bar.seconds * wide / longest))
                     for bar in bars(plan) if bar.seconds}  # fmt: skip
         assert {number: pytest.approx(place, abs=0.011) for number, place in expected.items()} == places
+
+
+@pytest.mark.parametrize(
+    ("equations", "told"), [((), "of no plans"), (EQUATIONS[:2], f"of the equations .*{re.escape(EQUATIONS[1])}")]
+)
+def test_lowerings_of_one_equation_are_compared(equations, told):
+    with pytest.raises(ValueError, match=f"cannot compare the lowerings {told}"):
+        lowerings_figure({equation: _plan(equation) for equation in equations})
 
 
 def test_a_name_is_written_in_a_bar_that_holds_it():

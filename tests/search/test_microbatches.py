@@ -298,7 +298,11 @@ def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it(monkeypat
 
 def test_a_batch_that_two_microbatches_do_not_divide_is_searched():
     """Memory in more microbatches is counted as in two, where there are two."""
-    workload = Workload(DENSE, CHIP, batch=9, length=LENGTH, microbatches=3)
-    found = problem_of(workload, {"x": 2}).question.answer(None, lambda: False)
+    whole = Workload(DENSE, CHIP, batch=9, length=LENGTH)
+    one, found = (
+        problem_of(replace(whole, microbatches=count), {"x": 2}).question.answer(None, lambda: False)
+        for count in (1, 3)
+    )
     assert found.complete
     assert found.planned_seconds == pytest.approx(found.priced_seconds, rel=1e-5)
+    assert found.bytes <= one.bytes

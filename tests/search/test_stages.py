@@ -3,8 +3,10 @@
 import io
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -154,14 +156,23 @@ CHIP = CHIPS["tpu-v5p"]
 INSIDE = {"x": 2, "y": 2}
 
 
-def problem_of(config: ModelConfig, microbatches: int = 1, side: tuple[str, ...] = (), stages: int = 2) -> StageProblem:
-    return StageProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), stages, INSIDE, side)
+def problem_of(
+    config: ModelConfig,
+    microbatches: int = 1,
+    side: tuple[str, ...] = (),
+    stages: int = 2,
+    inside: Mapping[str, int] = INSIDE,
+    slice_shape: tuple[int, ...] = (),
+) -> StageProblem:
+    chip = replace(CHIP, slice_shape=slice_shape)
+    return StageProblem(Workload(config, chip, BATCH, LENGTH, microbatches=microbatches), stages, inside, side)
 
 
 def step_of(found: StageProblem, layout: Layout):
     """A step in stages, with its mesh, a compiler's topology, and its arguments."""
     case = found.case
-    mesh = topology(f"tpu-v5p:{case.stages}x2x2").mesh({"p": case.stages, **INSIDE})
+    shape = case.chip.slice_shape or (case.stages, 2, 2)
+    mesh = topology(f"tpu-v5p:{'x'.join(map(str, shape))}").mesh({"p": case.stages, **case.mesh})
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
         model = abstract(case.config, layout, mesh, "bfloat16")
         state = step.abstract_state(model, OptimizerConfig(), 10, mesh)
@@ -181,6 +192,27 @@ def planned(found: StageProblem, problem: Problem, picks: dict[str, int]) -> flo
     at = [picks[option.name] for option in question.prices.choices]
     tables = sum(float(table[tuple(at[number] for number in of)]) for of, table in question.planned)
     return tables + float(problem.seconds_of(picks).get(NORM, 0.0))
+
+
+def check_traced(found: StageProblem, folder: Path) -> None:
+    """Compare the best picks and three drawn ones with the traced steps of their layouts."""
+    case, problem, rng = found.case, found.problem(), random.Random(0)
+    config, microbatches, stages = case.config, case.microbatches, case.stages
+    for number in range(4):
+        picks = drawn(problem, rng) if number else Search(problem).best().picks
+        layout = layout_of(found.lines(picks), folder, ("p", *case.mesh))
+        layout.check(config.sizes(BATCH, LENGTH), {"p": stages, **case.mesh})
+        if not config.moe:
+            assert data_axes(layout)[: len(case.side)] == case.side
+        if config.moe or data_axes(layout) == case.side:
+            plan = traced(found, layout)
+            # a picosecond for each step is rounded up
+            assert planned(found, problem, picks) == pytest.approx(plan.seconds, rel=2e-6)
+    # Two stages have one slot less to send back in: after the last, nobody takes it; nor the only one's last result.
+    sends = 2 * (microbatches + stages - 1) - (stages == 2) - (microbatches == 1)
+    sent = sum(each.wire_bytes for each in plan.steps if (each.kind, each.axes) == ("collective-permute", ("p",)))
+    held = layout.spec("ffn.residual").local_shape((BATCH // microbatches, LENGTH, config.embed), case.mesh)
+    assert sent == sends * math.prod(held) * 2
 
 
 @pytest.mark.turns(1)
@@ -209,23 +241,12 @@ def planned(found: StageProblem, problem: Problem, picks: dict[str, int]) -> flo
 )  # fmt: skip
 def test_a_pipeline_costs_what_its_training_step_is_traced_to(config, remat, microbatches, side, stages, tmp_path):
     pytest.importorskip("libtpu")
-    found = problem_of(replace(config, remat=remat), microbatches, side, stages)
-    problem, rng = found.problem(), random.Random(0)
-    for number in range(4):
-        picks = drawn(problem, rng) if number else Search(problem).best().picks
-        layout = layout_of(found.lines(picks), tmp_path, ("p", *INSIDE))
-        layout.check(config.sizes(BATCH, LENGTH), {"p": stages, **INSIDE})
-        if not config.moe:
-            assert data_axes(layout)[: len(side)] == side
-        if config.moe or data_axes(layout) == side:
-            plan = traced(found, layout)
-            # a picosecond for each step is rounded up
-            assert planned(found, problem, picks) == pytest.approx(plan.seconds, rel=2e-6)
-    # Two stages have one slot less to send back in: after the last, nobody takes it; nor the only one's last result.
-    sends = 2 * (microbatches + stages - 1) - (stages == 2) - (microbatches == 1)
-    sent = sum(each.wire_bytes for each in plan.steps if (each.kind, each.axes) == ("collective-permute", ("p",)))
-    held = layout.spec("ffn.residual").local_shape((BATCH // microbatches, LENGTH, config.embed), INSIDE)
-    assert sent == sends * math.prod(held) * 2
+    check_traced(problem_of(replace(config, remat=remat), microbatches, side, stages), tmp_path)
+
+
+def test_outside_the_slots_a_mesh_axis_has_the_links_of_every_torus_axis(tmp_path):
+    pytest.importorskip("libtpu")
+    check_traced(problem_of(DENSE, 4, ("x",), 2, {"x": 16}, (2, 4, 4)), tmp_path)
 
 
 MEDIUM = replace(DENSE, vocabulary=8192, embed=1024, feed_forward=4096)
@@ -297,14 +318,22 @@ def test_no_stages_that_are_alike_are_faster_than_any_split(pipelines):
 def test_stages_and_their_meshes_are_the_slice(monkeypatch):
     """Stages take a part of one torus axis, and a stage has every mesh of at most two axes of the rest."""
     tried = []
-    record = lambda along, problem, *_: tried.append((along, problem.stages, problem.case.mesh))  # noqa: E731
+
+    def record(along, problem, *_):
+        mesh, side = problem.case.mesh, problem.case.side
+        assert problem.stages * math.prod(mesh.values()) == 32
+        tried.append((along, problem.stages, tuple(sorted(mesh.values())), tuple(sorted(mesh[axis] for axis in side))))
+
     monkeypatch.setattr(stages_module, "_solved", record)
     assert not table(Workload(DENSE, CHIP, BATCH, LENGTH), (2, 4, 4), 95e9, (4,)).rows
-    shapes = {(along, stages, tuple(sorted(mesh.values()))) for along, stages, mesh in tried}
-    assert shapes == {
-        (2, 2, (16,)), (2, 2, (4, 4)), (4, 2, (2, 8)),
-        (4, 4, (8,)), (4, 4, (2, 4)),
-    }  # fmt: skip
+    # Every mesh comes once, with every choice of axes along which pipelines run side by side.
+    assert sorted(tried) == sorted([
+        (2, 2, (16,), ()), (2, 2, (16,), (16,)),
+        *((2, 2, (4, 4), side) for side in [(), (4,), (4,), (4, 4)]),
+        *((4, 2, (2, 8), side) for side in [(), (2,), (8,), (2, 8)]),
+        (4, 4, (8,), ()), (4, 4, (8,), (8,)),
+        *((4, 4, (2, 4), side) for side in [(), (2,), (4,), (2, 4)]),
+    ])  # fmt: skip
 
 
 def test_stages_of_gpus_are_of_every_size(monkeypatch):

@@ -20,7 +20,14 @@ def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
     Returns:
         The figure. Every lowering is a group with `data-lowering` and `data-seconds`; every bar in it is a group with
         `data-step` and `data-kind`.
+
+    Raises:
+        ValueError: there are no plans, or their equations differ.
     """
+    equations = sorted({str(plan.equation) for plan in plans.values()})
+    if len(equations) != 1:
+        found = f"the equations {', '.join(equations)}" if equations else "no plans"
+        raise ValueError(f"cannot compare the lowerings of {found}.\n  Give plans of one equation.")
     canvas, told = Canvas(), []
     most = max(plan.seconds for plan in plans.values()) or 1.0
     for row, (name, plan) in enumerate(plans.items()):
@@ -37,8 +44,7 @@ def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
     y = len(plans) * _ROW - 6
     canvas.text(_LEFT, y, "links above, matrix unit below", "small soft")
     canvas.text(_LEFT + _WIDE, y, amount_of_seconds(most), "small soft", "end")
-    (equation,) = {str(plan.equation) for plan in plans.values()}
-    return canvas.figure(f"Lowerings of {equation}", f"{', '.join(told)}.", "\n".join(told))
+    return canvas.figure(f"Lowerings of {equations[0]}", f"{', '.join(told)}.", "\n".join(told))
 
 
 def _draw(canvas: Canvas, bar: Bar, y: float, scale: float) -> None:

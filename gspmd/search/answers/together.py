@@ -96,4 +96,4 @@ def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> s
         before: the lines of the layout that it overrides.
     """
     changed = {f"{name}.{key}": text for key, text in lines.items() if before.get(key) != text}
-    return f"\n{block(name, changed, changed)}\n" if changed else ""
+    return f"\n{block(name, changed)}\n" if changed else ""
