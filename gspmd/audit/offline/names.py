@@ -11,15 +11,15 @@ from gspmd.hardware.chips import CHIPS, Chip, not_another
 
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
 """Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
-compiler describes larger slices too."""
+compiler would describe larger slices too."""
 
 SEARCHED_GPUS = 24_576
-"""Number of GPUs at which `shapes` stops: the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
+"""The largest number of GPUs that `shapes` yields: the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
 of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
 
 MOST_DEVICES = 2**18
-"""The largest number of devices in a name: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each device is an
-object, so an absurd number would fill the memory."""
+"""The largest number of devices that a name may have: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each
+device is an object, so an absurd number would fill the memory."""
 
 SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Other names of GPUs, besides those of chips.toml."""
@@ -31,8 +31,8 @@ CORES = {"tpu-v3": 2, "tpu7x": 2}
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size.
 
-    Each shape is as near a cube as possible. For a GPU they are parts of a node, and then 1, 2, 4, ... nodes, up to
-    `SEARCHED_GPUS`. Several slices have no more than `MOST_DEVICES` devices.
+    Each shape is as close to a cube as possible. The shapes of a GPU are parts of a node, and then 1, 2, 4, ... nodes,
+    up to `SEARCHED_GPUS`. Several slices have at most `MOST_DEVICES` devices together.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -60,7 +60,7 @@ class Named(NamedTuple):
 
     Attributes:
         chip: the figures of one device; for several slices its nodes are the slices.
-        shape: chips along each torus axis of one slice; for GPUs the number in a node, and before it the number of
+        shape: chips along each torus axis of one slice; for GPUs the number of GPUs in a node, after the number of
             nodes if there are several.
         slices: number of slices of TPUs, which the data-centre network connects.
     """
@@ -140,7 +140,8 @@ def _gpus() -> list[str]:
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     """Return the reason why there are no such nodes of GPUs; empty if they may exist.
 
-    Several nodes are used whole, because a plan assumes that every node has `Chip.node_devices` GPUs.
+    If there are several nodes, all their GPUs are used, because a plan assumes that every node has `Chip.node_devices`
+    GPUs.
     """
     node, sizes = chip.node_devices, "x".join(map(str, shape))
     if len(shape) > 2:
@@ -155,7 +156,7 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
-    """Return the name of the fewest nodes with this number of GPUs, or of the largest possible topology."""
+    """Return the name of the smallest set of whole nodes with this number of GPUs, or of the largest possible topology."""
     gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"
@@ -163,7 +164,7 @@ def _nodes_near(chip: Chip, gpus: int) -> str:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there is no such slice, though the compiler would describe it; empty if it may exist."""
+    """Return the reason why there is no such slice, even if the compiler would describe it; empty if it may exist."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

@@ -14,9 +14,9 @@ class Parting:
         lowering: the name of the lowering.
         where: path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
         absolute: largest difference.
-        relative: that difference over the largest number in one device's array.
+        relative: that difference divided by the largest value in the array on one device.
         tolerance: largest `relative` allowed; 0 if the arrays have to be equal.
-        index: index of the first element that differs by more.
+        index: index of the first element that differs by more than is allowed.
         error: the error that the function raised.
     """
 
@@ -43,12 +43,12 @@ class Parting:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `gspmd.audit.verify`; true if every lowering gives what one device gives.
+    """The result of `gspmd.audit.verify`; true if the results under every lowering agree with those on one device.
 
     Attributes:
         name: the name of the function.
         lowerings: the lowerings under which it ran.
-        arrays: number of arrays compared under each.
+        arrays: number of arrays compared under each lowering.
         partings: the differences, in the order of the lowerings and of the results.
         equations: (lowering, equation) for each of the function's equations that differs by itself.
     """

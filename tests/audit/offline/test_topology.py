@@ -128,7 +128,7 @@ def test_axis_types():
     assert slice_.mesh({"x": 2, "y": 2}, AxisType.Auto) == slice_.mesh({"x": 2, "y": 2}, axis_type="auto")
     with pytest.raises(PlanError) as error:
         slice_.mesh({"x": 4}, "manual")
-    assert str(error.value) == "no mesh axis has the type 'manual'.\n  Take 'explicit' or 'auto'."
+    assert str(error.value) == "no mesh axis has the type 'manual'.\n  Use 'explicit' or 'auto'."
 
 
 @needs_libtpu
