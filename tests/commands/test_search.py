@@ -88,7 +88,9 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    proof = "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches none by 2.00%"
+    proof = (
+        "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches, none is faster by 2.00%"
+    )
     assert f"# found      of all layouts on {proof}" in text
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")
@@ -532,7 +534,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
     assert code == 2
     assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
     assert "needs EF; the mesh has no axis q." in err
-    assert "'Q_xE' has dimensions QE, and needs EF. Possible" in err
+    assert "'Q_xE' has dimensions QE, but needs EF. Possible" in err
     code, _, err = run("--why", "ffn.winn=EF", "--fixed", "fnn.w_in=EF")
     assert code == 2
     assert "--why ffn.winn=EF: no layout has a key 'ffn.winn'. Did you mean 'ffn.w_in'?" in err

@@ -91,7 +91,8 @@ def test_every_mesh_of_the_slice_is_searched_and_the_layout_printed(folder, caps
     assert run(given) == 0
     said = capsys.readouterr().out
     assert (
-        "# found      of all layouts on 2 meshes, none is faster by 0.05%; in 2 to 8 microbatches none by 2.00%" in said
+        "# found      of all layouts on 2 meshes, none is faster by 0.05%; "
+        "in 2 to 8 microbatches, none is faster by 2.00%" in said
     )
     assert "# step       batch 8, length 16, bfloat16" in said
     assert "gspmd train --config run.toml --model.layers 3 --layout FILE --mesh " in said

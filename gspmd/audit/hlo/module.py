@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """The work of the kernel that the instruction calls, such as its FLOPs; None if the program does not state it."""
+        """The work of the kernel that the instruction calls; None if the program does not state the work."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property

@@ -125,7 +125,7 @@ def _in_equation(placed: Placed) -> bool:
 
 
 def _done(computation: Computation, scheduled: Instruction) -> Instruction:
-    """Return the instruction that waits for an asynchronous collective; for a synchronous collective, the collective."""
+    """Return the instruction that waits for an asynchronous collective; a synchronous collective is returned itself."""
     users = (each for each in computation.instructions if each.operands == (scheduled.name,))
     return next((each for each in users if each.opcode.endswith("-done")), scheduled)
 

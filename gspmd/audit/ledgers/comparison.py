@@ -144,7 +144,7 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; all steps whose bytes travel in the collective of a different step share one row, with their number."""
+    """Yield rows; all steps whose bytes travel in the collective of a different step share a row, with a count."""
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)

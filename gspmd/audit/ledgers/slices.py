@@ -87,7 +87,7 @@ def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class _Pool:
-    """Compiled collectives by kind, axes and bytes of an execution, with the executions of each that are not assigned."""
+    """Compiled collectives by kind, axes and bytes of an execution, each with the number of executions left."""
 
     def __init__(self, entries: Sequence[Entry]):
         self._left = {number: entry.count for number, entry in enumerate(entries)}
@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Remove and return `count` executions of each part of the first way for which enough are left; else nothing."""
+        """Take `count` executions of each part, in the first way for which enough are left; nothing if no way has."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -107,7 +107,7 @@ class _Pool:
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
-        """Remove and return the permutes of a looped step, which are hops of equal bytes; nothing if some are missing."""
+        """Take the permutes of a looped step, which are hops of equal bytes; nothing if some of them are missing."""
         step = planned.step
         for kind, axes, each in self._alike:
             if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
@@ -142,7 +142,7 @@ class _Pool:
 
 
 def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways in which a step may be compiled: as one collective, and in parts (`gspmd.lowerings.blocking.tpu`)."""
+    """Yield the ways to compile a step: as one collective, and in parts (`gspmd.lowerings.blocking.tpu`)."""
     axes = [axis for axis in step.axes if mesh[axis] > 1]
     yield [(step.kind, frozenset(axes), step.wire_bytes)]
     if step.kind not in ("all-gather", "reduce-scatter", "all-reduce"):

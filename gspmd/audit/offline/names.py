@@ -156,7 +156,7 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
-    """Return the name of the smallest set of whole nodes with this number of GPUs, or of the largest possible topology."""
+    """Return the name of the fewest whole nodes that have this number of GPUs, or of the largest topology."""
     gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"

@@ -67,7 +67,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
-    """Draw the bars of a row: every lane and category has one path of the hidden parts, and one of the exposed parts."""
+    """Draw the bars of a row: for each lane and category, one path of the hidden parts and one of the exposed parts."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:

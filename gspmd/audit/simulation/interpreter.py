@@ -28,7 +28,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy, in every iteration of a loop, of (a part of) an array that no iteration changes; with its cost per run."""
+    """A copy, in every iteration of a loop, of an array, or a part of one, that no iteration changes; and its cost."""
 
     instruction: Instruction
     times: int
@@ -221,7 +221,7 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """Return an instruction's name: the plan's step, or the operation that serves it; else JAX's name, or the opcode."""
+    """Return a name: the plan's step, or the operation that serves it; otherwise JAX's name, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -173,7 +173,7 @@ class Machine:
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
     def _advance(self, most: float, waited: _InFlight | None = None) -> float:
-        """Let time pass until a transfer changes its state, for at most `most` seconds; return the seconds that passed."""
+        """Let time pass until a transfer changes its state, for at most `most` seconds; return the time that passed."""
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
         sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]

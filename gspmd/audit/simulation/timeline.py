@@ -106,7 +106,7 @@ class Timeline(Printed):
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """Return the spans on a row, except loops, by start, each with the first lane that is free; spans may overlap."""
+        """Return the spans on a row, except loops, by start, each with the first free lane, as spans may overlap."""
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")
