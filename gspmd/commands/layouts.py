@@ -7,7 +7,7 @@
     gspmd layouts check own.toml --config llama-2-70b --mesh x=8,y=4,z=4
     gspmd layouts diff megatron-1d own.toml
 
-A layout is a preset's name or the path of a TOML file. Nothing starts JAX, and no device is needed.
+A layout is a preset's name or the path of a TOML file. None of these commands starts JAX or needs a device.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SECTIONS = (*PARTS, PIPELINE)
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags; `does` among them is the function of the subcommand.
+    """Return the flags; one of their attributes, `does`, is the function of the subcommand.
 
     Args:
         argv: the flags.
@@ -189,7 +189,7 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
 
 
 def diff_layouts(options: argparse.Namespace) -> int:
-    """Print the lines in which two layouts differ; return 1 if there are some."""
+    """Print the lines in which two layouts differ; return 1 if there are any."""
     a, b = Layout.load(options.a), Layout.load(options.b)
     rows = [*_differing(a, b)]
     if not rows:

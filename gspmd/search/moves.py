@@ -90,8 +90,7 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return [sources, targets] the seconds of the first steps, which are hoisted if a loop does not change the
-        tensor.
+        """Return [sources, targets] the seconds of the first steps, which are hoisted where the tensor is invariant.
 
         A chain stays in the loop from the first step on that enlarges the tensor. So does everything after a slice,
         because for compilers the position of the device is an operand of the slice.

@@ -273,7 +273,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     code, out, err = run("--memory", "1.2e-6", "--out", str(tmp_path / "found.toml"))
     assert (code, out) == (1, "")
     said = re.search(
-        r"Nothing fits tpu-v5p:2x2x1: .* holds (\S+) kB on each device, (\S+) kB more than the (\S+) kB", err
+        r"No layout fits tpu-v5p:2x2x1: .* holds (\S+) kB on each device, (\S+) kB more than the (\S+) kB", err
     )
     assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
@@ -544,7 +544,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--memory", "1.5"], "--memory is the share of memory that may be used, above 0 and at most 1, not 1.5."),
+        (["--memory", "1.5"], "--memory is the fraction of memory that may be used, above 0 and at most 1, not 1.5."),
         (["--compile", "-1"], "--compile is a number of layouts, 0 or more, not -1."),
         (["--why", "ffn.w_in"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'ffn.w_in'."),
         (["--out", "found.txt"], "--out writes a TOML file, whose name ends in .toml, not 'found.txt'."),

@@ -141,7 +141,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--layout", "auto"], "no layout is called 'auto'."),
         (["--microbatches", "3"], "3 microbatches do not divide a batch of 8; choose a divisor."),
         (["--batch", "0"], "batch must be positive, but is 0."),
-        (["--memory", "2"], "--memory is the share of memory that may be used"),
+        (["--memory", "2"], "--memory is the fraction of memory that may be used"),
         (["--mesh", "x=4"], "--mesh x=4 has 4 devices, and tpu-v5e:4x2 has 8; --topology names another slice."),
         (["--out", "found.png"], "--out writes a TOML file, whose name ends in .toml, not 'found.png'."),
         (["--out", "no/found.toml"], "--out no/found.toml: there is no folder 'no'."),
@@ -171,7 +171,7 @@ def test_nothing_fits(folder, capsys):  # noqa: F811
     _, name = folder
     assert run(asked(name, *SLICE, "--memory", "1e-6")) == 1
     said = capsys.readouterr().err
-    assert "Nothing fits tpu-v5e:4x2: the smallest layout, on mesh " in said
+    assert "No layout fits tpu-v5e:4x2: the smallest, on mesh " in said
     assert "Otherwise take a larger --memory" in said
 
 

@@ -153,7 +153,7 @@ def test_names_are_refused_before_the_work(tmp_path):
         tmp_path: "it is a folder; give a file.",
         tmp_path / "x.txt": "--gantt writes a PNG file, whose name ends in .png, not ",
         tmp_path / ("n" * 300 + ".png"): "...: File name too long.",
-        tmp_path / "a\0b.png": "a name has no null characters.",
+        tmp_path / "a\0b.png": "a name cannot have null characters.",
     }.items():
         faults = [*files.faults_of("gantt", str(given), ".png", "a PNG file")]
         assert any(said in fault for fault in faults), faults

@@ -379,7 +379,7 @@ def test_a_search_that_takes_too_long_is_given_up(monkeypatch):
         refused = client.post("/api/search", json={"topology": 1}, headers=WELL).text.splitlines()[-1]
         assert json.loads(refused) == {"status": 400, "answer": {"refused": "field topology is 1, and not a text."}}
         why = client.post("/api/why", json={"token": "1", "key": "ffn.w_in", "spec": "EF"}, headers=WELL).json()
-        assert "this search has ended" in why["fault"]["message"]
+        assert "this search is no longer kept" in why["fault"]["message"]
 
 
 @pytest.mark.parametrize("task", ["search", "why"])

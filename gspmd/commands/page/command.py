@@ -2,7 +2,7 @@
 
     gspmd page
 
-It is served by this machine to this machine alone, until Ctrl-C ends it. Nothing runs on a device.
+The page is served only to this machine, until Ctrl-C ends it. Nothing runs on a device.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LONG = "gspmd.commands.page.tasks:LongTasks"
 """The tasks of the page that take minutes."""
 _PORT = 8765
 _PORTS = 20
-"""Number of ports that are tried in turn, from `_PORT` on, if none is given."""
+"""If no port is given, the number of ports that are tried in turn, from `_PORT` on."""
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Serve the page until it is interrupted; return the exit code: 2 for bad input or what is not installed.
+    """Serve the page until an interrupt; return the exit code: 2 for bad input, or if a package is not installed.
 
     Args:
         argv: the flags.
@@ -72,7 +72,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         address = f"http://127.0.0.1:{port}/"
 
         class Server(uvicorn.Server):
-            """A server that prints its address, and opens the browser, only once it answers."""
+            """A server that prints its address and opens the browser once it answers requests."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
@@ -114,7 +114,7 @@ def _folder(text: str) -> Path:
 
 
 def _listen(port: int | None) -> socket.socket:
-    """Listen on a port of this machine's own address, or on the first free one."""
+    """Listen on a port of this machine's own address: the given port, or the first free one."""
     for number in [port] if port else range(_PORT, _PORT + _PORTS):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

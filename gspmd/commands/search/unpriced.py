@@ -1,4 +1,4 @@
-"""Settings of a configuration file that change what a step holds or sends, and have no price in a search."""
+"""Settings of a configuration file that change the bytes that a step holds or sends, but have no price in a search."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from gspmd_models.search.workload import Unsearched
 
 @contextmanager
 def remedied(remedy: str) -> Iterator[None]:
-    """Add the remedy, in the flags of the command, to the error for a model that is not searched.
+    """Add a remedy, in terms of the command's flags, to the error for a model that is not searched.
 
     Raises:
         ConfigError: in place of `Unsearched`.
