@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, and say in plain words why it could not be written."""
+"""Write a file completely or not at all, and explain in plain words why it could not be written."""
 
 import os
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from gspmd.display.plain import printable
 
 
 def write_or_keep(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Write a file so that it has its old or its complete new contents, for example if the disk is full.
+    """Write a file atomically: if writing fails, for example because the disk is full, the old contents stay.
 
-    The contents are written into a file beside it, with the same ending, which is then renamed. A pipe or a device is
-    written directly, and so is a file in a read-only folder.
+    The contents are written into a file in the same folder and with the same ending, which is then renamed. A pipe or a
+    device is written directly, and so is a file in a read-only folder.
 
     Args:
         path: the file.
-        write: a function that writes the file of the name that it gets.
+        write: a function that is called with a path, and writes the file there.
 
     Raises:
         OSError: the file cannot be written. It is of the class that the system raised, and its `strerror` is the

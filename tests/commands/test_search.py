@@ -277,7 +277,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     )
     assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
-    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a larger --memory, or a smaller --batch\.", err)
+    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise use a larger --memory, or a smaller --batch\.", err)
     assert not (tmp_path / "found.toml").exists()
 
 
@@ -364,7 +364,7 @@ def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
     assert "that may be used, 0.0001% of " in err
-    assert err.endswith("Leave --mesh out, or take a larger slice, or a larger --memory, or a smaller --batch.")
+    assert err.endswith("Leave --mesh out, or use a larger slice, or a larger --memory, or a smaller --batch.")
 
 
 def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeypatch):

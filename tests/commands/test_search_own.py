@@ -172,7 +172,7 @@ def test_nothing_fits(folder, capsys):  # noqa: F811
     assert run(asked(name, *SLICE, "--memory", "1e-6")) == 1
     said = capsys.readouterr().err
     assert "No layout fits tpu-v5e:4x2: the smallest, on mesh " in said
-    assert "Otherwise take a larger --memory" in said
+    assert "Otherwise use a larger --memory" in said
 
 
 def test_an_interrupt_writes_the_best_so_far(folder, monkeypatch, capsys):  # noqa: F811
