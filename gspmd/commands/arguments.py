@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()
         elif found := re.fullmatch(r"argument (\S+): invalid int value: (.*)", message, re.DOTALL):
             message = f"argument {found[1]}: {found[2]} is not a whole number."
-            message += f"\n  {self.prog} --help says what it takes."
+            message += f"\n  {self.prog} --help describes it."
         elif message.startswith("unrecognized arguments: "):
             flag = message.split()[2].partition("=")[0]
             flags = {*self.flags}.union(*(each.flags for each in self.subcommands.values()))
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         elif message.startswith("the following arguments are required: ") and self.subcommands:
             message += f"\n  Give one of {', '.join(self.subcommands)}."
         elif "\n" not in message:
-            message += f"\n  {self.prog} --help says what it takes."
+            message += f"\n  {self.prog} --help describes it."
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -76,7 +76,7 @@ def make_parser() -> Parser:
     check.add_argument("--model", metavar="MODULE:NAME", help="a custom model, whose sizes are checked")
     check.add_argument("--batch", type=int, help="sequences; by default those of the config, or of gspmd train")
     check.add_argument("--length", type=int, help="tokens of a sequence, with the same default")
-    diff = add("diff", diff_layouts, "list the lines in which two layouts differ; exit code 1 if there are some")
+    diff = add("diff", diff_layouts, "list the lines in which two layouts differ; exit code 1 if there are any")
     diff.add_argument("a", metavar="LAYOUT", values=preset_names(), help="a preset's name, or a TOML file")
     diff.add_argument("b", metavar="OTHER", values=preset_names(), help="another one")
     parser.subcommands = commands.choices

@@ -132,6 +132,6 @@ def refuse_named(values: Mapping[str, Any], doing: str) -> None:
     """
     table = values.get("model")
     if name := table.get("class") if isinstance(table, Mapping) else "":
-        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' take"
+        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' accept"
         remedy = "Give a model that comes with gspmd."
         raise ConfigError(doing, [f"its model is {name!r}, a custom model, {takes}. {remedy}"])

@@ -131,8 +131,8 @@ def _another_beginning(settings: RunSettings) -> str:
     if begun and os.path.realpath(begun) == os.path.realpath(settings.checkpoint):
         return ""
     kept = f"with the checkpoint {begun!r}" if begun else "with random weights"
-    remedy = "Leave --from out, or begin another run in another --out."
-    return f"the run in {str(out)!r} began {kept}, and not with {settings.checkpoint!r}. {remedy}"
+    remedy = "Leave --from out, or begin a new run in a different --out."
+    return f"the run in {str(out)!r} began {kept}, not with {settings.checkpoint!r}. {remedy}"
 
 
 def adapted(settings: RunSettings) -> RunSettings:

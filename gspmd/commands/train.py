@@ -162,7 +162,7 @@ def check(console: Console, settings: RunSettings) -> Checked:
         at = arrangement.layout, arrangement.mesh
         tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
         parts = {"parameters": state.params, "optimizer state": state.optimizer, "tokens": tokens}
-        remedy = "Take a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
+        remedy = "Use a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)
@@ -208,7 +208,7 @@ def with_fitting_sample(
     doing = "cannot begin the generated text:"
     prompt = (tokenizer or bytes_of(model)).encode(training.prompt)
     if tokenizer and not prompt:
-        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
+        fault = f"the tokenizer has no token for {training.prompt!r}; give a different --prompt, or --sample-bytes 0."
         raise ConfigError(doing, [fault])
     begins = 1 if model.encoder_layers else len(prompt)  # the generated text does not contain its source
     room = training.sampled if model.context_length is None else model.context_length - begins

@@ -3,9 +3,8 @@
 Colors are written out in every rule instead of CSS variables, which programs for papers do not understand.
 
 Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
-    possible
-so that a text in each has a contrast of 4.5 with its ground, and that any two are at least 20 apart in CIE L*a*b* for
-protanopes and deuteranopes.
+    possible, so that text in each of them has a contrast of 4.5 with its ground, and any two are at least 20 apart in
+    CIE L*a*b* for protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -590,8 +590,8 @@ def test_bad_input_is_one_message(run, flags, said):
 @pytest.mark.parametrize(
     ("table", "flags", "said"),
     [
-        ("int8 = true", [], "[model] int8 is of weights that are stored so; leave"),
-        ("int8 = true", ["--phase", "decode"], "[model] int8 is of weights that are stored so: --weights int8"),
+        ("int8 = true", [], "[model] int8 is for weights that are stored in int8; leave"),
+        ("int8 = true", ["--phase", "decode"], "[model] int8 is for weights that are stored in int8: --weights int8"),
         (
             "stacked = false",
             ["--phase", "decode"],
@@ -1012,7 +1012,7 @@ def test_stages_are_a_table(run):
     assert code == 0
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
-    assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
+    assert "--mesh x=4 is for the layout without stages" in " ".join(out.split())
 
 
 @pytest.mark.slow

@@ -80,14 +80,15 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
 
 
 def _given_up() -> str:
-    """Return the message for a plugin for CUDA that JAX failed to load when it started."""
+    """Return the message for a plugin for CUDA that JAX did not load when it started."""
     if has_nvidia_gpu():
         return (
-            "cannot compile for GPUs: this machine has a GPU, and JAX gave up its plugin for CUDA: CUDA is missing.\n"
+            "cannot compile for GPUs: this machine has a GPU, but JAX did not load its plugin for CUDA: "
+            "CUDA is missing.\n"
             "  Set JAX_PLATFORMS=cpu to compile only, or install CUDA's packages with pip install 'jax[cuda12]'."
         )
     return (
-        "cannot compile for GPUs: JAX was started before gspmd was imported, and gave up its plugin for CUDA.\n"
+        "cannot compile for GPUs: JAX was started before gspmd was imported, and did not load its plugin for CUDA.\n"
         "  Import gspmd before the first use of jax.devices(), or set JAX_PLATFORMS=cpu."
     )
 

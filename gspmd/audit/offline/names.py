@@ -122,7 +122,7 @@ def read_name(name: str) -> Named:
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     in_slice = prod(shape) * CORES.get(chip.name, 1)
     if slices * in_slice > MOST_DEVICES:
-        fact = f"gspmd describes {MOST_DEVICES:,} devices or fewer, and this has {slices * in_slice:,}"
+        fact = f"gspmd describes at most {MOST_DEVICES:,} devices, but this has {slices * in_slice:,}"
         raise PlanError(_no_such(name, fact, f"Did you mean '{chip.name}:{tail}*{MOST_DEVICES // in_slice}'? "))
     return Named(replace(chip, node_devices=in_slice) if slices > 1 else chip, shape, slices)
 
@@ -147,11 +147,11 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     if len(shape) > 2:
         return f"GPUs come as nodes x GPUs of a node, and {sizes} has {len(shape)} dimensions"
     if shape[-1] > node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one node"
+        return f"a node of {chip.name} has {node} GPUs, but {sizes} uses {shape[-1]} of one node"
     if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes only {shape[1]} of each node"
+        return f"a node of {chip.name} has {node} GPUs, but {sizes} uses only {shape[1]} of each node"
     if (count := prod(shape)) > MOST_DEVICES:
-        return f"gspmd describes {MOST_DEVICES:,} GPUs or fewer, and {sizes} has {count:,}"
+        return f"gspmd describes at most {MOST_DEVICES:,} GPUs, but {sizes} has {count:,}"
     return ""
 
 
@@ -171,7 +171,7 @@ def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
         return f"{chip.name} is a {chip.torus}D torus, and {sizes} has {len(shape)} dimension{'s' * (len(shape) > 1)}"
     if chip.torus == 2 and max(shape) > side:
         return f"a {chip.name} pod is {side}x{side}, and {sizes} is not a part of it"
-    return f"a {chip.name} pod has {pod} chips, and {sizes} takes {prod(shape)}" if prod(shape) > pod else ""
+    return f"a {chip.name} pod has {pod} chips, but {sizes} has {prod(shape)}" if prod(shape) > pod else ""
 
 
 def _plain(name: str) -> str:

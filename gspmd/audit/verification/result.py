@@ -36,7 +36,7 @@ class Parting:
             return printable(f"{self.lowering}: raises {self.error}")
         at = f", first at {list(self.index)}" if self.index else ""
         return printable(
-            f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest number "
+            f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest value, "
             f"where {self.tolerance:.2g} is allowed{at}"
         )
 

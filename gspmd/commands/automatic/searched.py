@@ -338,10 +338,10 @@ def _answered(
 
     def searched() -> FoundLayout:
         began = time.monotonic()
-        with Progress(console, "Searching the layout") as progress:
+        with Progress(console, "Searching for a layout") as progress:
             try:
                 with remedied(_OWN):
-                    found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
+                    found = search(question, lambda text: progress.begin(f"Searching for a layout: {text}"))
             except NoneFits as fault:
                 raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
             finally:
@@ -364,7 +364,7 @@ def _say(console: Console, found: FoundLayout) -> None:
 def _nothing_fits(fault: NoneFits, question: LayoutQuestion) -> str:
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         tried = "the mesh" if len(question.meshes) == 1 else "any mesh of the devices"
-        return f"the sizes of model and batch have none on {tried}."
+        return f"the sizes of model and batch have no layout on {tried}."
     held, over, limit = map(amount_of_bytes, (fault.nearest.bytes, fault.over, question.limit))
     fact = f"the smallest, on mesh {fault.candidate.named}, holds {held} on each device, {over} more than the {limit}"
     return f"{fact} that may be used of a {question.chip.name}."

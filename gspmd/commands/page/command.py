@@ -94,7 +94,7 @@ def make_parser() -> Parser:
     parser.add_argument("--port", type=_port, help=f"the port to listen on (default: the first free one from {_PORT})")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
     parser.add_argument(
-        "--layouts", type=_folder, metavar="FOLDER", help="a folder of layouts to offer beside the presets"
+        "--layouts", type=_folder, metavar="FOLDER", help="a folder of layouts to offer along with the presets"
     )
     return parser
 

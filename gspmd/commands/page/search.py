@@ -81,7 +81,7 @@ class Searcher:
         except NoneFits as fault:
             raise PlanError(nothing_fits(fault, settings, target, every, say)) from None
         self._token, self._found = f"{next(self._tokens)}", finding
-        say("what the shown layout costs in the same space")
+        say("the cost of this layout in the same space")
         beside = placed(finding, shown)
         tell({"found": self._told(finding, beside, settings, target)})
         say("the cost of each line, and of the next best")

@@ -98,7 +98,7 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
         return
     workload = workload_of(settings, target, settings.model)
     use = "gspmd train" if settings.phase == "train" else "gspmd generate"
-    with remedied(f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."):
+    with remedied(f"{use} uses a layout of your own with --layout FILE, and gspmd compile reports its cost."):
         problem_of(workload, {"x": 1})
     if settings.stages:
         with remedied("Leave --stages out: without stages it is searched."):
@@ -335,7 +335,7 @@ def of_stages(
         return
     yield pipelines.sheet(table)
     if settings.mesh:
-        yield f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
+        yield f"--mesh {settings.mesh} is for the layout without stages; pipelines have meshes of their own."
     best = table.best
     if settings.out and best and best.answer:
         path, than = beside(settings.out), found.finding.answer.seconds

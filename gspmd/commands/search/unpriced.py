@@ -31,9 +31,9 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
     """
     lora = file.model.lora or (file.lora if file.lora.rank else None)
     if lora and not trains:
-        yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged, they hold nothing){remedy}"
+        yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged adapters need no memory){remedy}"
     if file.model.int8:
         served = "" if trains else ": --weights int8 searches for them"
-        yield f"[model] int8 is of weights that are stored so{served}{remedy}"
+        yield f"[model] int8 is for weights that are stored in int8{served}{remedy}"
     if not file.model.stacked:
         yield f"[model] stacked is off, and only stacked blocks have a price{remedy}"
