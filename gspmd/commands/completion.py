@@ -70,7 +70,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
     Args:
         argv: the flags.
-        script: unused, as for `parse`.
+        script: unused; see `parse`.
         settings: the settings, if the flags are read already.
     """
     print(SCRIPTS[(settings or parse(argv)).shell](known()), end="")

@@ -112,7 +112,7 @@ def parse(
 
     Raises:
         ConfigError: from `load_toml`, or from the dataclasses; or the step to resume from is given more than once.
-        FlagError: as for `parse_flags`.
+        FlagError: see `parse_flags`.
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)

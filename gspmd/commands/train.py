@@ -277,7 +277,7 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 
     Raises:
         ConfigError: the text cannot be read, is too short, or differs between processes; the folder cannot be written,
-            or belongs to another run.
+            or belongs to a different run.
     """
     training = checked.settings.training
     corpus = data.load(

@@ -128,9 +128,9 @@ def gathers_round_each_axis(
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
     `blocking` does so if the compiler's own gather uses the links of only one axis, and all axes have wrap-around
-    links. If the mesh has as many axes as the torus, they are taken to be the same axes, unless the shape of the slice
-    says otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in the
-    torus.
+    links. If the mesh has as many axes as the torus, they are assumed to be the same axes, unless the shape of the
+    slice shows otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in
+    the torus.
 
     Besides its result, such a gather holds the blocks that have arrived, which have about the same size. So tensors
     that need more than an eighth of a device's memory when they are fully gathered, such as the table of PaLM 540B, are
@@ -163,12 +163,12 @@ def collective_seconds(
 ) -> float:
     """Return the seconds of one collective.
 
-    A mesh axis is taken to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
+    A mesh axis is assumed to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
     axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
     axis fastest), and fill nodes in this order.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         axes: mesh axes over which the collective runs.
         mesh: sizes of all mesh axes, in their order.
         buffer: bytes per device of the larger of input and output.
@@ -280,7 +280,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
     """Return the seconds of a collective between TPU slices over the data-centre network.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         group: number of devices that communicate with each other.
         buffer: bytes per device of the larger of input and output.
         chip: the hardware.
@@ -295,7 +295,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
     """Return the part of a device's bytes in a collective that crosses the network between nodes or slices.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         group: number of devices that communicate with each other.
         near: the smallest number of these devices on any node; equal to `group` if all are on one node.
         sent: bytes that one device sends, `wire_bytes`.
@@ -401,7 +401,7 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
     network are used one after the other (`collective_seconds`).
 
     Args:
-        kind: as for `wire_bytes`, but neither slice nor einsum.
+        kind: see `wire_bytes`; neither slice nor einsum.
         sizes: sizes of the rings of a torus; ignored for a switch.
         group: K, more than 1.
         near: m, the smallest number of these devices on any node; K if the group is on one node, as on a torus.

@@ -391,7 +391,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays whose memory the given values use; a view uses the memory of another value."""
+    """Return the arrays whose memory the given values use; a view uses the memory of a different value."""
     return {value.memory for value in values if value.memory.array is not None}
 
 

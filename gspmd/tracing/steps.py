@@ -32,7 +32,7 @@ class TracedStep:
 
     Attributes:
         buffer: bytes on one device of the input or output, whichever is larger, of the step's largest collective.
-        flops: the FLOPs of the step's products, without products that another step has computed already.
+        flops: the FLOPs of the step's products, without products that an earlier step has already computed.
         dtype: the dtype that this collective sends, as HLO names it.
         itemsize: the bytes of one element of this dtype.
         first: the earlier step, if any, that has run the same collective (or, without a collective, the same product).

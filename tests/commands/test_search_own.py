@@ -136,7 +136,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--phase", "decode", "--stages", "--remat", "full", "--weights", "int8"],
          "--stages, --remat, --weights int8, --phase decode: only for the models that come with gspmd; leave them"),
         (["--why", "a"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'a'."),
-        (["--layout", ""], "its lines come from a layout file; give --layout FILE, of which only dimensions are used."),
+        (["--layout", ""], "--layout is empty; give it a value, or leave it out."),
         (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
         (["--layout", "auto"], "no layout is called 'auto'."),
         (["--microbatches", "3"], "3 microbatches do not divide a batch of 8; choose a divisor."),
@@ -164,7 +164,7 @@ def test_adapters_of_a_file_are_refused(folder, capsys):  # noqa: F811
     assert run(["--config", "run.toml", *SLICE]) == 2
     said = capsys.readouterr().err
     assert "leave [lora] out, or freeze parameters." in said
-    assert "give --layout FILE" in said
+    assert "its lines come from a layout file; give --layout FILE, of which only dimensions are used." in said
 
 
 def test_nothing_fits(folder, capsys):  # noqa: F811

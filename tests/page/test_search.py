@@ -171,7 +171,7 @@ def test_the_layout_that_was_found_can_be_used(searched, tmp_path):
 def test_lines_that_no_search_writes_are_refused(line):
     status, answer = Tasks(CONFIGS).run("layout", SHOWN | {"layout": "", "own": line})
     assert status == 400, answer
-    assert "none of a layout that a search found" in answer["refused"]
+    assert "is not one that a search writes" in answer["refused"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
     Args:
         argv: the flags.
-        script: unused, as for `parse`.
+        script: unused; see `parse`.
         settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv)

@@ -117,7 +117,7 @@ class Searcher:
         }
 
     def why(self, request: WhyRequest) -> dict[str, Any]:
-        """Return the cost of another spec in a line, part by part.
+        """Return the cost of a different spec for a line, part by part.
 
         Raises:
             LayoutError: the search is no longer kept, there is no such line, or the spec is not one of its options.

@@ -85,7 +85,7 @@ class Candidate:
         self.outcome: Outcome = "not solved"
 
     def within(self, limit: float) -> Problem:
-        """Return the problem with another limit."""
+        """Return the problem with a different limit."""
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:

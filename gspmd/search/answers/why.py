@@ -1,4 +1,4 @@
-"""The cost of another spec in one line, with the best choice of all other lines for it."""
+"""The cost of a different spec for one line of a layout, with the best choice of all other lines for it."""
 
 from __future__ import annotations
 
