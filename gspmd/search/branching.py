@@ -1,4 +1,4 @@
-"""Depth-first search through the picks that several bounds leave possible, to close the gap of the multiplier.
+"""A depth-first search among the picks that bounds do not exclude, to close the gap that a multiplier may leave.
 
 With a limit on bytes the minimum of seconds + rate · bytes bounds the seconds from below, and may stay below them for
 every rate. In that case picks are made one by one, in the reverse order of elimination. The messages give, by each

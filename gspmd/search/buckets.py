@@ -1,8 +1,9 @@
 """Bucket elimination: the least cost of all picks, and of all picks with any one option, without enumerating them.
 
-Choices are eliminated one after another. The *bucket* of a choice holds the terms and messages in which it is
-eliminated first. Its *message* gives, for each combination of the other choices among them (its *scope*), the least sum
-over the options of the choice. The messages without a scope add up to the least cost of all picks.
+Choices are eliminated one after another. When a choice is eliminated, its *bucket* consists of the terms and messages
+that depend on it and are not yet in a bucket. Its *message* gives, for each combination of options of the other choices
+in the bucket (its *scope*), the least sum over the options of the choice. The messages without a scope add up to the
+least cost of all picks.
 
 Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
 """

@@ -92,8 +92,8 @@ def search(
 
     Source: Lepikhin et al. 2020, GShard (arXiv 2006.16668), section 3, for annotations of a program's tensors; Zheng et
         al. 2022, Alpa (arXiv 2201.12023), section 4, for searching them; Pope et al. 2022 (arXiv 2211.05102) for the
-        notation and the placements of products. Differs: the answer is exact, over every placement that the notation
-        can express.
+        notation and the placements of products.
+    Differs: the answer is exact, over every placement that the notation can express.
     """
     chip = chip if isinstance(chip, Chip) else chip_called(chip)
     limit = USABLE * chip.hbm_bytes if memory is None else memory

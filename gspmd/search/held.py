@@ -27,8 +27,7 @@ _LOOPS = ("scan", "while")
 _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
 """Operations that compilers do not fuse with their neighbours."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
-"""Operations that alone move nothing in memory; a transpose does not, as products read operands in any order of
-dimensions."""
+"""Operations that themselves move no data in memory: products read their operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
 """Operations that read or write a part of their operand."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
@@ -175,7 +174,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 
 
 def _is_reshaped(equation: Any) -> bool:
-    """Return whether a result shares its operand's memory: it only has a different shape, or different Auto axes."""
+    """Return whether a result has its operand's memory: in a different shape, or across a border of Auto axes."""
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
         return HeldArray.of(before) is None

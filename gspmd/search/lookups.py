@@ -54,7 +54,7 @@ class LookupPrices:
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the tensor called "ids", "table" or "rows", and the placements [pair, table] its move is between."""
+        """Return the tensor "ids", "table" or "rows", and the placements [pair, table] before and after its move."""
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
         given = np.broadcast_to(fixed[None, :] if name == "table" else fixed[:, None], at.shape)
@@ -113,7 +113,7 @@ class LookupPrices:
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return masks [spec, joint placement] of the mesh axes that shard no or a different dimension in the spec."""
+        """Return masks [spec, joint placement] of the mesh axes that the spec does not have on the same dimension."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -149,7 +149,7 @@ class MoveCosts:
 
 
 def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-    """Return the entries of a table for arrays of placements that broadcast; the table is made once for each placement.
+    """Return the entries of a table for arrays of placements that broadcast; it is made for the different ones only.
 
     Args:
         made: makes the table, with an axis for each of its arguments, which are placements without repetition.

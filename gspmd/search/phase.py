@@ -98,7 +98,7 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write the lines of all gradients: with several microbatches an unwritten one is a partial sum."""
+        """Whether to write the line of every gradient, since with several microbatches its absence means a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property
@@ -163,7 +163,7 @@ class RelaxedProblem(PhaseProblem):
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return the problem whose answer is a lower bound for all numbers of microbatches between these two."""
+        """Return the problem whose answer costs at most as much as with any number of microbatches between these."""
 
 
 ReadProgram = tuple[Build, TracedProgram, Lines]

@@ -203,9 +203,7 @@ def _adjust(program: TracedProgram, lines: Lines) -> bool:
 def _tie_operands(what: Unknown, lines: Lines) -> bool:
     """Tie the operands of products of two activations, which have no via; return whether anything changed.
 
-    The logits of attention are such a product.
-
-    The operands share a dimension with the result (a batch dimension). Without ties the planner would plan every
+    The logits of attention are such a product: its operands share a dimension with the result. Without ties the planner would plan every
     combination of three placements: millions for tensors of four dimensions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
@@ -467,7 +465,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Make the fewest unknowns of an error that change or remove it shard nothing; return whether there are such.
+    """Hold the fewest unknowns of an error with which it changes or disappears; return whether there are any.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.

@@ -36,7 +36,7 @@ branching."""
 
 
 class _Stopped(Exception):
-    """The search was asked to stop."""
+    """The exception that ends a search which was asked to stop."""
 
 
 class BoundedSearch:

@@ -75,7 +75,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """Reads a module from its entry on, and multiplies the figures of a loop's body by the loop's trips."""
+    """A reader of a module from its entry on, which multiplies the figures of a loop's body by the loop's trips."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh

@@ -28,7 +28,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy, in every iteration of a loop, of an array, or a part of one, that no iteration changes; and its cost."""
+    """A copy that every iteration of a loop makes of (a part of) an array that no iteration changes, and its cost."""
 
     instruction: Instruction
     times: int

@@ -145,7 +145,7 @@ class Machine:
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the `left` iterations take the host and the device as long as the last iteration.
+        """Return how many of the `left` iterations are, for the host, like the last iteration.
 
         Args:
             ahead: seconds that the host was ahead before the last iteration; `least` is the smallest lead during that

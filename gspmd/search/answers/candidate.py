@@ -89,7 +89,7 @@ class Candidate:
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:
-        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds little.
+        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds few bytes.
 
         Raises:
             NothingFits: no layout fits within the limit.

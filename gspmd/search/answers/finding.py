@@ -44,9 +44,9 @@ class Space:
     """A part of the search space: one mesh, and in training one choice of remat.
 
     Attributes:
-        phase: makes the problem of this part.
-        several: makes the range of numbers of microbatches above one, given the bytes that a device may hold; None if
-            the batch is not divided.
+        phase: a function that makes the problem of this part.
+        several: a function that makes the range of numbers of microbatches above one, given the bytes that a device may
+            hold; None if the batch is not divided.
     """
 
     phase: Callable[[], PhaseProblem]
@@ -167,7 +167,7 @@ class NoneFits(ValueError):
     Attributes:
         candidate: the mesh that lacks the least memory; None if no layout is possible at all.
         nearest: the picks that hold the fewest bytes on that mesh.
-        over: the bytes by which they exceed the limit.
+        over: the bytes by which these picks exceed the limit.
     """
 
     def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):

@@ -9,7 +9,7 @@ from gspmd.annotate import Spec
 from gspmd.search.phase import PhaseProblem
 
 Texts = Mapping[tuple[str, str], str]
-"""A table from section (empty for a part of the model) and key to the text there."""
+"""The text of each line, by section (empty for a line in a part of the model) and key."""
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
