@@ -98,7 +98,7 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write the line of every gradient, since with several microbatches its absence means a partial sum."""
+        """Whether to write the line of every gradient: with several microbatches, no line means a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property

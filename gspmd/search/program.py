@@ -203,8 +203,8 @@ def _adjust(program: TracedProgram, lines: Lines) -> bool:
 def _tie_operands(what: Unknown, lines: Lines) -> bool:
     """Tie the operands of products of two activations, which have no via; return whether anything changed.
 
-    The logits of attention are such a product: its operands share a dimension with the result. Without ties the planner would plan every
-    combination of three placements: millions for tensors of four dimensions.
+    The logits of attention are such a product: its operands share a batch dimension with the result. Without ties the
+    planner would plan every combination of three placements: millions for tensors of four dimensions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False

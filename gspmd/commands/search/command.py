@@ -45,7 +45,7 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help.
         settings: the settings, if the flags are read already.
     """
 
@@ -142,7 +142,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
 
 
 def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
-    """Return the workload of the model with a choice of remat; in one microbatch if their number is searched."""
+    """Return the workload of the model with a choice of remat, in one microbatch if the number of them is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
     stored = {"weights": settings.weights, "cache": settings.cache}

@@ -18,10 +18,10 @@ def nothing_fits(
     """Return the message.
 
     Args:
-        fault: the error of `find`.
+        fault: the error that `find` raised.
         settings: the settings of the search.
         target: the slice.
-        spaces: makes the spaces of a slice.
+        spaces: a function that makes the spaces of a slice.
         tell: called with a text about each slice that is tried.
     """
     remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)

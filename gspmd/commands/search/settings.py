@@ -6,7 +6,7 @@
 Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes; on GPUs, on every mesh of at most
 three axes. The answer states by how much any other layout that fits in memory could be faster: usually by 0.05% at
 most. For a custom model, every line of --layout is searched. Nothing runs, and nothing is compiled unless --compile
-asks for it. Exit code 1 if nothing fits.
+asks for it. Exit code 1 if no layout fits.
 """
 
 from collections.abc import Iterator, Sequence
