@@ -112,7 +112,7 @@ def generate(settings: GenerateSettings) -> int:
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
         generator = models.Generator(model, layout, prefill, **options)
-        del model  # The generator may move its weights to another order of memory.
+        del model  # The generator may move its weights to a different order in memory.
         bursts = generator.stream(
             begins, settings.tokens, sampling=sampling, seed=settings.seed, stop=stops,
             ended=ended, length_penalty=settings.length_penalty, n_best=settings.n_best, **job,

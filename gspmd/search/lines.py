@@ -532,7 +532,7 @@ def _parts(
     common = set.intersection(*own.values())
     parts: list[tuple[set[str], list[str]]] = []
     for line in members:
-        # Lines that are tied as a whole, for example because both weights of a gate meet one operand, are one choice.
+        # Lines that are tied in all dimensions, such as those of both weights of a gate, are one choice.
         near = [part for part in parts if part[0] & own[line] - common or part[0] == own[line]]
         parts = [part for part in parts if part not in near]
         lines_of_part = [*(each for _, several in near for each in several), line]

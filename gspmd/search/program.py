@@ -380,7 +380,7 @@ def _marks_of_program(
                 if here in changes and placement.region.trips == inside.trips:
                     yield from _saved(what, changes[here][0], inside.trips)
             elif own not in others:
-                # The same step in another loop: the part that leaves both loops has run, and the rest, such as a
+                # The same step in a different loop: the part that leaves both loops has run, and the rest, such as a
                 # gather, runs here too.
                 yield from _marked(own, 0, others)
         region.leave(call, program)

@@ -425,7 +425,7 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
     [
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
          "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
-         "not there yet. gspmd generate takes"),
+         "not there yet. gspmd generate uses"),
         ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
          "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: "),
         ("[lora]\nrank = 4", ["--stages"],
@@ -597,7 +597,11 @@ def test_bad_input_is_one_message(run, flags, said):
             ["--phase", "decode"],
             "[model] stacked is off, and only stacked blocks have a price; leave",
         ),
-        ("[lora]\nrank = 8", ["--phase", "decode"], "[lora] has adapters of rank 8, which have no price (merged, they"),
+        (
+            "[lora]\nrank = 8",
+            ["--phase", "decode"],
+            "[lora] has adapters of rank 8, which have no price (merged adapters",
+        ),
     ],
 )
 def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, flags, said):

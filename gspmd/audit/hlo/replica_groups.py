@@ -30,7 +30,7 @@ def groups(instruction: Instruction, devices: int) -> Groups:
         devices: number of devices; an instruction without groups has one group of all devices.
     """
     text = instruction.attribute("replica_groups")
-    if text.startswith("mesh["):  # A mesh in another order has a second attribute, which ends in the axes.
+    if text.startswith("mesh["):  # A mesh in a different order has a second attribute, which ends in the axes.
         return _of_mesh(text, instruction.attribute("device_ids"))
     return _groups(text, devices)
 

@@ -247,11 +247,11 @@ def test_a_mesh_that_is_not_filled_slice_by_slice_is_refused():
     made = slices.mesh({"s": 2, "x": 4})
     mixed = jax.sharding.Mesh(made.devices.T, ("x", "s"), axis_types=made.axis_types)
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.NamedSharding(mixed, jax.P("x")))
-    with jax.set_mesh(mixed), pytest.raises(gspmd.PlanError, match="not filled by one slice after the other"):
+    with jax.set_mesh(mixed), pytest.raises(gspmd.PlanError, match="the slices do not fill it one after the other"):
         gspmd.trace(lambda x: gspmd.reshard(x, "E_xF -> EF"), x)
     module = parse("HloModule m, is_scheduled=true, num_partitions=4\n\nENTRY %e (p: f32[4]) -> f32[4] {\n"
                    "  ROOT %p = f32[4]{0} parameter(0)\n}\n")  # fmt: skip
-    with pytest.raises(gspmd.PlanError, match="not filled by one slice after the other"):
+    with pytest.raises(gspmd.PlanError, match="the slices do not fill it one after the other"):
         of_all_slices(module, mixed)
     assert of_all_slices(module, topology("v5e:2x2").mesh({"x": 4})) is module
 
