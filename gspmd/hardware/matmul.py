@@ -1,9 +1,9 @@
 """Seconds of a local matrix product, including the lower efficiency of thin products.
 
-Only large products come close to a chip's peak. A product that is cut into chunks starts once per chunk and reads the
-operand that is not cut once per chunk. If the contracted dimension is cut, it also reads and writes the accumulator
-once per chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates (benchmarks/thin.py), and
-for GPUs to products of cuBLAS that were timed on a card (benchmarks/gpu.py).
+Only large products come close to a chip's peak. A product that is cut into chunks needs a start for each chunk, and
+reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes the
+accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
+(benchmarks/thin.py), and for GPUs to products of cuBLAS that were timed on a card (benchmarks/gpu.py).
 """
 
 import tomllib

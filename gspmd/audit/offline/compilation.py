@@ -1,5 +1,4 @@
-"""`gspmd.audit.compile_offline`: compile for a machine that is not attached, to see whether it fits and what it
-costs."""
+"""`gspmd.audit.compile_offline`: compile a function for a machine that is not attached, to learn its memory and time."""
 
 import re
 import time

@@ -140,8 +140,8 @@ def _gpus() -> list[str]:
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     """Return the reason why there are no such nodes of GPUs; empty if they may exist.
 
-    If there are several nodes, all their GPUs are used, because a plan assumes that every node has `Chip.node_devices`
-    GPUs.
+    If there are several nodes, all their GPUs must be used, because a plan assumes that every node has
+    `Chip.node_devices` GPUs.
     """
     node, sizes = chip.node_devices, "x".join(map(str, shape))
     if len(shape) > 2:

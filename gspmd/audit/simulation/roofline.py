@@ -59,10 +59,11 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
-        The cost. Its seconds are the compiler's estimated cycles over the clock, if there is an estimate (only the TPU
-        compiler makes them); for a Pallas kernel whose work the program states, the seconds of its schedule; zero for
-        instructions that only name a value, allocate a buffer, or compute scalars; for a product whose estimate
-        overflowed, the seconds that were fitted to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
+        The cost. Its seconds are the compiler's estimated cycles divided by the clock, if there is an estimate (only
+        the TPU compiler makes estimates); for a Pallas kernel whose work the program states, the seconds of its
+        schedule; zero for instructions that only name a value, allocate a buffer, or compute scalars; for a product
+        whose estimate overflowed, the seconds that were fitted to such estimates
+        (`gspmd.hardware.matmul.product_seconds`); otherwise
         the roofline: max(flops / peak, bytes / memory bandwidth). On a GPU every kernel takes time, even for scalars: a
         product takes as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention takes the time of
         its FLOPs and its bytes at the rates that cuDNN reaches, and any other kernel takes the time of its bytes at the
