@@ -1,4 +1,4 @@
-"""`gspmd.audit.compile_offline`: compile a function for a machine that is not attached, to learn its memory and time."""
+"""`gspmd.audit.compile_offline`: compile a function for a machine that is not attached, and report memory and time."""
 
 import re
 import time
