@@ -11,8 +11,9 @@ from gspmd.search.problem import Problem
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables that a search adds up. Choices and terms are numbered, and picks are indices among the options that
-    are kept.
+    """The tables that a search adds up.
+
+    Choices and terms are numbered, and picks are indices among the options that are kept.
 
     Attributes:
         problem: The problem with the terms of the tables.

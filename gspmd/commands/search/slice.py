@@ -40,8 +40,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of one slice; for GPUs the nodes, if there are several, and the GPUs in a
-        node."""
+        """Chips along each torus axis of one slice; for GPUs, the nodes (if several) and the GPUs in a node."""
         return self.topology.shape
 
     @property
