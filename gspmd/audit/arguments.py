@@ -47,7 +47,7 @@ def operations(flops: Any) -> float:
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Return the numbers of arguments, counted from 0; given numbers may count from the end, as for `jax.jit`.
+    """Return the positions of arguments, counted from 0; the given positions may be negative, as for `jax.jit`.
 
     Args:
         name: the name of the keyword, for the error.
@@ -55,7 +55,7 @@ def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
         count: number of arguments.
 
     Raises:
-        PlanError: `given` is not a sequence of such numbers.
+        PlanError: `given` is not a sequence of such positions.
     """
     numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
     known = [number for number in numbers if number is not None and -count <= number < count]
@@ -68,7 +68,7 @@ def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
 
 
 def file_path(given: Any) -> Path:
-    """Return the path of a file to write.
+    """Return the path of a file to be written.
 
     Raises:
         PlanError: `given` is not a path.

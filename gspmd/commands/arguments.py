@@ -13,8 +13,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated flags, and whose errors name the nearest flag or word.
 
     Attributes:
-        flags: its flags, each with the values that shell completion proposes.
-        words: the words that shell completion proposes where no flag is expected.
+        flags: the parser's flags, each with the values that shell completion proposes.
+        words: the words that shell completion proposes if no flag is expected.
         subcommands: the parsers of its subcommands.
     """
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the flags, and refuse unknown ones here: argparse would leave those of a subcommand to its parent."""
+        """Parse the flags, and refuse unknown flags here: argparse would leave those of a subcommand to its parent."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()
         elif found := re.fullmatch(r"argument (\S+): invalid int value: (.*)", message, re.DOTALL):
             message = f"argument {found[1]}: {found[2]} is not a whole number."
-            message += f"\n  {self.prog} --help says what it takes."
+            message += f"\n  {self.prog} --help describes it."
         elif message.startswith("unrecognized arguments: "):
             flag = message.split()[2].partition("=")[0]
             flags = {*self.flags}.union(*(each.flags for each in self.subcommands.values()))
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         elif message.startswith("the following arguments are required: ") and self.subcommands:
             message += f"\n  Give one of {', '.join(self.subcommands)}."
         elif "\n" not in message:
-            message += f"\n  {self.prog} --help says what it takes."
+            message += f"\n  {self.prog} --help describes it."
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -94,5 +94,5 @@ def numbers(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {WHOLE}.")
     names = [name.strip() for name, *_ in pairs]
     if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} gives a size twice.")
+        raise argparse.ArgumentTypeError(f"{text!r} gives two sizes to one name.")
     return {name: int(n) for name, (*_, n) in zip(names, pairs)}

@@ -61,7 +61,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report for the smallest slice, or the fewest GPUs, that the model fits on; if none, the largest."""
+    """Return the report for the smallest slice, or the fewest GPUs, on which the model fits; if none, the largest."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -76,7 +76,7 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
         if report.fits:
             return report
     if report is None:
-        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh for this model.", reason])
+        raise ConfigError("cannot compile:", [f"this model has no mesh on any slice of {asked.chip.name}.", reason])
     return report
 
 
@@ -101,7 +101,7 @@ def phase_layout(settings: CompileSettings) -> Layout:
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """Return the mesh of a slice, after checking that it divides the sizes in the layout of the compiled phase."""
+    """Return the mesh of a slice, after a check that it divides the sizes in the layout of the compiled phase."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     source = settings.source_length or settings.length
     tokens = {"encode": source, "decode": 1}.get(settings.phase, settings.length)
@@ -138,8 +138,9 @@ def compiled(
     Args:
         settings: the program.
         target: the slice, or the nodes.
-        called: the name of the program in messages of progress; by default, its model and layout.
-        tell: receives each phase of the compilation as it begins; by default, the terminal shows it.
+        called: the name of the program in messages about progress; by default, its model and layout.
+        tell: called with the name of each phase of the compilation as it begins; by default, the terminal shows the
+            name.
     """
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
@@ -191,7 +192,7 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and which of them it overwrites or may reorder."""
+    """Return the program to compile, its abstract arguments, and which of these it overwrites or may reorder."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout
@@ -222,12 +223,12 @@ def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callabl
 
 
 def say_chosen(layout: Layout) -> None:
-    """Report on stderr which of a layout's alternatives were taken."""
+    """Report on stderr which of a layout's alternatives were chosen."""
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
 def save(settings: CompileSettings, report: Report, command: str) -> list[str]:
-    """Write the files that flags name; if the compiler refuses the program, there are only figures to write.
+    """Write the files that flags name; if the compiler refused the program, only the figures can be written.
 
     Returns:
         A message for each file that could not be written.

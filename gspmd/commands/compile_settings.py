@@ -33,7 +33,7 @@ COMMON = (
 )  # fmt: skip
 """The settings whose flags --help shows."""
 TRAINED = ("microbatches", "parameter_dtype", "frozen")
-"""Fields of [training] that only a training step uses."""
+"""Fields of [training] that are used only by a training step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class CompileSettings:
     room: int = 0
     """Number of tokens that a row of the cache can hold; 0 for --length."""
     prefill_layout: str = ""
-    """Another layout for --phase encode or prefill, a preset or TOML file; weights stay as --layout shards them."""
+    """Layout for --phase encode or prefill, a preset or TOML file, if it differs from --layout; weights stay as
+    --layout shards them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
@@ -73,11 +74,12 @@ class CompileSettings:
     cache: Literal["dtype", "int8"] = "dtype"
     """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
-    """Look for the fewest devices of this chip that the model fits on: TPU slices that double in size, or parts of a
-    node of GPUs and then 1, 2, 4, ... nodes. At each size only the layout's own mesh is tried; with another --mesh the
-    model may fit on fewer devices."""
+    """Look for the fewest devices of this chip on which the model fits: TPU slices that double in size, or parts of a
+    node of GPUs and then 1, 2, 4, ... nodes. At each size only the layout's own mesh is tried; with a different --mesh
+    the model may fit on fewer devices."""
     details: bool = False
-    """Give each step that the compiler changed a row of its own; by default, steps that it combined share a row."""
+    """Give each step that the compiler changed a row of its own; by default, steps that the compiler combined share a
+    row."""
     json: str = ""
     """File for the figures, as JSON."""
     hlo: str = ""
@@ -163,7 +165,7 @@ def _written_twice(settings: CompileSettings) -> list[str]:
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
-    """Return the given flags that only a training step uses. In a file, other phases ignore such settings."""
+    """Return the given flags that only a training step uses; in a file, such settings are ignored by other phases."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
     given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])

@@ -38,8 +38,8 @@ class Words:
     """The words that may follow a command.
 
     Attributes:
-        flags: its flags, each with its values, if they are few.
-        words: words that are no flags, such as subcommands.
+        flags: the flags of the command, each with its values, if there are few.
+        words: words that are not flags, such as subcommands.
     """
 
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -66,11 +66,11 @@ def make_parser() -> Parser:
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Print the script; return the exit code: 2 for another shell.
+    """Print the script; return the exit code: 2 for a shell that is not supported.
 
     Args:
         argv: the flags.
-        script: unused, as for `parse`.
+        script: unused; see `parse`.
         settings: the settings, if the flags are read already.
     """
     print(SCRIPTS[(settings or parse(argv)).shell](known()), end="")
@@ -101,7 +101,7 @@ def known() -> dict[str, Words]:
 
 
 def _with_names(flags: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return flags with the names that they take: of configurations, layouts and chips."""
+    """Return flags with the names that they accept: those of configurations, layouts and chips."""
     named: dict[str, Sequence[str]] = {"--chip": [*CHIPS]}
     named["--config"] = sorted(path.stem for path in configs.FOLDER.glob("*.toml"))
     named |= {flag: preset_names() for flag in ("--layout", "--prefill-layout", "--decode-layout")}

@@ -14,7 +14,7 @@ FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.p
 
 
 def find(name: str) -> str:
-    """Return the path of a configuration's file, given this path or the name of a shipped configuration.
+    """Return the path of a configuration's file, given that path or the name of a shipped configuration.
 
     A file takes precedence over a shipped configuration with its name.
 
@@ -32,9 +32,10 @@ def find(name: str) -> str:
         from gspmd.training.toml import ConfigError  # Imported here, since it imports JAX.
 
         near = suggestion(name, shipped)
-        known = f"{near}Shipped are {', '.join(shipped)}; or give the path of a TOML file."
+        known = f"{near}Give one of {', '.join(shipped)}, or the path of a TOML file."
         raise ConfigError(
-            f"cannot read config {name!r}:", ["there is no such file, and no config of this name is shipped.", known]
+            f"cannot read config {name!r}:",
+            ["there is no such file, and no config of this name comes with gspmd.", known],
         )
     return str(FOLDER / f"{name}.toml")
 
@@ -45,7 +46,7 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
     Args:
         documentation: the description, with examples that begin with the command.
         command: such as "gspmd train".
-        script: the file in scripts/, or "".
+        script: the file in scripts/ that was started; empty if the command itself was.
 
     Returns:
         The name (None to use the script's own), and the description with the script's examples.

@@ -1,4 +1,4 @@
-"""The help of flags: the docstrings of fields of settings as running text, and only the common flags in a short help.
+"""The help of flags: the docstrings of fields of settings as running text; a short help has only the common flags.
 
 tyro makes a flag of every field of a dataclass. The rule here tells tyro the fields and the text to print for each.
 """
@@ -33,7 +33,7 @@ def _given(word: str) -> str:
     """Return the text of a flag.
 
     Raises:
-        ValueError: it is empty, which in settings stands for a flag that is not given.
+        ValueError: the text is empty, which in settings stands for a flag that is not given.
     """
     if not word:
         raise ValueError("is empty; give it a value, or leave it out.")
@@ -56,11 +56,11 @@ _TEXTS = PrimitiveConstructorSpec(
 )
 
 AnyText = Annotated[str, "empty too"]
-"""The type of a setting whose flag may be given an empty text."""
+"""The type of a setting whose flag accepts an empty string."""
 
 
 def _filled(hint: Any) -> Any:
-    """Return the type of a setting so that its flag refuses an empty text; `AnyText` stays."""
+    """Return the type of a setting, changed so that its flag refuses an empty string; `AnyText` is not changed."""
     if hint is str:
         return Annotated[str, _TEXT]
     if hint == tuple[str, ...]:
@@ -80,13 +80,13 @@ class Describe:
     """The rule by which tyro reads dataclasses of settings.
 
     Attributes:
-        common: names of the settings that are shown; None for all of them, each table in a group of its own.
+        common: names of the settings that are shown; None for all settings, with each table in a group of its own.
     """
 
     common: Collection[str] | None = None
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Return the fields of a dataclass of settings, and how it is made."""
+        """Return the fields of a dataclass of settings, and the function that makes an instance."""
         cls = info.type
         if not (isinstance(cls, type) and is_dataclass(cls)):
             return None
@@ -109,8 +109,10 @@ class Describe:
         return StructConstructorSpec(_constructor(cls), tuple(shown))
 
     def _annotated(self, hint: Any, name: str, default: Any) -> Any:
-        """Return the type of a field with annotations for tyro: its flag is hidden, in the common group, or has a text
-        for its default."""
+        """Return the type of a field with annotations for tyro.
+
+        These hide its flag, put it in the common group, or give its default a text.
+        """
         if is_dataclass(default):
             if self.common is None:
                 return hint
@@ -141,7 +143,7 @@ class Describe:
 
 
 def _first_clause(text: str) -> str:
-    """Return a text up to its first full stop, semicolon or colon, without what is in parentheses.
+    """Return a text up to its first full stop, semicolon or colon, without parts in parentheses.
 
     >>> _first_clause("Files (quoted; or patterns), or folders; none for all. More.")
     'Files, or folders.'
@@ -151,7 +153,7 @@ def _first_clause(text: str) -> str:
 
 
 def _constructor(cls: type) -> Any:
-    """Return a constructor of the class, whose errors pass through tyro."""
+    """Return a constructor of the class whose errors pass through tyro unchanged."""
 
     def make(**values: Any) -> Any:
         try:
@@ -166,7 +168,7 @@ def _constructor(cls: type) -> Any:
 
 
 def _flagged(fault: str, names: Collection[str]) -> str:
-    """Return a fault with the flag in place of the setting's name, if it begins with one of these names.
+    """Return a fault with the flag in place of the setting's name, if the fault begins with one of these names.
 
     >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
     '--sample-bytes must not be negative, but is -1.'
@@ -195,9 +197,9 @@ class Flag:
 
     Attributes:
         name: the flag, such as "--model.heads"; for a boolean, the flag that turns it on.
-        table: the prefix of its table with a dot, such as "model."; empty without a table.
+        table: the prefix of its table with a dot, such as "model."; empty if the setting is in no table.
         field: the name of the setting.
-        choices: the values that the flag takes, if they are few.
+        choices: the values that the flag accepts, if there are few.
         default: the value of the setting without the flag.
         text: the documentation of the setting.
     """
@@ -222,8 +224,8 @@ def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
 
     Args:
         cls: the dataclass.
-        default: an instance, which says which optional tables there are.
-        table: the prefix of its flags, such as "model.".
+        default: an instance, which determines which optional tables there are.
+        table: the prefix of the flags, such as "model.".
     """
     hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
     for field in fields(cls):
@@ -241,7 +243,7 @@ def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
 
 
 def flags_of(cls: type, default: Any) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a dataclass of settings, each with its choices, if it has some; see `every_flag`."""
+    """Return the flags of a dataclass of settings, each with its choices, if there are any; see `every_flag`."""
     found: dict[str, tuple[str, ...]] = {}
     for flag in every_flag(cls, default):
         found |= {flag.name: flag.choices, **({flag.off: ()} if flag.off else {})}
@@ -258,7 +260,8 @@ def _sentence(text: str) -> str:
 def documented(cls: type) -> Mapping[str, str]:
     """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
 
-    It is the docstring below the field, or the entry under `Attributes` in the docstring of the class.
+    The documentation of a field is the docstring below it, or its entry under `Attributes` in the docstring of the
+    class.
 
     >>> documented(RefusedError)
     {}

@@ -15,8 +15,8 @@ from gspmd.planner import drawing
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
     """Print the plan and write its pictures; return the exit code.
 
-    The exit code is 2 for bad input, with one message on stderr; and if pictures cannot be written, with a message for
-    each of them after the plan.
+    The exit code is 2 for bad input, with one message on stderr. It is also 2 if pictures cannot be written, with a
+    message for each of them after the plan.
 
     Args:
         argv: the flags.

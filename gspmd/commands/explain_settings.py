@@ -1,4 +1,4 @@
-"""Plan an equation on a mesh, and draw the plan as the papers do, with the plans of its gradients.
+"""Plan an equation on a mesh, and draw the plan as a chain of specs and collectives, with the plans of its gradients.
 
     gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728 --svg plan.svg
 
@@ -14,7 +14,7 @@ from gspmd.lowerings.names import LOWERINGS
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags; `prog` among them is the name of the program in messages.
+    """Return the flags; one of their attributes, `prog`, is the name of the program in messages.
 
     Args:
         argv: the flags.

@@ -1,4 +1,4 @@
-"""`gspmd export`: read the newest checkpoint of a run, and write it as a public one."""
+"""`gspmd export`: read the newest checkpoint of a run, and write it as a public checkpoint."""
 
 import shutil
 import sys
@@ -30,7 +30,7 @@ def run(argv: Sequence[str], script: str = "", settings: ExportSettings | None =
 
 
 def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None = None) -> int:
-    """Read the run's newest checkpoint on one device of this machine, and write it."""
+    """Read the run's newest checkpoint on one device of this machine, and write it as a public checkpoint."""
     settings = settings or parse(argv, script)
     folder = Path(settings.folder)
     source, console = Source.at(folder), printing.console(120)
@@ -63,5 +63,5 @@ def longest(source: Source) -> int:
 
 
 def promised(kept: Path) -> int:
-    """Return the context length of the checkpoint that a run began with, in tokens; 0 if it began with none."""
+    """Return the context length, in tokens, of the checkpoint with which a run began; 0 if it began without one."""
     return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

@@ -22,7 +22,7 @@ _DOING = "cannot export:"
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """A checkpoint to write, its place, and its format."""
+    """The run to export, and the folder and the format of the checkpoint."""
 
     folder: Annotated[AnyText, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Folder of a run of `gspmd train`; its newest checkpoint is exported."""
@@ -45,7 +45,9 @@ def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
     prog, description = configs.called(__doc__, "gspmd export", script)
     settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)
     if not (settings.folder and settings.out):
-        raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
+        raise ConfigError(
+            _DOING, ["give the folder of a run, and a new folder for the export: gspmd export runs/001 exported."]
+        )
     if newest(settings.folder) is None:
         fault = f"there is no checkpoint of a run under {settings.folder!r}; name the folder of a run."
         raise ConfigError(_DOING, [fault])

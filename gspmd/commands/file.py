@@ -40,7 +40,9 @@ def is_own(settings: Any) -> bool:
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
-    """Return the tables of the settings file that flags name, and its name, which is empty if a custom model has none.
+    """Return the tables of the settings file that flags name, and the file's name.
+
+    The name is empty for a custom model without a settings file.
 
     Args:
         argv: the flags; --config and --model are read here, since the other defaults come from the file.
@@ -62,10 +64,11 @@ def source_length_of(file: File) -> int:
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Return the settings of a command with `--source-length` and `--phase`, and the faults of their source.
+    """Return the settings of a command with `--source-length` and `--phase`, and the faults that concern the source.
 
     Args:
-        settings: the settings, as changed by flags. If flags removed the encoder, they are returned without a source.
+        settings: the settings, as changed by flags. If flags removed the encoder, the settings are returned without a
+            source.
         default: the settings of the file.
     """
     given: Any = settings
@@ -82,7 +85,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return a fault if the experts' number of token groups does not divide a batch, and another for its sources."""
+    """Return the faults of a number of token groups of experts that does not divide a batch, or its sources."""
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

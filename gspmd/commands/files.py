@@ -1,4 +1,4 @@
-"""The files that flags name: their faults before the work begins, and their writing after it."""
+"""The files that flags name: they are checked before the work begins, and written after it."""
 
 import os
 import stat
@@ -13,8 +13,8 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
 
     Args:
         flag: its flag, without hyphens.
-        given: its name; empty if the flag is not given.
-        suffix: the ending that the name must have; empty for any.
+        given: the name of the file; empty if the flag is not given.
+        suffix: the ending that the name must have; empty if it may have any.
         kind: the kind of file with that ending, such as "a PNG file".
     """
     path = Path(given)
@@ -24,7 +24,7 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
         yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
     try:
         if "\0" in given:
-            yield f"--{flag} {given!r:.40}: a name has no null characters."
+            yield f"--{flag} {given!r:.40}: a name cannot have null characters."
         elif given.endswith(os.sep):  # `Path` would leave the slash out.
             yield f"--{flag} {given}: it is a folder; give a file."
         elif not os.path.isdir(path.parent):

@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at those that decide how the others are read, and the parser of all flags."""
+"""The flags of a command: an early look at those that decide how all others are read, and the parser of all flags."""
 
 import argparse
 import io
@@ -40,11 +40,11 @@ HELP = {"-h", "--help", "--help-all"}
 
 @dataclass(frozen=True)
 class EarlyFlags:
-    """The flags that have to be known before all of them can be read, as they were given.
+    """The flags that must be known before all flags can be read, as they were given.
 
     The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
-    decides which flags exist. So these few are looked up first. A value is None for a flag that is not given, and ""
-    for a flag without a value, or with an empty one, which the parser of all flags then refuses.
+    decides which flags exist. So these few flags are looked up first. A value is None for a flag that is not given, and
+    "" for a flag without a value, or with an empty one, which the parser of all flags then refuses.
     """
 
     config: str | None = None
@@ -62,10 +62,10 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> "EarlyFlags":
-        """Look up these flags, without checking them or the others.
+        """Look up these flags, without checking them or any other flags.
 
-        Nothing is refused here: one of several processes has to know where to join the others before it can tell them
-        about faults of its flags.
+        No flag is refused here: one of several processes has to know where to join the others before it can tell them
+        about faults in its flags.
 
         >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
         EarlyFlags(..., resume=True, ..., distributed='auto', ...)
@@ -108,11 +108,11 @@ def parse(
         find: maps the name in --config, or `default`, to the path of the TOML file.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
-        common: as for `parse_flags`.
+        common: see `parse_flags`.
 
     Raises:
         ConfigError: from `load_toml`, or from the dataclasses; or the step to resume from is given more than once.
-        FlagError: as for `parse_flags`.
+        FlagError: see `parse_flags`.
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)
@@ -199,7 +199,7 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """Text in memory that reports the encoding of standard output, and whether it is a terminal, for tyro."""
+    """Text in memory that tells tyro the encoding of standard output, and whether that is a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, An
 
 @contextmanager
 def _wide() -> Iterator[None]:
-    """Keep tyro from wrapping its messages, whose lines `_in_short` parses."""
+    """Keep tyro from wrapping its messages, because `_in_short` parses their lines."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -282,8 +282,11 @@ def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
 
 
 def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
-    """Return the flags that an unknown flag may mean: itself without its table, if flags leave that out, or the most
-    similar ones."""
+    """Return the flags that the user may have meant by an unknown flag.
+
+    If the flag has the name of a table whose name flags leave out (`merged`), this is the flag without that name;
+    otherwise the most similar known flags.
+    """
     table, dot, rest = flag.removeprefix("--").partition(".")
     if dot and table in merged:
         return [f"--{rest}"]
@@ -291,14 +294,14 @@ def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
-"""Table -> what a configuration without this table has instead, for messages."""
+"""For messages: table -> the words for a configuration without this table."""
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
     """Refuse flags of a table that the settings lack, which the parser would only report as unknown.
 
     Raises:
-        ConfigError: there are such flags; the message names their tables, and says where to write them.
+        ConfigError: there are such flags; the message names their tables, and says where to write these.
     """
     faults = {}
     for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -321,7 +324,7 @@ def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:
-    """Return flags with `--resume STEP` as two settings, and names with hyphens, as tyro reads them.
+    """Return flags in the form that tyro reads: `--resume STEP` as two settings, and names with hyphens.
 
     >>> _spelled_out(["--resume", "300", "--steps", "400"])
     ['--resume', '--resume-step', '300', '--steps', '400']
@@ -347,7 +350,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return a run's settings for its resume, without those that depend on the machine or that a flag replaces."""
+    """Return the settings with which a run is resumed, without those of the machine and those that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")
@@ -370,7 +373,7 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
 
 
 def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Parse a flag with a few choices; the error names the nearest choice, which tyro's own does not."""
+    """Parse a flag with a few choices; the error names the nearest choice, unlike tyro's own error."""
     choices = choices_of(info.type)
     if not choices:
         return None

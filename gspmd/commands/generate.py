@@ -62,7 +62,7 @@ def main(argv: Sequence[str], script: str = "", settings: GenerateSettings | Non
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Continue the prompts, or explain what the programs would send and hold."""
+    """Continue the prompts, or print the bytes that the programs would send and hold."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)
     refuse_with_beams(settings)
     folder, console = Path(hub.found(settings.checkpoint)), printing.console(120, stderr=True)
@@ -112,7 +112,7 @@ def generate(settings: GenerateSettings) -> int:
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
         generator = models.Generator(model, layout, prefill, **options)
-        del model  # The generator may move its weights to another order of memory.
+        del model  # The generator may move its weights to a different order in memory.
         bursts = generator.stream(
             begins, settings.tokens, sampling=sampling, seed=settings.seed, stop=stops,
             ended=ended, length_penalty=settings.length_penalty, n_best=settings.n_best, **job,
@@ -127,7 +127,7 @@ def generate(settings: GenerateSettings) -> int:
 def beginnings(
     settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the beginnings of the texts and, for a model with an encoder, the sources as an argument.
+    """Return the beginnings of the texts and, for a model with an encoder, the sources, as an argument of the programs.
 
     Raises:
         ConfigError: --target-prompt or --source-length is given for a decoder-only model.
@@ -143,10 +143,10 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the sampling settings of the flags, completed from generation_config.json; print what that file gives.
+    """Return the sampling settings of the flags, completed from generation_config.json; print those of that file.
 
     Raises:
-        ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.
+        ConfigError: the file asks for settings that are not supported, and no flag permits leaving them out.
     """
     given, use = settings.sampling.given, settings.sampling.generation_config
     if use == "ignored":
@@ -167,10 +167,10 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """Refuse flags that do not apply to beam search, and flags that only apply to it.
+    """With beam search, refuse flags that do not apply to it; without it, refuse flags that apply only to it.
 
     Raises:
-        ConfigError: such flags are given; names them.
+        ConfigError: such flags are given; the message names them.
     """
     usual, plain = GenerateSettings(), decoding.Sampling()
     changed = [name for name, value in settings.sampling.given.items() if value != getattr(plain, name)]
@@ -193,7 +193,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Continue the prompts with the custom model of a run, or explain what its program would send and hold."""
+    """Continue the prompts with the custom model of a run, or print the bytes that its program would send and hold."""
     tokenizer = tokenizer_of(folder)
     subject = Own(run.model)
     refuse_for_own(settings, subject)
@@ -245,7 +245,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     """Refuse flags that a custom model does not support.
 
     Raises:
-        ConfigError: some flags are not supported; lists every fault.
+        ConfigError: some flags are not supported; the message lists every fault.
     """
     faults = []
     if not subject.decodes:
@@ -303,7 +303,10 @@ def dtype_on(devices: Sequence[jax.Device], settings: GenerateSettings) -> str:
 
 
 def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:
-    """Yield the bursts until an interrupt, which is polled: JAX would lose an exception raised while it computes."""
+    """Yield the bursts until an interrupt.
+
+    Interrupts are polled, because JAX would lose an exception that is raised while it computes.
+    """
     while not stop.asked:
         burst = next(bursts, None)
         if burst is None:
@@ -315,7 +318,7 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
 def ids_of(
     settings: GenerateSettings, tokenizer: checkpoints.Tokenizer, prompts: Sequence[str], *, source: bool = False
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, read as a text, as the source of an encoder, or as a turn of a chat.
+    """Return the token ids of each prompt, as a text, as the source of an encoder, or as a turn of a chat.
 
     Raises:
         ConfigError: the file of messages cannot be read.
@@ -339,7 +342,7 @@ def variable_of(given: str) -> tuple[str, Any]:
     (('enable_thinking', False), ('date', '1 May'))
 
     Raises:
-        ConfigError: it is not NAME=VALUE, or the name is one of the template's own arguments.
+        ConfigError: the text is not NAME=VALUE, or the name is one of the template's own arguments.
     """
     name, equals, value = given.partition("=")
     taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
@@ -370,12 +373,12 @@ def messages_of(name: str) -> list[dict[str, Any]]:
 
 
 def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequence[str]:
-    """Return what is printed before each generated text: its prompt, or nothing in a chat."""
+    """Return the text that is printed before each generated text: its prompt, or nothing in a chat."""
     return [""] * max(1, len(prompts)) if settings.chat else prompts
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: first of the flags, then of the file. A chat may have only messages, and no prompt.
+    """Return the prompts: first those of the flags, then that of the file; a chat may have messages without a prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
@@ -406,14 +409,14 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order, each one live as soon as the text before it has ended.
+    """Print the texts in order; each is printed as it is generated, once the text before it has ended.
 
     Args:
         console: the console for messages, which are not part of a text.
-        prompts: the beginnings of the texts; each begins the same number of texts.
+        prompts: the beginnings of the texts; the same number of texts begins with each.
         texts: the texts, not yet begun.
         bursts: the tokens of the texts.
-        ended: receives the numbers of texts that end with a stop string, or at an id for which there is no token.
+        ended: called with the numbers of texts that end with a stop string, or at an id for which there is no token.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -455,7 +458,7 @@ def write(
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:
-    """Return the line above a text, if there are several texts; it has the text's score (`beam_loop`) if given."""
+    """Return the line above a text, if there are several texts; it has the text's score (`beam_loop`), if given."""
     if count == 1:
         return ""
     return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

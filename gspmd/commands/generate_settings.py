@@ -43,16 +43,16 @@ class SamplingFlags:
     filter applies."""
 
     temperature: float | None = None
-    """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
+    """Divides the logits; 0 chooses the likeliest token. 1 if neither this flag nor the file gives it."""
     top_k: int | None = None
     """Draw among the k likeliest tokens; 0 for all."""
     top_p: float | None = None
-    """Draw among the likeliest tokens whose probabilities sum to p; 1 for all."""
+    """Draw among the fewest likeliest tokens whose probabilities sum to at least p; 1 for all."""
     min_p: float | None = None
     """Draw among tokens at least min_p times as likely as the likeliest; 0 for all."""
     generation_config: Literal["whole", "supported", "ignored"] = "whole"
     """Use of generation_config.json: `whole` refuses a file that asks for more than these settings, such as a penalty
-    of repetitions; `supported` takes these settings from it and leaves out the rest; `ignored` takes none."""
+    of repetitions; `supported` uses these settings of the file and leaves out the rest; `ignored` uses none."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -92,10 +92,10 @@ class GenerateSettings:
     """With --chat: JSON file with the turns before each prompt, [{"role": "user", "content": "..."}, ...]. Without
     --prompt the model answers these turns."""
     chat_template: str = ""
-    """With --chat: the name of the template, where the checkpoint has several."""
+    """With --chat: the name of the template, if the checkpoint has several."""
     chat_variable: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --chat: a variable that the template reads, NAME=VALUE, such as enable_thinking=false; repeatable. A value
-    that is not JSON is a text."""
+    that is not JSON is a string."""
     target_prompt: str = ""
     """Beginning of every text of a model with an encoder, such as the token of a language."""
     samples: int = 1
@@ -105,7 +105,7 @@ class GenerateSettings:
     beams: int = 0
     """Number of beams of a beam search for the likeliest text, in place of sampling; 0 for sampling."""
     length_penalty: float = 1.0
-    """Power of a text's length by which the search divides its log-probability; a larger one favours longer texts."""
+    """Power of a text's length by which the search divides its log-probability; a larger power favours longer texts."""
     n_best: int = 1
     """Number of texts that the search prints for each prompt, the best first, each with its score; at most --beams."""
     seed: int = 0

@@ -67,7 +67,7 @@ def _facts(settings: Any) -> dict[str, str]:
 
 
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
-    """Return the pipeline schedule of an arrangement; None if it has no stages."""
+    """Return the pipeline schedule of an arrangement; None if the arrangement has no stages."""
     if own.is_own(settings):
         return None
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
@@ -76,7 +76,7 @@ def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
 
 
 def rounds_in(settings: Any, layout: Layout) -> int:
-    """Return how often a microbatch goes round the pipeline stages of a layout; 1 if it has no stages."""
+    """Return how often a microbatch goes round the pipeline stages of a layout; 1 if the layout has no stages."""
     return settings.sharding.rounds if stages_axes(layout) else 1
 
 

@@ -25,7 +25,8 @@ def found(checkpoint: str) -> str:
     """Return the folder of a checkpoint: a folder that exists, or the downloaded copy of a model named ORG/NAME.
 
     Raises:
-        ConfigError: it could be such a name, and there is no copy of it; the message has the command that downloads it.
+        ConfigError: the text could be such a name, but there is no copy of it; the message has the command that
+            downloads it.
     """
     if not _NAME.fullmatch(checkpoint) or os.path.exists(checkpoint):
         return checkpoint
@@ -42,7 +43,7 @@ def found(checkpoint: str) -> str:
 
 
 def beside(checkpoint: str, folder: Path) -> str:
-    """Return the checkpoint that a file in `folder` names: a relative path begins there, and ORG/NAME stays.
+    """Return the checkpoint that a file in `folder` names: a relative path begins in `folder`; ORG/NAME is unchanged.
 
     >>> beside("org/model", Path("mine")), beside("../there", Path("mine"))
     ('org/model', 'mine/../there')

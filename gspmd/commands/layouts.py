@@ -7,7 +7,7 @@
     gspmd layouts check own.toml --config llama-2-70b --mesh x=8,y=4,z=4
     gspmd layouts diff megatron-1d own.toml
 
-A layout is a preset's name or the path of a TOML file. Nothing starts JAX, and no device is needed.
+A layout is a preset's name or the path of a TOML file. None of these commands starts JAX or needs a device.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SECTIONS = (*PARTS, PIPELINE)
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags; `does` among them is the function of the subcommand.
+    """Return the flags; one of their attributes, `does`, is the function of the subcommand.
 
     Args:
         argv: the flags.
@@ -76,7 +76,7 @@ def make_parser() -> Parser:
     check.add_argument("--model", metavar="MODULE:NAME", help="a custom model, whose sizes are checked")
     check.add_argument("--batch", type=int, help="sequences; by default those of the config, or of gspmd train")
     check.add_argument("--length", type=int, help="tokens of a sequence, with the same default")
-    diff = add("diff", diff_layouts, "list the lines in which two layouts differ; exit code 1 if there are some")
+    diff = add("diff", diff_layouts, "list the lines in which two layouts differ; exit code 1 if there are any")
     diff.add_argument("a", metavar="LAYOUT", values=preset_names(), help="a preset's name, or a TOML file")
     diff.add_argument("b", metavar="OTHER", values=preset_names(), help="another one")
     parser.subcommands = commands.choices
@@ -88,7 +88,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
     Args:
         argv: the flags.
-        script: unused, as for `parse`.
+        script: unused; see `parse`.
         settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv)
@@ -189,7 +189,7 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
 
 
 def diff_layouts(options: argparse.Namespace) -> int:
-    """Print the lines in which two layouts differ; return 1 if there are some."""
+    """Print the lines in which two layouts differ; return 1 if there are any."""
     a, b = Layout.load(options.a), Layout.load(options.b)
     rows = [*_differing(a, b)]
     if not rows:

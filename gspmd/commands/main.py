@@ -1,6 +1,6 @@
 """`gspmd COMMAND ...`: the list of commands, and their start.
 
-This imports nothing slow, so that a misspelled command is reported at once.
+This file imports no slow library, so that a misspelled command is reported at once.
 """
 
 import _thread
@@ -24,7 +24,7 @@ from gspmd.interruption import begin_command, end, end_as_usual, end_at_once, is
 
 #: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
-    "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
+    "explain": "show the plan of an equation on a mesh, and draw it as specs and collectives",
     "page": "open a page in the browser that plans equations and layouts as you type",
     "train": "train a language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or list them; return the exit code: 2 for an unknown command, 130 for an interrupt.
 
     Args:
-        argv: the command and its flags; if not given, those of this process, which should then end with the exit code.
+        argv: the command and its flags; by default those of this process, which should then end with the exit code.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     return _run(name, flags) if argv is not None else _process(name, flags)
@@ -94,9 +94,9 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
 
 
 def _written(command: Callable[[], int]) -> int:
-    """Run a command until its output is written; return its exit code, or another one if the output cannot be written.
+    """Run a command until its output is written; return its exit code, or a different one if writing fails.
 
-    A closed output, as with `| head` or a closed terminal, is not reported: its reader has seen enough.
+    A closed output, as with `| head` or a closed terminal, is not reported: its reader does not want more.
     """
     try:
         try:
@@ -158,8 +158,8 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 def _among_others(flags: Sequence[str]) -> bool:
     """Return whether this is one of several processes.
 
-    The others wait for this process, and hear of its faults, from the moment it reads its flags; so it reads them only
-    when it is ready to join.
+    From the moment at which this process reads its flags, the others wait for it, and are told of its faults; so it
+    reads the flags only when it is ready to join.
     """
     return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
@@ -168,7 +168,7 @@ def _among_others(flags: Sequence[str]) -> bool:
 def _ending_at_once() -> Iterator[None]:
     """Let a signal end the process with a one-line message, while libraries are imported and there is nothing to save.
 
-    An exception could be raised anywhere in them, and some print it, or take it for a missing module.
+    An exception could be raised anywhere in these libraries; some would print it, or mistake it for a missing module.
     """
     ours = current_thread() is main_thread()  # Only the main thread can handle signals.
     if ours:
@@ -181,7 +181,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def _starting() -> Any:
-    """Report on stderr that libraries are imported, once that has taken a while."""
+    """Report on stderr that libraries are being imported, if that takes a while."""
     from gspmd.display.console import console  # Rich is slow to import.
     from gspmd.display.progress import Progress
 
@@ -189,16 +189,16 @@ def _starting() -> Any:
 
 
 def _raises() -> bool:
-    """Return whether this process handles interrupts: they are not ignored, and no caller has its own handler."""
+    """Return whether this process handles interrupts: they are not ignored, and no caller has a handler of its own."""
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
-    """Interrupt once more, soon, after the exception of an interrupt was raised in code that swallows exceptions.
+    """Interrupt again, soon after the exception of an interrupt was raised in code that swallows exceptions.
 
-    Such code is a callback of the garbage collector, or a finalizer. JAX has such a callback; a signal that arrives
-    during a collection is raised in it, and collections take longer the more objects there are.
+    Such code is a callback of the garbage collector, or a finalizer. JAX has such a callback; the exception of a signal
+    that arrives during a collection is raised in it, and a collection takes longer the more objects there are.
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
         return show(raised)

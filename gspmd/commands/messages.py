@@ -1,4 +1,4 @@
-"""The message of an error as a command prints it: a few lines, with the first faults whole."""
+"""The message of an error as a command prints it: a few lines, with the first faults complete."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def told(error: BaseException) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the lines of each fault: one line, or notation with a caret below it and what is wrong with it."""
+    """Yield the lines of each fault: one line, or notation with a caret below it and an explanation."""
     block: list[str] = []
     drawn = any(re.fullmatch(r" +\^+", line) for line in lines)
     for line, after in zip(lines, [*lines[1:], ""]):

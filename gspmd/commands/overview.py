@@ -47,7 +47,7 @@ def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str,
 
 
 def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str, Any]) -> None:
-    """Print the plan of a step of a custom model."""
+    """Print the plan of one step of a custom model."""
     whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     tokens, position = (jax.ShapeDtypeStruct(shape, "int32", sharding=whole) for shape in ((writer.rows, 1), ()))
     plan = gspmd.trace(writer.step, params, writer.abstract_kept, tokens, position)
@@ -72,11 +72,11 @@ def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes
 
 
 def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
-    """Return the arrays that devices hold from the first token to the last."""
+    """Return the arrays that devices hold from the first to the last token."""
     return {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
 
 
 def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
-    """Refuse arrays that the devices have no room for, before anything is loaded."""
-    remedy = "Take more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
+    """Refuse arrays for which the devices have no room, before anything is loaded."""
+    remedy = "Use more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
     memory.check("cannot generate text:", held(generator, sizes), mesh.local_devices, remedy)

@@ -31,8 +31,8 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     """Refuse settings that a custom model does not support.
 
     Args:
-        settings: the settings of a command, with `lora` and `sharding`; those of a run also have `checkpoint` and
-            `training`.
+        settings: the settings of a command, with `lora` and `sharding`; the settings of a run also have `checkpoint`
+            and `training`.
         doing: the beginning of the message.
         tokens: number of ids of a run's tokenizer; None for bytes.
 
@@ -45,7 +45,7 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     if settings.lora.rank:
         faults.append("adapters are for the models that come with gspmd; leave [lora] out, or freeze parameters.")
     if lines_searched(settings.sharding.layout) == "":
-        faults.append("its lines are in a layout file; search them with --layout auto:FILE.")
+        faults.append("its lines are in a layout file; search for a layout with --layout auto:FILE.")
     if training is not None:
         if any(lines_searched(parse_relayout(change).layout) is not None for change in training.relayout):
             faults.append("no layout is searched in the middle of a run; use gspmd search --model, then a file.")
@@ -54,7 +54,7 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
         if training.objective != "next-token":
             faults.append(f"it takes rows of next-token prediction; leave --objective {training.objective} out.")
         if training.pack:
-            faults.append("its loss would take the documents of a packed row for one text; leave --pack out.")
+            faults.append("its loss would treat the documents of a packed row as one text; leave --pack out.")
         if training.sample_bytes:
             faults.append("training does not sample text from it; leave --sample-bytes out.")
         vocabulary, ids = Own(settings.model).fixed_sizes().get("V"), 256 if tokens is None else tokens
@@ -66,10 +66,10 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
 
 
 def trainable(settings: Any, dtype: str = "") -> Trainable:
-    """Return the model of a command's settings, built-in or custom, as the builder of training steps takes it.
+    """Return the model of a command's settings, ours or custom, in the form that the builder of training steps expects.
 
     Args:
-        settings: with `model` and `sharding`.
+        settings: settings with `model` and `sharding`.
         dtype: the dtype of computation; by default, `dtype` of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
@@ -81,7 +81,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
 
 def _rows_of(settings: Any) -> dict[str, Any]:
-    """Return which arrays a batch has besides tokens, as arguments of `Language`."""
+    """Return, as arguments of `Language`, which arrays a batch has besides tokens."""
     training = getattr(settings, "training", None)
     if training is None:  # Commands other than train have no settings of data.
         pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
@@ -125,13 +125,13 @@ def _activations(layout: Layout, parameters: set[str], sizes: Mapping[str, int])
 
 
 def refuse_named(values: Mapping[str, Any], doing: str) -> None:
-    """Refuse settings that name a custom model, for a command that only takes the models that come with gspmd.
+    """Refuse settings that name a custom model, for a command that accepts only the models that come with gspmd.
 
     Raises:
         ConfigError: the settings name a custom model.
     """
     table = values.get("model")
     if name := table.get("class") if isinstance(table, Mapping) else "":
-        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' take"
+        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' accept"
         remedy = "Give a model that comes with gspmd."
         raise ConfigError(doing, [f"its model is {name!r}, a custom model, {takes}. {remedy}"])

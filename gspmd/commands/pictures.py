@@ -18,12 +18,12 @@ def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def asked(options: argparse.Namespace) -> list[Path]:
-    """Return the files that were asked for."""
+    """Return the paths of the pictures that were asked for."""
     return [path for ending in ENDINGS if (path := getattr(options, ending)) is not None]
 
 
 def write(figure: Figure, options: argparse.Namespace) -> list[str]:
-    """Write the files that were asked for; return a message for each that was not written."""
+    """Write the pictures that were asked for; return a message for each file that was not written."""
     faults = []
     for path in asked(options):
         try:

@@ -1,4 +1,4 @@
-"""The programs of a run in one of its arrangements: its update and its evaluation, and the state that they take.
+"""The programs of a run in one of its arrangements: its update and its evaluation, with the state that they need.
 
 Each has an abstract form (shapes, dtypes and shardings in place of arrays), with which a program is checked, planned
 and explained before any array exists.
@@ -36,7 +36,7 @@ Tree = Any
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
     """Make the programs of an arrangement, with the initial state if the run begins here.
 
-    Otherwise the state has shapes in place of arrays, and is restored or moved later.
+    If the run does not begin here, the state has shapes in place of arrays, and is restored or moved later.
     """
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
@@ -64,7 +64,7 @@ def make_program(console: Console, settings: RunSettings, arrangement: Arrangeme
 
 
 def initial_values(console: Console, settings: RunSettings, arrangement: Arrangement) -> dict[str, jax.Array]:
-    """Return the parameters as training begins."""
+    """Return the parameters with which training begins."""
     if not own.is_own(settings):
         return models.arrays(begin(console, settings, arrangement))
     key = jax.random.key(settings.training.seed)
@@ -72,7 +72,7 @@ def initial_values(console: Console, settings: RunSettings, arrangement: Arrange
 
 
 def begin(console: Console, settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
-    """Return the model as training begins: with the weights of the checkpoint, or with random ones."""
+    """Return the model with which training begins: it has the weights of the checkpoint, or random weights."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if not settings.checkpoint:
         return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
@@ -120,7 +120,7 @@ def evaluation_of(settings: RunSettings, arrangement: Arrangement) -> Callable[[
 
 
 def gradients_of(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the gradients, for the table of bytes."""
+    """Return shapes, dtypes and shardings of the gradients, for the table of bytes of the run's header."""
     layout, mesh, frozen = arrangement.layout, arrangement.mesh, settings.training.frozen
     return building.abstract_gradients(own.trainable(settings), layout, state.params, mesh, frozen)
 
@@ -136,9 +136,9 @@ def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
 def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
     """Trace one update and one evaluation, which finds the faults that no other check finds.
 
-    So a fault is reported before the text is read and the model is built, and not at the step at which the arrangement
-    begins. It takes about a second, but makes a run only a third of that longer, since the run then finds the plans
-    cached.
+    So a fault is reported before the text is read and the model is built, not at the step at which the arrangement
+    begins. The check takes about a second, but makes a run only a third of a second longer, since the run then finds
+    the plans cached.
     """
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -147,7 +147,7 @@ def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainSt
 
 
 def explain(console: Console, settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
-    """Print what one training step really sends beside its plan; nothing is allocated and nothing runs."""
+    """Print the bytes that one training step really sends, next to the planned bytes; nothing is allocated or run."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)

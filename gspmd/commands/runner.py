@@ -29,7 +29,7 @@ _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
 
 
 class FlagError(ValueError):
-    """Flags that cannot be read, with the parser's message."""
+    """The error for flags that cannot be read, with the parser's message."""
 
 
 def guarded(
@@ -43,14 +43,14 @@ def guarded(
 
     A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, otherwise 143.
 
-    An error of the user is one message on stderr; any other exception is a bug and keeps its traceback. If there are
-    several processes, the first one prints the message, and all of them end.
+    For an error made by the user, one message is printed on stderr; any other exception is a bug and keeps its
+    traceback. If there are several processes, the first one prints the message, and all of them end.
 
     Args:
-        command: the function to run: it takes the flags, and returns an exit code or None.
+        command: the function to run; it is called with the flags, and returns an exit code or None.
         argv: the flags.
         called: the command line of the program, for the advice to resume; `python sys.argv[0]` if not given.
-        errors: further exceptions that count as errors of the user.
+        errors: further exceptions that count as errors made by the user.
         interrupted: the message for an interrupt that the command does not handle itself.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console.
@@ -99,7 +99,7 @@ def guarded(
 
 
 def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str = "") -> tuple[T | None, int]:
-    """Read the flags of a command, before JAX is imported: --help and a misspelled flag are answered at once.
+    """Read the flags of a command before JAX is imported, so that --help and a misspelled flag are answered at once.
 
     Args:
         parse: reads the flags.
@@ -107,7 +107,7 @@ def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str =
         called: as in `guarded`.
 
     Returns:
-        The settings, and the exit code if there are none.
+        The settings, or None; and the exit code if there are no settings.
     """
     found: list[T] = []
     code = guarded(lambda argv: found.append(parse(argv)), argv, called)
@@ -115,10 +115,10 @@ def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str =
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
-    """Refuse flags that are not UTF-8: libraries cannot open such names, and a run's config.json cannot hold them.
+    """Refuse flags that are not UTF-8: libraries cannot open files with such names, and config.json cannot hold them.
 
     Raises:
-        ConfigError: some flags are not UTF-8, or have null bytes; lists each of them.
+        ConfigError: some flags are not UTF-8, or have null bytes; the message lists each of them.
     """
     faults = [f"{flag!r:.200} is not UTF-8." for flag in argv if any("\ud800" <= each <= "\udfff" for each in flag)]
     faults += [f"{flag!r:.200} has a null byte, which no name has." for flag in argv if "\0" in flag]
@@ -128,7 +128,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _naming_files() -> Iterator[None]:
-    """Convert a system error about a named file, for example that its name is too long, to an error of the user."""
+    """Convert a system error about a named file, for example that its name is too long, to an error for the user."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def _naming_files() -> Iterator[None]:
 
 
 def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
-    """Return how to resume a run, if a step is saved."""
+    """Return advice on how to resume a run, if a step is saved."""
     return "" if step is None else f" {when}: {_resume_command(out, called)}"
 
 
@@ -171,13 +171,14 @@ def _saved(out: Path, called: str) -> str:
 
 
 def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
-    """Return the commands that continue a run, and that sample from it, by their purpose.
+    """Return, by purpose, the commands that continue a run and that sample from it.
 
     Args:
         out: the run's folder.
-        steps: number of steps that it has done.
+        steps: number of steps that the run has done.
         prompt: the beginning of the text; None if the model cannot generate text.
-        called: as in `guarded`; if not given, the commands name `sys.argv[0]` and the file beside it that samples.
+        called: as in `guarded`; if not given, the commands name `sys.argv[0]`, and the file in the same folder that
+            samples.
 
     Example:
         >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]

@@ -40,21 +40,21 @@ COMMON = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """All settings of a run, from file and flags."""
+    """All settings of a run, from its file and its flags."""
 
     config: str = ""
     """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
     configs/finetune.toml with --from."""
     explain: bool = False
-    """Compile the training step, print what it sends beside the plan, and stop."""
+    """Compile the training step, print the bytes that it sends next to the planned bytes, and stop."""
     details: bool = False
     """With --explain, give every step that sends, and every step that the compiler changed, its own row; by default,
-    equal steps of one equation share one, and so do steps that the compiler combined."""
+    equal steps of one equation share a row, and so do steps that the compiler combined."""
     compile_cache: bool = True
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
     """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME). The run begins
-    with its model, weights and tokenizer; of [model], only remat is used."""
+    with the checkpoint's model, weights and tokenizer; of [model], only remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
     """A custom model, such as mixer:Mixer for the class Mixer of mixer.py. Its fields become the flags of [model]; a
     TOML file names it as class in [model]. See https://github.com/gspmd/gspmd/tree/main/docs/your-model.md."""
@@ -95,8 +95,8 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     `--from` must name the same checkpoint.
 
     Raises:
-        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with another
-            checkpoint, or with random weights.
+        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with a
+            different checkpoint, or with random weights.
         CheckpointError: the checkpoint cannot be read.
     """
     resumed = settings.training.resume
@@ -122,8 +122,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
 
 
 def _another_beginning(settings: RunSettings) -> str:
-    """Return a fault if the resumed run did not begin with the checkpoint of `--from`; empty if it did, or if that is
-    unknown."""
+    """Return a fault if the resumed run did not begin with the checkpoint of `--from`; empty if it did or may have."""
     out = Path(settings.training.out) if settings.training.out else newest_run()
     try:
         begun = str(load_settings(out).get("checkpoint") or "")
@@ -132,8 +131,8 @@ def _another_beginning(settings: RunSettings) -> str:
     if begun and os.path.realpath(begun) == os.path.realpath(settings.checkpoint):
         return ""
     kept = f"with the checkpoint {begun!r}" if begun else "with random weights"
-    remedy = "Leave --from out, or begin another run in another --out."
-    return f"the run in {str(out)!r} began {kept}, and not with {settings.checkpoint!r}. {remedy}"
+    remedy = "Leave --from out, or begin a new run in a different --out."
+    return f"the run in {str(out)!r} began {kept}, not with {settings.checkpoint!r}. {remedy}"
 
 
 def adapted(settings: RunSettings) -> RunSettings:

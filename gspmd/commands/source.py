@@ -1,4 +1,4 @@
-"""The source of a model that is served: a public checkpoint, or a run."""
+"""The source of a model that is served: a public checkpoint, or a trained run."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Source:
 
     @classmethod
     def at(cls, folder: Path) -> "Source":
-        """Read the checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
+        """Read the checkpoint or run in a folder; raise CheckpointError or ConfigError if it contains neither."""
         if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
         doing = f"cannot use the run in {str(folder)!r}:"
@@ -42,8 +42,10 @@ class Source:
         return cls(folder, replace(run.model, lora=None), tokenizer_of(folder, run.model), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
-        """Return a layout with the changes of `--set` and `--lowering`; if `name` is empty, the run's own layout, or
-        megatron-1d."""
+        """Return a layout with the changes of `--set` and `--lowering`.
+
+        If `name` is empty, it is the run's own layout, or megatron-1d for a public checkpoint.
+        """
         return layout_of(self.folder, self.run, name, sharding)
 
     def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
@@ -58,7 +60,7 @@ class Source:
 
 
 def bytes_of(model: Any) -> checkpoints.Tokenizer:
-    """Return the tokenizer of a model of bytes; for an encoder–decoder, it also has an end token and sentinels."""
+    """Return the tokenizer of a model of bytes; that of an encoder–decoder also has an end token and sentinels."""
     has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has other settings
     return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
 
@@ -90,7 +92,7 @@ def own_run(folder: Path) -> RunSettings | None:
     """Return the settings of a run with a custom model; None for other folders.
 
     Raises:
-        ConfigError: its class is not found any more, or has changed.
+        ConfigError: the class of the model is no longer found, or has changed.
     """
     if newest(folder) is None:
         return None

@@ -80,7 +80,7 @@ def train(settings: RunSettings, called: str = CALLED) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """A run that has passed every check, before anything is compiled or allocated.
+    """A run that has passed every check, before anything is compiled or allocated for it.
 
     Attributes:
         settings: the settings of the run; for `--layout auto`, with the mesh that the search chose.
@@ -100,13 +100,13 @@ class Checked:
 def check(console: Console, settings: RunSettings) -> Checked:
     """Check settings, layouts, sizes, memory and programs before anything is compiled.
 
-    Slower checks come later: first the settings alone, then the sizes in each layout, once the devices are started, and
-    last the traced programs. If a run changes its layout, all its layouts are checked here, not hours later when they
-    come into force. The header is printed between the checks. With --explain, memory and programs are not checked,
-    because the explanation shows why they do not fit.
+    Slower checks come later: the settings are checked first, then the sizes in each layout, once the devices are
+    started, and last the traced programs. If a run changes its layout, all its layouts are checked here, not hours
+    later when they come into force. The header is printed between the checks. With --explain, memory and programs are
+    not checked, because the explanation shows why they do not fit.
 
     Raises:
-        ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message says which.
+        ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message names it.
     """
     training, sharding = settings.training, settings.sharding
     if settings.details and not settings.explain:
@@ -162,7 +162,7 @@ def check(console: Console, settings: RunSettings) -> Checked:
         at = arrangement.layout, arrangement.mesh
         tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
         parts = {"parameters": state.params, "optimizer state": state.optimizer, "tokens": tokens}
-        remedy = "Take a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
+        remedy = "Use a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)
@@ -188,19 +188,19 @@ def check_ours(
     model = settings.model
     if model.positions == "learned" and training.length > (model.context_length or 0):
         fault = f"a sequence has {training.length} tokens, and this model has {model.context_length} learned positions"
-        raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
+        raise ConfigError("cannot train this model:", [f"{fault}; use a smaller --length."])
     return objective
 
 
 def with_fitting_sample(
     console: Console, settings: RunSettings, tokenizer: checkpoints.Tokenizer | None
 ) -> RunSettings:
-    """Return the settings, with the generated text shortened to what the model's context has room for.
+    """Return the settings, with the generated text shortened to fit into the model's context.
 
     If it is shortened, the console says so.
 
     Raises:
-        ConfigError: the prompt has no tokens, or the context has no room for another token.
+        ConfigError: the prompt has no tokens, or the context has no room for a further token.
     """
     training, model = settings.training, settings.model
     if not training.sampled:
@@ -208,7 +208,7 @@ def with_fitting_sample(
     doing = "cannot begin the generated text:"
     prompt = (tokenizer or bytes_of(model)).encode(training.prompt)
     if tokenizer and not prompt:
-        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
+        fault = f"the tokenizer has no token for {training.prompt!r}; give a different --prompt, or --sample-bytes 0."
         raise ConfigError(doing, [fault])
     begins = 1 if model.encoder_layers else len(prompt)  # the generated text does not contain its source
     room = training.sampled if model.context_length is None else model.context_length - begins
@@ -232,7 +232,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
-        ConfigError: the model does not fit; lists every fault.
+        ConfigError: the model does not fit; the message lists every fault.
     """
     faults = []
     encodes = model.encoder_layers > 0
@@ -256,7 +256,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
         faults.append("model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.")
     if training.sampled and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
-        faults.append(fault + "set sample_bytes to 0, or take another router.")
+        faults.append(fault + "set sample_bytes to 0, or choose a different router.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
 
@@ -277,7 +277,7 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 
     Raises:
         ConfigError: the text cannot be read, is too short, or differs between processes; the folder cannot be written,
-            or belongs to another run.
+            or belongs to a different run.
     """
     training = checked.settings.training
     corpus = data.load(
@@ -293,7 +293,7 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 
 
 def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str, began: float) -> None:
-    """Train; at the end draw the plots, write a sample, and print the commands to continue with.
+    """Train; at the end draw the plots, write a sample, and print the commands that continue the run or sample from it.
 
     Raises:
         Interrupted, Unwritable, Diverged: from `fit`, and from `runner.interrupts` around it.
@@ -328,7 +328,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 
 
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
-    """Save the tokenizer with the run, with checksums; on a resume replace a damaged copy."""
+    """Save the tokenizer with the run, with checksums; if the run is resumed, replace a damaged copy."""
     if (folder / checksums.FILE).exists() and (fault := checksums.fault_of(folder)):
         console.print(f"{str(folder)!r} is damaged, and written anew: {fault}.", soft_wrap=True, markup=False)
         shutil.rmtree(folder)

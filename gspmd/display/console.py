@@ -1,4 +1,4 @@
-"""Print tables and figures: as wide as the terminal, in characters that its encoding has.
+"""Print tables and figures, as wide as the terminal, and in characters that its encoding has.
 
 `console` prints the messages of a command. `text` makes the text that `print` shows for an object
 (`gspmd.display.printed`). `printable` of `gspmd.display.plain` converts one line. Tables are made in `tables`, and
@@ -21,11 +21,11 @@ from gspmd.display.plain import HANDLER, printable
 __all__ = ["columns", "console", "never_fail", "printable", "text"]
 
 _WIDE = 140
-"""Number of columns without a terminal."""
+"""Number of columns if there is no terminal."""
 
 
 def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
-    """Make a rich console whose output never fails to encode; if its stream is closed, it raises BrokenPipeError.
+    """Make a rich console whose output can always be encoded; if its stream is closed, it raises BrokenPipeError.
 
     Args:
         width: columns if there is no terminal and `COLUMNS` is not set; by default those of `rich`.
@@ -40,9 +40,9 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError as `print` does, so that the command ends in its own way; rich would end the process.
+        """Raise BrokenPipeError as `print` does, so that the command can end in order; rich would end the process.
 
-        In a thread that reports progress nothing is raised: the next print of the main thread raises the error.
+        In a thread that reports progress the error is not raised: the next print of the main thread raises it.
         """
         del self._buffer[:]
         if current_thread() is main_thread():
@@ -66,7 +66,7 @@ def never_fail(stream: Any) -> None:
 
 
 def columns(console: Console) -> int | None:
-    """Return a terminal's columns, or `COLUMNS` if it is set; None for files and pipes, where lines have no limit."""
+    """Return `COLUMNS` if it is set, or a terminal's columns; None for files and pipes, where lines have no limit."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 

@@ -1,4 +1,4 @@
-"""Tables as HTML for notebooks: light and dark, figures to the right, in colors that the color-blind tell apart."""
+"""Tables as HTML for notebooks: light and dark, numbers to the right, in colors that the color-blind tell apart."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -42,7 +42,7 @@ _SHAPES = """\
 
 
 def page(parts: Iterable[str]) -> str:
-    """Return parts of HTML together with their style sheet, for an object's `_repr_html_`."""
+    """Return parts of HTML with their style sheet, for an object's `_repr_html_`."""
     style = _SHAPES.format(root=_ROOT, font=FONT) + themed(_ROOT, _COLORED)
     return f'<div class="{_ROOT[1:]}"><style>\n{style}</style>\n' + "\n".join(parts) + "\n</div>"
 
@@ -55,13 +55,13 @@ def table(
     right: Iterable[int] = (),
     totals: Iterable[Sequence[str]] = (),
 ) -> str:
-    """Return a table.
+    """Return a table as HTML.
 
     Args:
         title: its title, as text.
         heads: the headings of its columns, as text.
         rows: cells, as HTML.
-        right: numbers of the columns that are aligned to the right.
+        right: indices of the columns that are aligned to the right.
         totals: rows below a line.
 
     >>> print(table("sizes", ("dim", "size"), [("B", "8")], right=[1]))
@@ -113,7 +113,7 @@ def _sheet(sheet: Any) -> str:
 
 
 def _table(given: Any) -> str:
-    """Return a table of rich."""
+    """Return a table of rich as HTML."""
     columns = given.columns
     rows = zip(*([_text(cell) for cell in column.cells] for column in columns))
     heads = [_plain(column.header) for column in columns] if given.show_header else []
@@ -126,7 +126,7 @@ def _plain(text: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Return a text of rich, or one with its markup, with colors as classes."""
+    """Return a text of rich, or a text with rich's markup, as HTML with colors as classes."""
     from rich.text import Text
 
     text = Text.from_markup(given) if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""Pictures that say how they were made: a PNG contains the version, title, figures, and the command that drew it."""
+"""Pictures that record how they were made: a PNG contains the version, the title, the figures and the command."""
 
 from importlib.metadata import version
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A line of progress in a notebook, which each new text replaces: a line for each text would fill the cell."""
+"""A line of progress in a notebook.
+
+Each new text replaces the line, since a line for each text would fill the cell.
+"""
 
 from html import escape
 from threading import Lock
@@ -6,9 +9,9 @@ from typing import Any
 
 
 class Cell:
-    """A place in the output of a notebook's cell.
+    """A part of the output of a notebook's cell, whose contents can be replaced.
 
-    `show` may be called from any thread: the kernel finds the cell by the id of this place.
+    `show` may be called from any thread: the kernel finds the cell by the id of this part.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,7 @@ class Cell:
                 self._handle.update(data, raw=True)
 
     def clear(self) -> None:
-        """Show nothing in it any more."""
+        """Remove the text that is shown."""
         with self._lock:
             if self._handle is not None:
                 self._handle.update({"text/plain": "", "text/html": ""}, raw=True)

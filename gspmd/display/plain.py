@@ -11,7 +11,7 @@ _PLAIN = {"─": "-", "━": "-", "═": "-", "│": "|", "┃": "|", "║": "|"
 _CORNERS = range(0x250C, 0x2574)
 
 HANDLER = "gspmd.plain"
-"""The name of an error handler for Python's codecs, which replaces a missing character by a similar plain one."""
+"""The name of an error handler for Python's codecs that replaces a missing character by a similar plain character."""
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

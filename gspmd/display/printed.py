@@ -1,9 +1,11 @@
-"""The text that `print` and a notebook show for an object with a `__rich__`; rich is imported only when something is
-printed."""
+"""The text that `print` and a notebook show for an object with a `__rich__`.
+
+rich is imported only when something is printed.
+"""
 
 
 class Printed:
-    """Base of objects that `print` and notebooks show in full, from their `__rich__`; their `repr` is one line.
+    """The base class of objects that `print` and notebooks show in full, from `__rich__`; their `repr` is one line.
 
     A notebook shows the tables, and below them the picture if the class has a method `figure`.
     """

@@ -1,4 +1,7 @@
-"""Progress of long tasks. No command is silent for more than three seconds or 1% of its run so far, if that is more."""
+"""Progress of long tasks.
+
+No command is silent for more than three seconds or, if that is longer, 1% of its run so far.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +19,10 @@ from gspmd.display.units import amount_of_bytes
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
 """Seconds between two lines, before the first line, and between checks of the clock, if there is no terminal."""
 _IN_PLACE = 1.0
-"""Seconds in a notebook between two changes of its line."""
+"""In a notebook, seconds between two changes of the line."""
 _SHARE, _SELDOM = 1 / 150, 60.0
-"""The share of the elapsed time after which a long task is reported again, at least once a minute."""
+"""The fraction of the elapsed time after which a long task is reported again, and the most seconds between two reports.
+"""
 
 What = str | Callable[[], str]
 
@@ -26,12 +30,12 @@ What = str | Callable[[], str]
 class Progress:
     """Report the current task and how long it has taken.
 
-    On a terminal and in a notebook this is one line that changes; elsewhere, a line every few seconds, and none for a
-    task that takes less. While one `Progress` is inside another, only the inner one reports.
+    On a terminal and in a notebook the report is one line that changes. Elsewhere it is a new line every few seconds; a
+    shorter task has no line. While one `Progress` is inside another, only the inner one reports.
 
     Args:
         console: the console to print to; None to print nothing.
-        doing: the first task: a text, or a function that returns it whenever it is shown.
+        doing: the first task: a text, or a function that returns the text each time that it is shown.
     """
 
     _open: ClassVar[list["Progress"]] = []
@@ -58,7 +62,7 @@ class Progress:
 
         Args:
             sentence: the line.
-            share: the share of the whole that is done, from 0 to 1.
+            share: the fraction of the whole that is done, from 0 to 1.
         """
         if self._cell is None:
             self.note(sentence)
@@ -73,19 +77,19 @@ class Progress:
             self._line()
 
     def begin(self, doing: What) -> None:
-        """Begin another task; its time counts from now."""
+        """Begin a new task; its time counts from now."""
         self._what, self._began = doing, time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether the last report is so long ago that it is time for another line."""
+        """Whether the last report is so long ago that a new line is due."""
         now = time.monotonic()
         if self._cell is not None:
             return now - Progress._said >= _IN_PLACE
         return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
-        """Return a function that reports progress: it takes the number of bytes that are done since its last call."""
+        """Return a function that reports progress; it is called with the number of bytes done since its last call."""
         done, began = 0, time.monotonic()
 
         def read(count: int) -> None:
@@ -135,7 +139,7 @@ class Progress:
         return f"{what} …" if seconds < 1 else f"{what} … {seconds:.0f} s"
 
     def _watch(self) -> None:
-        """Report again while the task reports nothing, for example in a call that takes minutes."""
+        """Report again while the task does not report, for example in a call that takes minutes."""
         while not self._over.wait(_POLL):
             if Progress._open[-1:] == [self] and self.due:
                 self._line()

@@ -1,4 +1,4 @@
-"""Runs of text: notation set with subscripts, before it becomes HTML or SVG."""
+"""Runs of text: notation with subscripts, before it is written as HTML or SVG."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""Tables that fit a narrow terminal: the least important columns are left out, names and figures stay whole."""
+"""Tables that fit a narrow terminal: the least important columns are left out, but names and figures are not cut."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its heading.
+        name: the heading.
         justify: `"left"` or `"right"`.
-        goes: 0 if the column is never left out of a narrow table; of the others, the largest is left out first.
+        goes: 0 if the column is never left out of a narrow table; the columns with the largest values are left out
+            first.
         folds: whether a long text may continue on the next line.
     """
 
@@ -37,7 +38,7 @@ class Sheet:
     Attributes:
         title: the title above it.
         columns: all columns, in order.
-        rows: cells in rich's markup, and whether a row is a total below a line.
+        rows: the cells of each row in rich's markup, and whether the row is a total below a line.
     """
 
     title: str
@@ -52,7 +53,7 @@ class Sheet:
         yield self.fitted(options.max_width)
 
     def fitted(self, width: int) -> Table:
-        """Return the table, in `width` characters."""
+        """Return the table, fitted to `width` characters."""
         kept = [at for at, column in enumerate(self.columns) if column.name or any(row[at] for row, _ in self.rows)]
         while self._width(kept) > width and (going := [at for at in kept if self.columns[at].goes]):
             kept.remove(max(going, key=lambda at: self.columns[at].goes))

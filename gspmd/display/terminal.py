@@ -1,4 +1,4 @@
-"""A terminal that is closed while a program runs: every later write to it fails with EIO."""
+"""Terminals that are closed while a program runs: every later write to such a terminal fails with EIO."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ OUT, ERR = 1, 2
 
 
 def hung_up(descriptor: int) -> bool:
-    """Return whether this was a terminal and no longer is one; False for anything except a character device.
+    """Return whether this was a terminal that has been closed; False for anything except a character device.
 
     >>> with open(os.devnull) as nothing, open(__file__) as file:
     ...     hung_up(nothing.fileno()), hung_up(file.fileno())
@@ -22,7 +22,7 @@ def hung_up(descriptor: int) -> bool:
 
 
 def leave() -> None:
-    """Redirect standard output and error to nowhere if they are a closed terminal."""
+    """Redirect standard output and standard error to nowhere, if they are a closed terminal."""
     for descriptor in (OUT, ERR):
         if hung_up(descriptor):
             nothing = os.open(os.devnull, os.O_WRONLY)

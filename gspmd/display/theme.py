@@ -3,9 +3,8 @@
 Colors are written out in every rule instead of CSS variables, which programs for papers do not understand.
 
 Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
-    possible
-so that a text in each has a contrast of 4.5 with its ground, and that any two are at least 20 apart in CIE L*a*b* for
-protanopes and deuteranopes.
+    possible, so that text in each of them has a contrast of 4.5 with its ground, and any two are at least 20 apart in
+    CIE L*a*b* for protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +33,17 @@ TERMINAL = {
 }  # fmt: skip
 """The color of each kind of step on a terminal."""
 WORK = {"other": "rule", "copy": "slice"}
-"""The color of the theme for each other kind of work of a device."""
+"""The color of the theme for kinds of work that are not kinds of steps."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#229c6f", "#41b7ee", "#cd79a9", "#f2b154", "#5a1547")
-"""Fills of up to eight blocks; for more, see `fill`. Every block has an outline, so both themes use these colors."""
+"""Fills of up to eight blocks; for more blocks, see `fill`. Every block has an outline, so both themes use these
+colors."""
 _SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
 
 def fill(block: int, count: int) -> str:
-    """Return the color of one of `count` blocks: one of `BLOCKS` for few, a scale from blue to orange for many.
+    """Return the color of one of `count` blocks: from `BLOCKS` for few blocks, from blue to orange for many.
 
     >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
     ('#0072b2', '#f0e442', '#0072b2', '#b34700')
@@ -132,8 +132,8 @@ def style(theme: str = "", *, standalone: bool = True) -> str:
     """Return the style sheet of a figure.
 
     Args:
-        theme: as for `themed`.
-        standalone: whether the figure is a document of its own, with no page around it whose theme it could follow.
+        theme: see `themed`.
+        standalone: whether the figure is a document of its own, without a page around it whose theme it could follow.
     """
     root = ".gspmd-figure"
     sizes = "".join(f"{root} .{name}{{font-size:{size}px}}\n" for name, size in SIZES.items())

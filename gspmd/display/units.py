@@ -1,10 +1,10 @@
-"""Bytes, operations, seconds, mesh axes and meshes as tables and figures print them."""
+"""The text of bytes, FLOPs, seconds, mesh axes and meshes in tables and figures."""
 
 from collections.abc import Mapping
 
 
 def amount_of_bytes(amount: float) -> str:
-    """Return an amount of bytes, in decimal units.
+    """Return an amount of bytes as text, in decimal units.
 
     >>> amount_of_bytes(4423680), amount_of_bytes(999.7), amount_of_bytes(3.2e18)
     ('4.42 MB', '1 kB', '3.2 EB')
@@ -13,17 +13,17 @@ def amount_of_bytes(amount: float) -> str:
 
 
 def amount_of_flops(amount: float) -> str:
-    """Return an amount of floating-point operations."""
+    """Return a number of floating-point operations as text."""
     return _scaled(amount, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
 def amount_of_seconds(amount: float) -> str:
-    """Return a duration."""
+    """Return a duration as text."""
     return "0 µs" if not amount else _scaled(amount * 1e9, ("ns", "µs", "ms", "s"))
 
 
 def duration(seconds: float) -> str:
-    """Return a duration of seconds to days, in its two largest units.
+    """Return a duration of seconds to days as text, in its two largest units.
 
     >>> duration(7.6), duration(272), duration(3600 * 50)
     ('8 s', '4 min 32 s', '2 d 2 h')
@@ -56,7 +56,7 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def mesh_text(mesh: Mapping[str, int], *, trivial: bool = True) -> str:
-    """Return a mesh as `--mesh` reads it; axes of size 1 are left out if `trivial` is False.
+    """Return a mesh as text, in the form of `--mesh`; axes of size 1 are left out if `trivial` is False.
 
     >>> mesh_text({"x": 4, "y": 1}), mesh_text({"x": 4, "y": 1}, trivial=False)
     ('x=4,y=1', 'x=4')

@@ -1,4 +1,4 @@
-"""Texts inside XML."""
+"""Text inside XML documents."""
 
 from html import escape
 from re import compile as pattern
@@ -8,7 +8,7 @@ _FORBIDDEN = pattern("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escaped(text: str) -> str:
-    """Return a text as content or attribute of XML, with � in place of characters that XML forbids.
+    """Return a text as the content or an attribute of XML, with � in place of characters that XML forbids.
 
     >>> escaped('a < "b"'), escaped("\\x1b[1m")
     ('a &lt; &quot;b&quot;', '�[1m')

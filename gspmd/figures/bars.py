@@ -1,4 +1,4 @@
-"""Bars: the bytes of collectives by kind and mesh axes, planned beside compiled, and the seconds of layouts."""
+"""Bars: the planned and compiled bytes of collectives by kind and mesh axes, and the seconds of layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure, Text
 
 _LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
-"""Least width of the longest bar, height of each, the most rows that are drawn, and space between texts of a row."""
+"""Least width of the longest bar, height of each bar, the most rows that are drawn, and space between texts of a row.
+"""
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,10 @@ class Bar:
     """A row of the figure.
 
     Attributes:
-      label: its name, above it on the left.
-      kind: the class that colors it: a collective's kind, `"other"`, or `"ink"` for the row that counts.
-      amounts: the lengths of its bars, one below the other; the last counts, and those above it are pale.
-      told: its amounts as text, above it on the right.
-      pale: whether the last bar is pale too.
+      label: the name of the row, above its bars on the left. kind: the class that colors the row: a collective's kind,
+      `"other"`, or `"ink"` for the row that stands out. amounts: the lengths of its bars, from top to bottom; all
+      except the last are pale. told: the amounts as text, above the bars on the right. pale: whether the last bar is
+      pale too.
     """
 
     label: str
@@ -31,21 +31,21 @@ class Bar:
 
     @property
     def named(self) -> str:
-        """Classes of its label."""
+        """The CSS classes of the label."""
         return f"strong {'ink' if self.kind == 'other' else self.kind}"
 
 
 def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: Text = "") -> Figure:
-    """Draw bars below one another, with lengths proportional to their amounts; an amount of 0 has no bar.
+    """Draw bars from top to bottom, with lengths proportional to their amounts; an amount of 0 has no bar.
 
     Args:
         title: the subject.
-        bars: the rows, in order; at most 14 are drawn, and the others are counted.
-        total: a line below them.
-        plain: the same as text, or a function that returns it.
+        bars: the rows, in order; at most 14 are drawn, and a line says how many are not.
+        total: a line below the rows.
+        plain: the same information as text, or a function that returns it.
 
     Returns:
-        The figure. Every row is a group with `data-bar`, its label.
+        The figure. Every row is a group whose `data-bar` is its label.
     """
     canvas = Canvas()
     shown = bars[:_MOST]

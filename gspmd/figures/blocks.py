@@ -24,7 +24,7 @@ def blocks_figure(
 ) -> Figure:
     """Draw a tensor on a mesh: a cell for each device, in which its block of the tensor is filled.
 
-    Copies of a block have the same color and place; summands of a partial sum are hatched and have a plus sign. On a
+    Copies of a block have the same color and position; summands of a partial sum are hatched and have a plus sign. On a
     mesh of more than 64 devices, only the first ones and the last along each axis are drawn.
 
     Args:

@@ -1,4 +1,4 @@
-"""A canvas: shapes and texts at their places, and the rectangle that holds them."""
+"""A canvas: shapes and texts at their positions, and the rectangle that contains them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def attributes(given: dict[str, object]) -> str:
 
 
 class Canvas:
-    """Elements of an SVG, and the rectangle that holds them. Coordinates grow to the right and down."""
+    """Elements of an SVG, and the rectangle that contains them. Coordinates grow to the right and down."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -33,12 +33,12 @@ class Canvas:
         self.right = self.bottom = float("-inf")
 
     def hold(self, left: float, top: float, right: float, bottom: float) -> None:
-        """Extend the bounds to a rectangle."""
+        """Extend the bounds to include a rectangle."""
         self.left, self.top = min(self.left, left), min(self.top, top)
         self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
 
     def rect(self, x: float, y: float, wide: float, high: float, kind: str, rx: float = 0, **more: object) -> None:
-        """Draw a rectangle of a class."""
+        """Draw a rectangle that has a CSS class."""
         title = more.pop("title", None)
         inner = f"><title>{escaped(str(title))}</title></rect>" if title else "/>"
         place = " ".join(f'{name}="{number(n)}"' for name, n in (("x", x), ("y", y), ("width", wide), ("height", high)))
@@ -103,11 +103,11 @@ class Canvas:
 
 
 def _size(kind: str) -> float:
-    """Return the font size of a class."""
+    """Return the font size of a CSS class."""
     return next((SIZES[name] for name in kind.split() if name in SIZES), TEXT)
 
 
 def width_in(kind: str, runs: Sequence[Run] | str) -> float:
-    """Return the approximate width of a text that `Canvas.text` writes in a class."""
+    """Return the approximate width of a text that `Canvas.text` writes with a CSS class."""
     runs = [Run(runs)] if isinstance(runs, str) else runs
     return width(runs, _size(kind)) * (BOLD if {"strong", "title"} & {*kind.split()} else 1.0)

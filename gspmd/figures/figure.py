@@ -15,7 +15,7 @@ Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
-"""A document with a letter or with none: without fonts, both are drawn alike."""
+"""A document with or without a letter: on a machine without fonts, both are drawn alike."""
 _SCALE = 3.0
 """Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 
@@ -25,11 +25,9 @@ class Figure:
     """A picture that notebooks show, `print` writes as text, and `save` writes as SVG or PNG.
 
     Attributes:
-      title: the subject, for a window's title and for screen readers.
-      description: a sentence for those who cannot see it.
-      text: the same information as text, or a function that returns it.
-      box: left, top, width and height of the drawing.
-      body: its SVG elements, without the document around them.
+      title: the subject, for a window's title and for screen readers. description: a sentence for those who cannot see
+      the picture. text: the same information as text, or a function that returns it. box: left, top, width and height
+      of the drawing. body: the SVG elements, without the document around them.
 
     Example:
       >>> figure = Figure("A dot", "One dot.", "*", (0, 0, 8, 8), '<circle r="2" cx="4" cy="4" class="ink"/>')
@@ -62,16 +60,16 @@ class Figure:
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document: light, or dark where the reader prefers it. Texts stay texts."""
+        """The picture as an SVG document: light, or dark if the reader prefers that. Texts are stored as text."""
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:
         """Return the picture as SVG.
 
         Args:
-          color: `"light"` or `"dark"` for one theme; empty for both, as the reader prefers.
-          standalone: whether it is a document of its own. Otherwise it follows the theme of the page around it, such as
-            JupyterLab, and shrinks to the width that it has there.
+          color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers. standalone: whether
+          the picture is a document of its own. Otherwise it follows the theme of the page around it, such as
+          JupyterLab, and shrinks to the width that is available on the page.
 
         Raises:
           ValueError: `color` is no theme.
@@ -107,9 +105,8 @@ class Figure:
           The path of the file.
 
         Raises:
-          ValueError: the name has another ending, or is none that a file can have; or `color` is no theme.
-          OSError: the file cannot be written.
-          ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
+          ValueError: the name has a different ending, or no file can have it; or `color` is not a theme. OSError: the
+          file cannot be written. ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
           RuntimeError: a PNG is asked for, and the machine has no fonts.
         """
         path = Path(fspath(path))

@@ -1,4 +1,4 @@
-"""The devices of a mesh as a grid of cells, in each of which the block that the device holds is filled."""
+"""The devices of a mesh as a grid of cells; in each cell, the block that the device holds is filled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The most devices that are drawn: of a larger mesh, the first ones and the last along each axis, or only the first."""
+"""The most devices that are drawn. Of a larger mesh, the first devices and the last along each axis are drawn, or only
+the first."""
 _ABREAST = 8
 """The most cells in a row."""
 _THIN = 2.5
@@ -20,7 +21,7 @@ _THIN = 2.5
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number, its place in the grid, in cells, and the gaps left of it and above it."""
+    """A device that is drawn: its number, its position in the grid, in cells, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -30,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class MeshGrid:
-    """The arrangement of a mesh: the last axis to the right, the one before it downwards, others as panels.
+    """The arrangement of a mesh: the last axis to the right, the axis before it downwards, all others as panels.
 
     Attributes:
       mesh: sizes of the mesh axes.
@@ -40,7 +41,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """Places along each axis that are drawn: all, the first ones and the last, or only the first."""
+        """Coordinates along each axis that are drawn: all, the first ones and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -54,7 +55,7 @@ class MeshGrid:
 
     @property
     def elided(self) -> str:
-        """Caption if some devices are left out, else empty: `64 of 256 devices are drawn, a=0 and b=0 only`."""
+        """Caption if devices are left out, such as `64 of 256 devices are drawn, a=0 and b=0 only`; otherwise empty."""
         devices = prod(self.mesh.values())
         if self.drawn == devices:
             return ""
@@ -63,7 +64,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, the last first: its name, its columns, and the width and height of a place in cells."""
+        """For every axis, the last first: name, number of columns, and width and height in cells of each coordinate."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)
@@ -109,7 +110,7 @@ class MeshGrid:
 
 @dataclass(frozen=True)
 class CellSize:
-    """Sizes of a grid's cells, in CSS pixels; `head` is the height of the device's number, 0 without it."""
+    """Sizes of a grid's cells, in CSS pixels; `head` is the height of the device's number, 0 if it is not drawn."""
 
     wide: float
     high: float
@@ -168,7 +169,7 @@ def _draw_cell(canvas: Canvas, x: float, y: float, held: Ownership, device: int,
 def _within(held: Ownership, device: int, wide: float, high: float) -> tuple[float, float, float, float]:
     """Return left, top, width and height of a device's block in a rectangle that stands for the whole tensor.
 
-    The last sharded dimension runs across, the one before it down, the one before that across again.
+    The last sharded dimension runs across, the dimension before it down, the one before that across again.
     """
     split = [(place, count) for place, count in zip(held.place(device), held.parts) if count > 1]
     at, size = [0.0, 0.0], [wide, high]

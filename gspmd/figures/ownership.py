@@ -10,12 +10,10 @@ from gspmd.annotate.spec import Spec
 
 @dataclass(frozen=True)
 class Ownership:
-    """A tensor split into blocks over a mesh, whose devices are counted with the last mesh axis fastest.
+    """A tensor split into blocks over a mesh; devices are numbered with the last mesh axis fastest.
 
     Attributes:
-      spec: the spec of the tensor.
-      shape: its sizes, by dimension.
-      mesh: sizes of the mesh axes.
+      spec: the spec of the tensor. shape: the sizes of its dimensions, in order. mesh: sizes of the mesh axes.
 
     Example:
       >>> from gspmd.annotate import Spec

@@ -9,11 +9,11 @@ from gspmd.figures.ownership import Ownership, sizes_text
 _ROWS, _COLUMNS, _HOLDERS = 16, 8, 4
 """The most rows, columns, and devices of a block that are written."""
 _GAP = -1
-"""Stands for the indices that are left out."""
+"""The value that stands for indices that are left out."""
 
 
 def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
-    """Draw a tensor of any rank: the last sharded dimension across, the others down.
+    """Draw a tensor of any rank as text: the last sharded dimension across, all others down.
 
     A block lists its devices: `0 4` hold copies, `0 + 1` summands of a partial sum.
 

@@ -20,7 +20,7 @@ _WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the approximate width of a text, in the units of its font size; rather too large than too small."""
+    """Return the approximate width of a text, in units of its font size; it is rather too large than too small."""
     return sum(_WIDTHS.get(character, 556) for character in text) / 1000 * size * _WIDER
 
 

@@ -17,9 +17,9 @@ from gspmd.frozen import FrozenDict
 class Chip(Printed):
     """Figures of one device in bytes, seconds and FLOPs.
 
-    A device is a chip, or half a chip where JAX shows a chip as two devices. A node is the set of devices that the
-    links connect: 8 GPUs behind an NVLink switch, 72 GPUs in a rack, the largest slice of a TPU. Devices fill nodes in
-    the order of the mesh. Without `node_devices` all devices are one node.
+    A device is a chip, or half a chip if JAX shows a chip as two devices. A node is the set of devices that the links
+    connect: 8 GPUs behind an NVLink switch, 72 GPUs in a rack, or the largest slice of a TPU. Devices fill nodes in the
+    order of the mesh. Without `node_devices`, all devices are in one node.
 
     Raises:
         PlanError: `node_devices` is given without `network_bandwidth`.
@@ -61,18 +61,18 @@ class Chip(Printed):
         object.__setattr__(self, "source", FrozenDict(self.source))
         if self.node_devices and self.network_bandwidth <= 0:
             raise PlanError(
-                f"chip {self.name!r} has nodes of {self.node_devices} devices, and no network between them.\n"
+                f"chip {self.name!r} has nodes of {self.node_devices} devices, but no network between them.\n"
                 "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
             )
 
     @property
     def is_switch(self) -> bool:
-        """Whether all devices of a node are one hop apart: through a switch, or in a full mesh."""
+        """Whether all devices of a node are one hop apart, through a switch or in a full mesh of links."""
         return self.torus == 0
 
     @property
     def egress_bandwidth(self) -> float:
-        """Bytes/s that one chip sends when all its links are busy, in one direction each."""
+        """Bytes/s that one chip sends if all its links are busy, each in one direction."""
         return self.links * self.link_bandwidth
 
     @property
@@ -135,7 +135,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(_load())
 
 
 def chip(name: "str | Chip") -> Chip:
-    """Look a chip up by its name in chips.toml.
+    """Look up a chip by its name in chips.toml.
 
     Args:
         name: one of `CHIPS`, such as `tpu-v4`, `tpu7x` or `h200`; a `Chip` is returned as it is.
@@ -151,7 +151,7 @@ def chip(name: "str | Chip") -> Chip:
         return name
     if not isinstance(name, str) or name not in CHIPS:
         if isinstance(getattr(name, "chip", None), Chip):
-            raise PlanError(f"{shown(name)} is no chip.\n  Give its attribute chip: topology(...).chip.")
+            raise PlanError(f"{shown(name)} is not a chip.\n  Give its attribute chip: topology(...).chip.")
         asked = str(name).lower().replace("_", "-").replace(" ", "-")
         near = suggestion(asked, not_another(asked, CHIPS))
         raise PlanError(f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}.")
@@ -159,7 +159,7 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return the names in `known` that `asked` may misspell; none if it names a chip that is not known, such as V100.
+    """Return the names in `known` that `asked` may misspell; none if it is the name of an unknown chip, such as V100.
 
     >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
     ([], ['h100'], ['h100'])
@@ -170,13 +170,13 @@ def not_another(asked: str, known: Iterable[str]) -> list[str]:
 
 
 def slice_of(device: Any) -> int:
-    """Return the number of the TPU slice that a device belongs to; 0 for other devices.
+    """Return the number of the TPU slice to which a device belongs; 0 for all devices except TPUs.
 
-    JAX numbers the hosts of GPUs as slices, too.
+    For GPUs, JAX numbers the hosts as slices; these are not slices here.
     """
     return getattr(device, "slice_index", 0) if getattr(device, "platform", "") == "tpu" else 0
 
 
 def chip_of_device(device_kind: str) -> Chip | None:
-    """Look a chip up by `jax.Device.device_kind`; None if chips.toml has no such chip."""
+    """Look up a chip by `jax.Device.device_kind`; return None if chips.toml has no such chip."""
     return next((row for row in CHIPS.values() if device_kind in row.device_kinds), None)

@@ -55,7 +55,7 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """Return the dtype of a product by JAX's rules of promotion; 64-bit dtypes stay, even without jax_enable_x64.
+    """Return the dtype of a product by JAX's rules of promotion; 64-bit dtypes are kept, even without jax_enable_x64.
 
     Raises:
         PlanError: JAX's rules of promotion have no joint dtype for these dtypes.
@@ -71,7 +71,7 @@ def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
 
 
 def no_joint(equation: object, dtypes: Sequence) -> str:
-    """The message for operands without a joint dtype."""
+    """Return the message for operands without a joint dtype."""
     return (
         f"cannot compute '{equation}': by JAX's rules of promotion {', '.join(map(str, dtypes))} have no joint dtype.\n"
         "  Cast the operands to one dtype."

@@ -22,7 +22,7 @@ from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Return the bytes that a device sends in a collective of K devices: buffer (K-1)/K, and twice that to all-reduce.
+    """Return the bytes that a device sends in a collective of K devices: buffer (K-1)/K; twice that for an all-reduce.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
@@ -63,7 +63,7 @@ class Occupancy(NamedTuple):
 
 
 LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
-"""The number of devices up to which a collective over a whole TPU slice is never split (`stays_whole`)."""
+"""The number of devices up to which a collective over a whole TPU slice is never split into two (`stays_whole`)."""
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
@@ -75,8 +75,8 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     collectives are faster, since they take fewer hops. As libtpu 0.0.42 and 0.0.50 compile slices from 2x2 to 16x16,
     these stay single:
 
-    - a gather over 32 devices or fewer, or of more than 16 MiB, except where both axes have wrap-around links, as in
-      16x16: there two collectives are as fast;
+    - a gather over 32 devices or fewer, or of more than 16 MiB, except if both axes have wrap-around links, as in
+      16x16: two collectives are then as fast;
     - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
@@ -114,12 +114,12 @@ def _sides(group: int, chip: Chip) -> tuple[int, ...]:
 ROUND_EACH_AXIS = 2**26
 """The smallest number of gathered bytes for which `gathers_round_each_axis` returns True.
 
-By the compiler's estimates such gathers are faster from 4 MB (v4) or 32 MB (v5p) on, but the estimates do not include
-the start of some fifty instructions instead of one.
+According to the compiler's estimates such gathers are faster from 4 MB (v4) or 32 MB (v5p) on, but the estimates do not
+include the time to start some fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
-"""How often a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
+"""How many times a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
 
 
 def gathers_round_each_axis(
@@ -127,17 +127,17 @@ def gathers_round_each_axis(
 ) -> bool:
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
-    `blocking` does so where the compiler's own gather uses the links of only one axis, and all axes have wrap-around
-    links. If the mesh has as many axes as the torus, they are taken to be the same axes, unless the shape of the slice
-    says otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in the
-    torus.
+    `blocking` does so if the compiler's own gather uses the links of only one axis, and all axes have wrap-around
+    links. If the mesh has as many axes as the torus, they are assumed to be the same axes, unless the shape of the
+    slice shows otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in
+    the torus.
 
     Besides its result, such a gather holds the blocks that have arrived, which have about the same size. So tensors
-    that take more than an eighth of a device's memory when they are whole, such as the table of PaLM 540B, are left to
-    the compiler, even if only a part is gathered, since further gathers may follow.
+    that need more than an eighth of a device's memory when they are fully gathered, such as the table of PaLM 540B, are
+    left to the compiler, even if only a part is gathered, since further gathers may follow.
 
     Args:
-        axes, mesh, buffer, chip: as for `collective_seconds`.
+        axes, mesh, buffer, chip: see `collective_seconds`.
         whole: bytes of the whole tensor; by default `buffer`.
 
     Example:
@@ -163,12 +163,12 @@ def collective_seconds(
 ) -> float:
     """Return the seconds of one collective.
 
-    A mesh axis is taken to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
+    A mesh axis is assumed to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
     axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
     axis fastest), and fill nodes in this order.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         axes: mesh axes over which the collective runs.
         mesh: sizes of all mesh axes, in their order.
         buffer: bytes per device of the larger of input and output.
@@ -222,12 +222,12 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
 
 
 def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective over several TPU slices: those within a slice and those over the network.
+    """Return the seconds of a collective over several TPU slices: within a slice, plus over the network.
 
     libtpu gathers over the network first and then within the slices, and scatters in the opposite order, so that the
     network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
-    and a gather within a slice. An all-to-all goes over the network as a whole, as do all parts of a permute that leave
-    a slice.
+    and a gather within a slice. All bytes of an all-to-all go over the network, and so do those parts of a permute that
+    leave a slice.
     """
     sizes, node = tuple(mesh.items()), chip.node_devices
     group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
@@ -246,10 +246,10 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
-    """Return the runs of axes over each of which a single collective within a slice goes, major first.
+    """Return the runs of axes, major first; within a slice there is one collective for each run.
 
-    JAX cannot name part of a mesh axis together with other axes, so an axis that is partly over slices and partly
-    within them is a run of its own.
+    JAX cannot name a part of a mesh axis together with other axes, so an axis that extends partly over slices and
+    partly within them is a run of its own.
     """
     mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
     if mixed is None:
@@ -258,9 +258,9 @@ def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """Return the part of each mesh axis that is over several slices, which fill the mesh one after the other.
+    """Return the part of each mesh axis that extends over slices, which fill the mesh one after the other.
 
-    None if the slices do not divide evenly over the first axes.
+    The result is None if the slices do not divide evenly over the first axes.
 
     Example:
         >>> over_slices((4, 8, 8), 4), over_slices((8, 8), 4), over_slices((2, 4, 8), 4), over_slices((3, 4), 4)
@@ -280,7 +280,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
     """Return the seconds of a collective between TPU slices over the data-centre network.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         group: number of devices that communicate with each other.
         buffer: bytes per device of the larger of input and output.
         chip: the hardware.
@@ -295,9 +295,9 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
     """Return the part of a device's bytes in a collective that crosses the network between nodes or slices.
 
     Args:
-        kind: as for `wire_bytes`.
+        kind: see `wire_bytes`.
         group: number of devices that communicate with each other.
-        near: the smallest number of these devices on any node; `group` if all are on one node.
+        near: the smallest number of these devices on any node; equal to `group` if all are on one node.
         sent: bytes that one device sends, `wire_bytes`.
         chip: the hardware.
 
@@ -316,7 +316,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the occupancy of a collective that uses the links of all its axes at the same time."""
+    """Return the occupancy of a collective that uses the links of all its axes at once."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -363,11 +363,11 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a gather by rings along each axis, including the copies that bring blocks to their places.
+    """Return the seconds of a gather by rings along each axis, including the copies of blocks to their final positions.
 
-    Copies are counted in full, since the compiler puts most of them after the last permute. A gather over three axes is
-    counted as no faster than one over two. Otherwise a plan would slice a tensor over an axis along which it is
-    replicated, to gather it over this axis too; the gain is small, and such shards are seldom whole tiles.
+    Copies are counted in full, since the compiler puts most of them after the last permute. A gather over three axes
+    counts as no faster than a gather over two. Otherwise a plan would slice a tensor over an axis along which it is
+    replicated, only to gather it over this axis too; the gain is small, and such shards seldom consist of whole tiles.
     """
     links = 2 * len(sizes) * chip.link_bandwidth
     hops = sum(size - 1 for size in sizes) * (chip.start_seconds + chip.hop_seconds)
@@ -395,16 +395,16 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         all-to-all:                  max(seconds in the node, S (1 - m/K) / W_network)
         permute:                     S / W_network
 
-    In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
-    among themselves, and all use the network at the same time. On GPUs the bandwidths are those that NCCL reaches with
-    its fastest algorithm (`gspmd.hardware.nccl`). A torus is one node here; for several slices, links and network are
-    used one after the other (`collective_seconds`).
+    In a node the links form a ring for each torus axis, or a switch. The m devices of a node divide the data from other
+    nodes among themselves, and all use the network at the same time. On GPUs the bandwidths are those that NCCL reaches
+    with its fastest algorithm (`gspmd.hardware.nccl`). A torus counts as one node here; for several slices, links and
+    network are used one after the other (`collective_seconds`).
 
     Args:
-        kind: as for `wire_bytes`, but neither slice nor einsum.
+        kind: see `wire_bytes`; neither slice nor einsum.
         sizes: sizes of the rings of a torus; ignored for a switch.
         group: K, more than 1.
-        near: m, the smallest number on any node; K if the group is on one node, as on a torus.
+        near: m, the smallest number of these devices on any node; K if the group is on one node, as on a torus.
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
@@ -427,7 +427,7 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
 
 def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
-    """Return a device's bytes/s: over all links to a switch or, in a full mesh, over the links within the group."""
+    """Return the bytes/s of a device: of all links to a switch or, in a full mesh, of the links within the group."""
     peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return used * chip.link_bandwidth * chip.link_efficiency

@@ -1,9 +1,9 @@
 """Seconds of a local matrix product, including the lower efficiency of thin products.
 
-Only large products come near a chip's peak. If a product is cut into chunks, it pays a start for each chunk, reads the
-other operand once per chunk and, if the contracted dimension is cut, reads and writes the accumulator once per chunk.
-The constants are fitted: for TPUs to the cycles that their compiler estimates (benchmarks/thin.py), and for GPUs to
-products of cuBLAS that were timed on a card (benchmarks/gpu.py).
+Only large products come close to a chip's peak. A product that is cut into chunks needs a start for each chunk, and
+reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes the
+accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
+(benchmarks/thin.py), and for GPUs to products of cuBLAS that were timed on a card (benchmarks/gpu.py).
 """
 
 import tomllib
@@ -115,8 +115,8 @@ def product_seconds(
 
     The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
     to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
-    They overlap in part, so t is between the longest and the sum. The other terms are the start, and filling and
-    draining the pipeline. The formula is symmetric in left and right.
+    They overlap in part, so t lies between the longest of them and their sum. The further terms are the start of the
+    product, and filling and draining its pipeline. The formula is symmetric in left and right.
 
     On any other chip: the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 
@@ -125,11 +125,12 @@ def product_seconds(
         batch: size of all batch dimensions.
         dtype: the dtype of operands and result.
         chip: the hardware.
-        accumulate: whether the result is added to a float32 accumulator [batch, left, right], read and written.
-        read_bytes: bytes of operands that are read from main memory; by default each operand once. Less if an operand
-            stays on the chip, as small weights may in a loop.
-        accumulator_bytes: bytes of the accumulator to and from main memory; by default it is read and written once. 0
-            if it stays on the chip, as a loop's carry does if it fits.
+        accumulate: whether the result is added to a float32 accumulator [batch, left, right], which is read and
+            written.
+        read_bytes: bytes of operands that are read from main memory. By default each operand is read once; the bytes
+            are fewer if an operand stays in memory on the chip, as small weights may in a loop.
+        accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default it is read
+            and written once; the bytes are 0 if it stays in memory on the chip, as a loop's carry does if it fits.
 
     Raises:
         PlanError: `dtype` is unknown.
@@ -171,7 +172,7 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
     """Return the seconds of a GPU kernel with little computation: its bytes at the usual bandwidth, and its start.
 
     Args:
-        flops: the operations of the kernel, which count at the chip's peak.
+        flops: FLOPs of the kernel, which are computed at the chip's peak.
         moved: bytes that the kernel reads from and writes to main memory.
         chip: the GPU.
 
@@ -186,13 +187,14 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Return the seconds of a step's local einsum: of a product by its fitted time, of another kernel by its bytes.
+    """Return the seconds of a step's local einsum: the fitted time of a product, or that of the bytes of other kernels.
 
     Args:
         sizes: the size of each dimension on one device.
-        operands: the dimensions and the bytes per element of one or two operands, and last of the result.
+        operands: the dimensions and the bytes per element of one or two operands and, last, of the result.
         dtype: the dtype that decides the speed of the product.
-        chip: the hardware. Without a row in matmul.toml, products take the roofline and `FALLBACK_OVERHEAD`.
+        chip: the hardware. For a chip without a row in matmul.toml, the time of a product is the roofline plus
+            `FALLBACK_OVERHEAD`.
 
     Example:
         >>> from gspmd.hardware.chips import chip

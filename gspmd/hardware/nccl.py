@@ -1,8 +1,8 @@
-"""The ways in which NCCL, the library of collectives on GPUs, can run a collective: latency and share of bandwidth.
+"""The ways in which NCCL, the library of collectives on GPUs, can run a collective: latency and fraction of bandwidth.
 
-NCCL has three protocols. The protocol for small messages has the least latency, but spends bandwidth on flags. As in
-NCCL, whose table of figures is used, the fastest protocol is chosen for each collective. AMD's RCCL is derived from
-NCCL, and is assumed to do the same.
+NCCL has three protocols. The protocol for small messages has the least latency, but spends bandwidth on flags. The
+fastest protocol is chosen for each collective, as NCCL does, with the figures of NCCL's own table. AMD's RCCL is
+derived from NCCL, and is assumed to do the same.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Protocol(NamedTuple):
         hop: additional seconds for a step in a node.
         network: additional seconds for a step of a ring between nodes.
         tree: additional seconds for a step of a tree between nodes.
-        share: the share of the bandwidth that the protocol reaches.
+        share: the fraction of the bandwidth that the protocol reaches.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
     which is 0.37 to 0.39 from Ampere to Blackwell.
@@ -38,10 +38,10 @@ LL128 = Protocol(7.4e-6, 1.3e-6, 1.3e-6, 5.8e-6, 0.92)
 SIMPLE = Protocol(1.8e-6, 2.8e-6, 11.3e-6, 11.3e-6, 1.0)
 
 TREE_SHARE = 0.92
-"""The bandwidth of a tree as a share of a ring's bandwidth (tuning.cc)."""
+"""The bandwidth of a tree as a fraction of a ring's bandwidth (tuning.cc)."""
 
 SWITCH_SECONDS = 25e-6
-"""Latency of an all-reduce that the switch adds up by NVLink SHARP (tuning.cc, `hwLatencies` of NVLS)."""
+"""Latency of an all-reduce that the switch computes by NVLink SHARP (tuning.cc, `hwLatencies` of NVLS)."""
 
 
 class Way(NamedTuple):
@@ -49,8 +49,8 @@ class Way(NamedTuple):
 
     Attributes:
         latency: seconds that do not depend on the bytes.
-        share: the share of the bandwidth of links and network that is used.
-        bandwidth: bus bandwidth in the node, bytes/s, if it is not that of the links; else 0.
+        share: the fraction of the bandwidth of links and network that is used.
+        bandwidth: bus bandwidth in the node, bytes/s, if it differs from that of the links; otherwise 0.
     """
 
     latency: float
@@ -62,13 +62,13 @@ def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
     A ring of K devices takes K - 1 steps, and twice as many for an all-reduce. An all-reduce between nodes can also go
-    up and down a tree. The switch can add up an all-reduce within one or two nodes if more than two devices of a node
+    up and down a tree. The switch can compute an all-reduce within one or two nodes if more than two devices of a node
     take part. In an all-to-all and in a permute, all devices send at the same time.
 
     Args:
-        kind: as for `gspmd.hardware.links.wire_bytes`, but neither slice nor einsum.
+        kind: see `gspmd.hardware.links.wire_bytes`; neither slice nor einsum.
         group: number of devices.
-        near: the smallest number of them on any node.
+        near: the smallest number of these devices on any node.
         chip: the hardware.
 
     Example:
@@ -76,7 +76,7 @@ def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
         >>> [f"{1e6 * way.latency:.1f}" for way in ways("all-gather", 8, 8, chip("h100"))]
         ['10.8', '27.3', '32.2']
 
-    Leaves out: that NCCL cuts messages into chunks; LL128 between nodes, which some networks cannot use.
+    Leaves out: the chunks into which NCCL cuts messages; protocol LL128 between nodes, which some networks cannot use.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc, `ncclTopoTuneModel`.
     """

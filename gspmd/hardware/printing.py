@@ -1,4 +1,4 @@
-"""The printed form of a chip: a table of its figures with their sources, and one line."""
+"""The printed forms of a chip: a table of its figures with their sources, and a single line."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def _with_unit(figure: str, value: Any) -> str:
-    """Return a value with its unit, which the last word of the figure's name decides."""
+    """Return a value with its unit, which follows from the last word of the figure's name."""
     match figure.rpartition("_")[2]:
         case "flops":
             return f"{amount_of_flops(value)}/s"

@@ -1,4 +1,4 @@
-"""The answer to an equation: its plan, its pictures, and what else was weighed."""
+"""The answer to an equation: its plan, its pictures, and the alternatives that were compared."""
 
 import json
 import shlex
@@ -18,11 +18,11 @@ from gspmd.planner.roofline import roofline
 from gspmd.planner.steps import Step
 
 COMPARED = ("blocking", "looped", "xla")
-"""The lowerings that are drawn side by side."""
+"""The lowerings that are drawn next to each other."""
 
 
 class EquationAnswer:
-    """The plan of a request, and everything that the page shows of it.
+    """The plan of a request, and everything that the page shows about it.
 
     Raises:
         SpecError, PlanError: as for `gspmd.plan`.
@@ -46,7 +46,7 @@ class EquationAnswer:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the plan and its pictures as plain data; amounts are also written as tables print them."""
+        """Return the plan and its pictures as plain data, with each amount also as tables print it."""
         plan, measured = self.plan, roofline(self.plan)
         return {
             "plan": json.loads(plan.to_json(gradients=False)),
@@ -61,7 +61,7 @@ class EquationAnswer:
         }
 
     def compared(self) -> dict[str, Any]:
-        """Return what the page shows beside the plan: alternatives, lowerings, gradients."""
+        """Return the data that the page shows next to the plan: alternatives, lowerings and gradients."""
         plan = self.plan
         lowered = {name: self._planned(name, self.request.via) for name in COMPARED}
         return {
@@ -75,7 +75,7 @@ class EquationAnswer:
         }
 
     def alternatives(self) -> list[dict[str, Any]]:
-        """List the plans that the search weighed, and what each costs more than the cheapest."""
+        """List the plans that the search compared, and how much more each costs than the cheapest."""
         ranked = self.plan.alternatives(limits.ALTERNATIVES + 1)
         pinnable = len(self.plan.equation.terms) == 1
         return [
@@ -106,7 +106,7 @@ class EquationAnswer:
 
 
 def said(plan: Plan) -> dict[str, str]:
-    """Return the figures of a plan as tables print them."""
+    """Return the figures of a plan as text, as tables print them."""
     return {
         "said_seconds": amount_of_seconds(plan.seconds),
         "said_bytes": amount_of_bytes(plan.wire_bytes),
@@ -116,7 +116,7 @@ def said(plan: Plan) -> dict[str, str]:
 
 
 def why(plan: Plan, best: Plan) -> str:
-    """Return in a sentence what a plan costs more than the cheapest, and by which steps."""
+    """Return a sentence that says how much more a plan costs than the cheapest, and in which steps."""
     if plan.routine == best.routine:
         return "The cheapest."
     links, products = (_seconds(plan, collective) - _seconds(best, collective) for collective in (True, False))
@@ -150,7 +150,7 @@ def _added(plan: Plan) -> Spec:
 
 
 def inline(figure: Figure) -> str:
-    """Return a figure as an element of the page, without a style sheet: the policy forbids any but the page's own."""
+    """Return a figure as an element of the page, without a style sheet: the policy allows only the page's own."""
     left, top, wide, high = (f"{value:.6g}" for value in figure.box)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" width="{wide}" height="{high}"'
     label = f'viewBox="{left} {top} {wide} {high}" aria-label="{escape(figure.title)}: {escape(figure.description)}"'

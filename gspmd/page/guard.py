@@ -1,8 +1,8 @@
-"""The guard in front of the page: who may ask, how much, and what every answer carries.
+"""The guard in front of the page: it checks where a request comes from and its size, and adds headers to every answer.
 
 The page listens on this machine's own address, which keeps other machines out, but not the pages of other sites that a
-browser on this machine has open. They can send requests here, directly or by a name that they have the browser resolve
-to this address (DNS rebinding). So a request has to name this page as its host, and to come from itself. A link on
+browser on this machine has open. They can send requests to it, directly or by a name that they make the browser resolve
+to this address (DNS rebinding). So a request must name this page as its host, and must come from this page. A link on
 another site may open a page, which is how an equation is shared.
 """
 
@@ -25,7 +25,7 @@ POLICY = "; ".join(
         "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
     )
 )  # fmt: skip
-"""Only files of the page itself are loaded, no inline script runs, and no site may frame the page."""
+"""The policy: only files of the page itself are loaded, no inline script runs, and no site may frame the page."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that is not answered: its status, and the reason."""
+    """The error for a request that is not answered, with its HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class Guard:
-    """An ASGI application around another one, which passes on only the requests of this page.
+    """An ASGI application that wraps another one, and passes on only the requests of this page.
 
     Args:
         application: the application that answers.
@@ -99,7 +99,9 @@ class Guard:
                 421, "this page answers to 127.0.0.1, localhost and [::1] with its own port, and to no other host."
             )
         if scope["method"] not in ("GET", "HEAD", "POST"):
-            raise Refused(405, f"{scope['method'][:20]} is not a method of this page: it takes GET, HEAD and POST.")
+            raise Refused(
+                405, f"{scope['method'][:20]} is not a method of this page, which accepts GET, HEAD and POST."
+            )
         origins, sites = _values(scope, b"origin"), _values(scope, b"sec-fetch-site")
         opened = scope["method"] == "GET" and scope["path"] in self._pages
         opened = opened and "navigate" in _values(scope, b"sec-fetch-mode")
@@ -116,7 +118,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 async def _body(scope: Scope, receive: Receive) -> bytes:
     """Read the body of a request, within its limits of size and time."""
     declared = _values(scope, b"content-length")
-    largest = Refused(413, f"the body may have {limits.BODY:,} bytes.")
+    largest = Refused(413, f"the body may have at most {limits.BODY:,} bytes.")
     if any(not length.isdigit() or len(length) > 12 or int(length) > limits.BODY for length in declared):
         raise largest
     body = b""
@@ -136,7 +138,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a function that receives a body that has been read, and what comes after it."""
+    """Return a receive function that gives the body that has been read, and then the messages that come after it."""
     given = False
 
     async def replayed() -> Message:

@@ -1,4 +1,4 @@
-"""The answer to a layout: seconds and bytes of a training step, by equation and by line, and what a device holds."""
+"""The answer to a layout: seconds and bytes of a training step by equation and by line, and the bytes on a device."""
 
 import re
 import shlex
@@ -47,9 +47,10 @@ from gspmd_models.step import Language
 
 @dataclass(frozen=True)
 class LayoutRequest(Texts):
-    """A training step of a model in a layout; `lines` are changes of it, a `key = spec` on each line.
+    """A training step of a model in a layout; `lines` has changes of the layout, one `key = spec` per line.
 
-    `own` has all lines of a layout that a search found, in place of `layout`; an empty `remat` is the model's own.
+    `own` has all lines of a layout that a search found, and replaces `layout`. If `remat` is empty, the model's own
+    choice of remat is used.
     """
 
     config: str = ""
@@ -67,7 +68,7 @@ class LayoutRequest(Texts):
 
     @classmethod
     def longest(cls, name: str) -> int:
-        """Return the largest number of characters of a field."""
+        """Return the largest number of characters that a field may have."""
         return limits.LINES if name in ("lines", "own") else limits.TEXT
 
 
@@ -83,12 +84,12 @@ class Shelf:
         self._configs, self._folder = configs, None if folder is None else folder.resolve()
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """Return the tables of every config whose model is the transformer, not a custom one, by name."""
+        """Return, by name, the tables of every config whose model is the transformer, not a custom model."""
         found = {path.stem: read_toml(path) for path in sorted(self._configs.glob("*.toml"))}
         return {name: tables for name, tables in found.items() if "class" not in tables.get("model", {"class": 0})}
 
     def layouts(self) -> dict[str, str]:
-        """Return the layouts: the name by which a page asks for each, to the name or path that loads it."""
+        """Map the name by which a page asks for a layout to the preset or path from which it is loaded."""
         found = {name: name for name in preset_names()}
         if self._folder is not None:
             files = sorted(self._folder.glob("*.toml"))
@@ -96,7 +97,7 @@ class Shelf:
         return found
 
     def _is_within(self, path: Path) -> bool:
-        """Return whether a layout's file, and all files on which it is based, are in the folder: links may lead out."""
+        """Return whether a layout's file, and all files on which it is based, are in the folder, following links."""
         assert self._folder is not None
         for _ in range(limits.BASES):
             if not path.resolve().is_relative_to(self._folder):
@@ -177,13 +178,13 @@ class LayoutAnswer:
 
     @property
     def _typed(self) -> Any:
-        """The mesh without devices, under whose axes arrays have specs as types."""
+        """The mesh, without devices and with Explicit axes, so that specs are part of the types of arrays."""
         axes = self.mesh
         return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
     @cached_property
     def planned(self) -> tuple[gspmd.ProgramPlan, dict[str, int]]:
-        """The plan of a step, and the bytes of its state on one device, by kind."""
+        """The plan of the step, and the bytes of its state on one device, by kind."""
         mesh = self._typed
         update = Update(OptimizerConfig(), 1000, self.microbatches)
         program = abstract_program(self.subject, update, self.batch, self.length)
@@ -195,7 +196,7 @@ class LayoutAnswer:
         return plan, {name: device_bytes(tree) for name, tree in held.items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the bytes that blocks keep for the backward pass on one device, or the reason why none are known."""
+        """Return the bytes on one device that blocks keep for the backward pass, or why these are not known."""
         if self.model.encoder_layers:
             return {"reason": "not predicted for a model with an encoder"}
         sizes = self.batch // self.microbatches, self.length
@@ -206,7 +207,7 @@ class LayoutAnswer:
         return {"bytes": count, "said_bytes": amount_of_bytes(count)}
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data; amounts are also written as tables print them."""
+        """Return everything as plain data, with each amount also as tables print it."""
         plan, held = self.planned
         totals = {
             "seconds": plan.seconds - plan.hidden_seconds,
@@ -261,7 +262,7 @@ class LayoutAnswer:
         return found
 
     def _lines_of(self, equation: str) -> list[str]:
-        """Return the lines of the layout that an equation reads, in the section that has most of its specs."""
+        """Return the lines of the layout that an equation reads, from the section that has most of its specs."""
         specs = set()
         for word in re.findall(r"[^\s,()+>-][^\s,()+]*", equation):
             with suppress(SpecError):  # The name of an operation, an arrow, or the suffix of a partial sum.
@@ -273,7 +274,7 @@ class LayoutAnswer:
         return best if len(best) > 1 else []
 
     def _lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield key, spec and the spec before the changes, of every line."""
+        """Yield the key of every line, with its spec and its spec before the changes."""
         for layout, prefix in ((self.written, ""), *((self.written, name) for name in self.written.overrides)):
             table = layout.overrides[prefix] if prefix else layout.table
             before = self.base.overrides.get(prefix, {}) if prefix else self.base.table
@@ -281,7 +282,7 @@ class LayoutAnswer:
                 yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
 
     def _own_layout(self) -> Layout:
-        """Return the layout whose lines the request has.
+        """Return the layout with the lines of the request.
 
         Raises:
             BadRequest: a line is not written as a search writes one.
@@ -296,7 +297,7 @@ class LayoutAnswer:
 
     @property
     def toml(self) -> str:
-        """The layout as a file: based on the chosen layout, or with all lines of a layout that a search found."""
+        """The layout as the text of a file: based on the chosen one, or with all lines of one that a search found."""
         if self.own:
             return self.document(self.own | self.changes)
         return self.document(self.changes)
@@ -333,7 +334,7 @@ class LayoutAnswer:
 
 
 _KEY, _SPECS = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Za-z0-9_{},.() ?-]+")
-"""Keys and specs of a layout that was found, which are written into a file of it."""
+"""Patterns of keys and specs that the file of a found layout may have."""
 
 
 def slice_of(chip: Chip, devices: int) -> str:
@@ -353,7 +354,7 @@ def slice_of(chip: Chip, devices: int) -> str:
 
 
 def compiler_fault(of: Chip) -> str:
-    """Return why nothing can be compiled for a chip here; empty if it can."""
+    """Return the reason why programs for a chip cannot be compiled here; empty if they can."""
     try:
         (require_cuda_plugin if of.is_switch else require_libtpu)(of.name, of)
     except PlanError as error:

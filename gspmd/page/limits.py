@@ -1,46 +1,46 @@
-"""The limits of a request to the page: what may be sent, and how long an answer may take."""
+"""The limits of the page: the most that a request may contain, and the longest time that an answer may take."""
 
 BODY = 256 * 1024
-"""Bytes of a request. The largest layout of a model has some 10 kB."""
+"""The most bytes of a request's body. The largest layout of a model has some 10 kB."""
 
 TEXT = 400
-"""Characters of an equation, of its sizes, of a mesh, of a via."""
+"""The most characters of an equation, of its sizes, of a mesh, and of a via."""
 
 AXES = 6
-"""Mesh axes: with six a search takes up to 15 seconds and 2 GB (docs/plans.md), and with seven far more."""
+"""The most mesh axes: with six, a search needs up to 15 seconds and 2 GB (docs/plans.md), and with seven far more."""
 
 DEVICES = 2**17
-"""Devices of a mesh."""
+"""The most devices of a mesh."""
 
 SECONDS = 20.0
-"""Seconds of an answer; after them its process is ended."""
+"""The most seconds that an answer may take; then its process is ended."""
 
 WAITING = 16
-"""Requests that wait for an answer at the same time. A page asks for one at a time."""
+"""The most requests that may wait for an answer at the same time. A page sends one at a time."""
 
 ALTERNATIVES = 6
-"""Alternatives to a plan that are listed."""
+"""The most alternatives to a plan that are listed."""
 
 CONNECTIONS = 128
-"""Connections at the same time. A browser opens six."""
+"""The most connections at the same time. A browser opens six."""
 
 BODY_SECONDS = 10.0
-"""Seconds in which the body of a request has to arrive."""
+"""The most seconds that the body of a request may take to arrive."""
 
 LINES = 8000
-"""Characters of the changed lines of a layout, together."""
+"""The most characters of all changed lines of a layout together."""
 
 COUNT = 10**7
 """The largest batch, length or number of microbatches."""
 
 BASES = 16
-"""Files on which a layout may be based, one upon the other."""
+"""The most files in a chain of layouts, each based on the next."""
 
 LAYOUT_SECONDS = 120.0
-"""Seconds of the answer to a layout, whose model is traced."""
+"""The most seconds that the answer to a layout may take; it takes long because the model is traced."""
 
 SEARCH_SECONDS = 900.0
-"""Seconds of a search, and of a compilation; the page has a button that ends them sooner."""
+"""The most seconds of a search or a compilation; the page has a button that ends it sooner."""
 
 BEATS = 0.5
-"""Seconds between two lines of an answer that is told part by part, so that a page that has gone is noticed."""
+"""Seconds between two lines of an answer that is sent part by part; these show whether the page is still open."""

@@ -1,4 +1,4 @@
-"""Read requests: objects of texts, within limits, and sizes as the command line takes them."""
+"""Read requests: objects of strings, within limits, and sizes in the form of the command line."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from gspmd.reading import WHOLE, ReadError, parse_json, whole_number
 
 
 class BadRequest(ValueError):
-    """A request that no page sends: not what the interface takes, or over its limits."""
+    """The error for a request that no page sends: it has the wrong form, or exceeds the limits."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -27,40 +27,44 @@ def read_object(body: bytes) -> dict[str, Any]:
     except ReadError as error:
         raise BadRequest(f"cannot read the body: {error}.") from None
     if not isinstance(value, dict):
-        raise BadRequest(f"the body is {shown(value)}, and not a JSON object.")
+        raise BadRequest(f"the body is {shown(value)}, not a JSON object.")
     return value
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A request whose fields are texts; each has a limit, and may be left out."""
+    """A request whose fields are strings; each field has a limit, and may be left out."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Read the fields from the object of a request.
 
         Raises:
-            BadRequest: a field is unknown, is not a text, or is too long.
+            BadRequest: a field is unknown, is not a string, or is too long.
         """
         known = [each.name for each in fields(cls)]
         for name, value in given.items():
             if name not in known:
-                raise BadRequest(f"there is no field {shown(name)}. {suggestion(name, known)}It takes {listed(known)}.")
+                raise BadRequest(
+                    f"there is no field {shown(name)}. {suggestion(name, known)}The fields are {listed(known)}."
+                )
             if not isinstance(value, str):
-                raise BadRequest(f"field {name} is {shown(value)}, and not a text.")
+                raise BadRequest(f"field {name} is {shown(value)}, not a string.")
             if len(value) > cls.longest(name):
-                raise BadRequest(f"field {name} has {len(value):,} characters; it may have {cls.longest(name):,}.")
+                raise BadRequest(
+                    f"field {name} has {len(value):,} characters; it may have at most {cls.longest(name):,}."
+                )
         return cls(**given)
 
     @classmethod
     def longest(cls, name: str) -> int:
-        """Return the largest number of characters of a field."""
+        """Return the largest number of characters that a field may have."""
         return limits.TEXT
 
 
 @dataclass(frozen=True)
 class EquationRequest(Texts):
-    """An equation on a mesh, each field as `gspmd explain` takes it."""
+    """An equation on a mesh; each field has the form that `gspmd explain` accepts."""
 
     equation: str = ""
     sizes: str = ""
@@ -78,12 +82,13 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
     """Read names and sizes: `x=4,y=4`.
 
     Args:
-        text: what was typed; it may end in a comma.
-        what: what has these sizes, for the error.
+        text: the text that was typed; it may end in a comma.
+        what: the things that have these sizes, for the error.
         example: a pair, for the remedy.
 
     Raises:
-        SpecError: lists every pair that is not a name and a whole number, or whose name was given before.
+        SpecError: a pair is not a name and a whole number, or its name was given before; the message lists every such
+            pair.
 
     Example:
         >>> read_numbers("x=4, y=8", "mesh axes", "x=4")

@@ -1,4 +1,4 @@
-"""The server of the page: its files, and the answers that its scripts ask for."""
+"""The server of the page: it serves the page's files, and the answers that the page's scripts ask for."""
 
 import json
 import queue
@@ -26,11 +26,11 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 PAGES = {"/": "equation.html", "/layout": "layout.html"}
 """The pages, by path."""
 EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout", "kept")
-"""The tasks of `gspmd.page.tasks` that a page may ask for; those of layouts have a process of their own."""
+"""The tasks of `gspmd.page.tasks` that a page may ask for; a separate process runs the tasks of layouts."""
 SHORT = "gspmd.page.tasks:Tasks"
 """The class of these tasks."""
 TOLD = ("search", "compile")
-"""The tasks that answer part by part. Each has a process of its own, which ends if its page goes away."""
+"""The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 
 
 def application(
@@ -39,11 +39,11 @@ def application(
     """Return the page as an ASGI application.
 
     Args:
-        port: the port on which it will be served, which its requests have to name.
+        port: the port on which the page will be served; its requests have to name it.
         configs: the folder of the shipped configs.
         folder: the folder whose layouts may be read, if there is one.
         long: the class of the tasks that take minutes, as `module:name`, since this package may not import it.
-        ending: returns whether the server is about to end, and answers that take minutes with it.
+        ending: returns whether the server is about to end; answers that take minutes then end too.
     """
     folders = [configs] if folder is None else [configs, folder]
     equations = _Desk(Worker(SHORT), lambda: limits.SECONDS)
@@ -104,7 +104,7 @@ def application(
 
 
 class _Desk:
-    """A process that answers, the requests that wait for it, and a function that returns how long each may take."""
+    """A process that answers, the requests that wait for it, and a function for the time that each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
@@ -113,7 +113,7 @@ class _Desk:
 class _Told(Response):
     """An answer in lines of JSON: notes, then the status and the last part.
 
-    If the page goes away, or its button stops the answer, the connection ends, and so does the process that answers.
+    If the page is closed, or its button stops the answer, the connection ends, and with it the process that answers.
     """
 
     def __init__(self, desk: _Desk, task: str, given: Mapping[str, Any], ending: Callable[[], bool]):
@@ -169,7 +169,10 @@ def _names() -> list[str]:
 
 
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that answers with a file of the page, read now, so that no request can name another file."""
+    """Return an endpoint that answers with a file of the page.
+
+    The file is read now, so that no request can name a different file.
+    """
     content = files(__package__).joinpath("static").joinpath(name).read_bytes()
 
     async def answer(_: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The tasks of the process that answers: from the object of a request to plain data."""
+"""The tasks of the process that answers: each converts the object of a request to plain data."""
 
 from collections.abc import Callable, Mapping
 from operator import methodcaller
@@ -15,7 +15,7 @@ from gspmd.page.requests import BadRequest, EquationRequest, Texts
 DTYPES = ("bfloat16", "float32", "float16", "int8", "float8_e4m3fn")
 """The dtypes that the page offers."""
 DEVICES = 32
-"""Devices of the mesh that the page offers with a layout."""
+"""Number of devices of the mesh that the page first offers with a layout."""
 
 
 class Tasks:
@@ -43,17 +43,17 @@ class Tasks:
     def run(
         self, task: str, given: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None] = lambda note: None
     ) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status of a request, and the answer; these tasks are short, and tell nothing before it."""
+        """Return the HTTP status of a request, and the answer; these tasks are short, and report no progress."""
         return answered(self._known[task], given)
 
     def _choices(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the fields of the page offer."""
+        """Return the choices that the fields of the page offer."""
         if given:
             raise BadRequest("the choices take no fields.")
         return {"chips": [*CHIPS], "dtypes": DTYPES, "lowerings": LOWERINGS}
 
     def _shelf(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the models and layouts that a page may name, and what each config trains with."""
+        """Return the models and layouts that a page may name, and the settings with which each config trains."""
         from gspmd.page.layout import Shelf
         from gspmd_models.config import REMATS
 
@@ -80,7 +80,10 @@ class Tasks:
         return self._of_layout(given, "record")
 
     def _kept(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the memory of activations, which takes as long as the plan of the step, and so is asked for later."""
+        """Return the memory of activations.
+
+        To find it takes as long as to plan the step, so the page asks for it later.
+        """
         return self._of_layout(given, "kept")
 
     def _of_layout(self, given: Mapping[str, Any], part: str) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class Tasks:
 def answered(
     task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of a request, and the answer: `refused`, with the reason, if no page would send it."""
+    """Return the HTTP status of a request, and the answer: `refused` with a reason, if no page would send it."""
     try:
         return 200, task(given)
     except BadRequest as error:
@@ -121,7 +124,7 @@ def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str,
 
 
 def fault_record(error: NotationError, request: Texts | None = None) -> dict[str, Any]:
-    """Return what is wrong with the fields of a request, each fault with the field in which it stands."""
+    """Return the faults in the fields of a request, each with the field that has it, as plain data."""
     texts = {} if request is None else {text: name for name, text in reversed(vars(request).items())}
     faults = [
         {

@@ -1,8 +1,8 @@
-"""A separate process that computes answers, and that is ended if an answer takes too long.
+"""A separate process that computes answers, and is ended if an answer takes too long.
 
 The processes exchange lines of JSON. The worker answers one line after the other, with the tasks of a class that the
-server names. It ends as soon as its input is closed, even if it still computes when the page ends. Notes may come
-before an answer: its progress, and the parts that are known already.
+server names. It ends as soon as its input is closed, even if it is still computing when the page ends. Notes may come
+before an answer: messages about its progress, and parts of it that are already known.
 """
 
 import json
@@ -21,22 +21,22 @@ from typing import Any
 
 _MODULE = "gspmd.page.worker"
 _NOTE = "note "
-"""The beginning of the line of a note."""
+"""The beginning of a line that contains a note."""
 
 
 class TooLong(RuntimeError):
-    """An answer took longer than it may; its process has been ended."""
+    """The error for an answer that took longer than it may; its process has been ended."""
 
 
 class Ended(RuntimeError):
-    """The process ended without an answer, perhaps because it had too little memory."""
+    """The error for a process that ended without an answer, perhaps because it had too little memory."""
 
 
 class Worker:
-    """A process that answers requests, one at a time; it is started when it is needed, and again if it has ended.
+    """A process that answers requests one at a time; it is started when it is needed, and restarted if it has ended.
 
     Args:
-        tasks: the class whose tasks the process runs, `module:name`; it is called with the folders.
+        tasks: the class whose tasks the process runs, as `module:name`; it is called with the folders.
         folders: the folders of the configs and of the user's layouts, for a process that plans layouts.
     """
 
@@ -47,7 +47,7 @@ class Worker:
         self._lock, self._closed = Lock(), False
 
     def start(self) -> None:
-        """Start the process, which imports what it needs, before it is asked."""
+        """Start the process before a request, so that it can already import the libraries that it needs."""
         with self._lock:
             self._start()
 
@@ -60,10 +60,10 @@ class Worker:
             task: the name of a task.
             given: the object of the request.
             seconds: the most seconds that the answer may take, not counting the start of the process.
-            tell: receives each note as JSON.
+            tell: called with each note, as JSON.
 
         Raises:
-            TooLong: the answer took longer.
+            TooLong: the answer took longer than `seconds`.
             Ended: the process ended without an answer, or the page is about to end.
         """
         with self._lock:
@@ -89,7 +89,7 @@ class Worker:
             return int(status), body
 
     def interrupt(self) -> None:
-        """End the process; the answer that is waited for is lost, and the next request starts another one."""
+        """End the process; the answer that is waited for is lost, and the next request starts a new process."""
         process = self._process
         if process is not None:  # Without the lock, which a thread that waits for an answer holds.
             _kill(process)
@@ -136,14 +136,14 @@ class Worker:
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    """End a process, and those that it started: it leads a group of its own."""
+    """End a process, and the processes that it started: it leads a process group of its own."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
-    """Pass on the lines of a process, and None at their end."""
+    """Pass on the lines that a process writes, and None at their end."""
     assert process.stdout is not None
     with suppress(ValueError):  # It has been closed.
         for line in process.stdout:

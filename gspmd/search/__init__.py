@@ -1,7 +1,7 @@
 """Exact search: the cheapest layout of a program, and the cheapest options of choices whose costs depend on each other.
 
-`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. The solver below it knows nothing
-of layouts; its problems are numbers.
+`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. The solver that it uses knows
+nothing of layouts: its problems consist of tables of numbers.
 
 Example:
     >>> import numpy as np

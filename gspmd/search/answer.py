@@ -14,7 +14,8 @@ class Answer:
         seconds: the seconds of the picks.
         bytes: the bytes that the picks hold.
         bound: a proved lower bound on the seconds of all allowed picks that fit; never above `seconds`.
-        complete: whether the search ended by itself: then `bound` is `seconds`, up to the tolerance if one was given.
+        complete: whether the search was not stopped early: then `bound` is `seconds`, up to the tolerance if one was
+            given.
     """
 
     picks: dict[str, int]
@@ -25,12 +26,12 @@ class Answer:
 
 
 class NothingFits(ValueError):
-    """No allowed picks hold as few bytes as the limit, or no picks are allowed at all.
+    """All allowed picks hold more bytes than the limit, or no picks are allowed at all.
 
     Attributes:
         nearest: the allowed picks that hold the fewest bytes; None if none are allowed.
         limit: the limit in bytes; None if there was none.
-        over: the bytes by which `nearest` exceeds the limit; None without `nearest`.
+        over: the bytes by which `nearest` exceeds the limit; None if there is no `nearest`.
     """
 
     def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
@@ -43,7 +44,7 @@ class NothingFits(ValueError):
         elif nearest is None or limit is None:
             message = (
                 "no combination of options is allowed: each has a term of infinite seconds.\n"
-                "  Fix fewer choices, exclude fewer options, or give the choices more of them."
+                "  Give fewer fixed choices, exclude fewer options, or give the choices more options."
             )
         else:
             held, over, most = map(amount_of_bytes, (nearest.bytes, nearest.bytes - limit, limit))

@@ -1,9 +1,10 @@
-"""Depth-first search through the picks that several bounds leave possible, to close the gap of the multiplier.
+"""A depth-first search among the picks that bounds do not exclude, to close the gap that a multiplier may leave.
 
 With a limit on bytes the minimum of seconds + rate · bytes bounds the seconds from below, and may stay below them for
-every rate. Then picks are made one by one, in the reverse order of elimination. The messages give the least cost of any
-completion by each measure; if one of these costs exceeds its ceiling, no completion is tried. A prefix is also skipped
-if an earlier prefix had the same picks in all choices that completions depend on, and cost no more by any measure.
+every rate. In that case picks are made one by one, in the reverse order of elimination. The messages give, by each
+measure, the least cost of any completion; if one of these costs exceeds its ceiling, no completion is tried. A prefix
+is also skipped if an earlier prefix had the same picks in all choices that completions depend on, and cost no more by
+any measure.
 """
 
 from bisect import bisect_right
@@ -14,14 +15,16 @@ import numpy as np
 from gspmd.search.buckets import Messages
 
 ROUNDING = 1e-13
-"""The relative difference of prefixes that count as equal: their sums are taken in another order."""
+"""The relative difference up to which the costs of two prefixes count as equal: they may be added up in different
+orders."""
 
 
 class Branching:
     """The tree of picks, walked depth first.
 
     Args:
-        measures: Messages of the same buckets: at some rate, which gives the order of options; at rate 0; of bytes.
+        measures: Messages of the same buckets by three measures: at some rate, which gives the order of options; at
+            rate 0; of bytes alone.
         ceilings: The most that a completion may cost by each measure; they may fall during the walk.
         poll: Called at every node; it raises to end the walk.
     """
@@ -64,7 +67,7 @@ class Branching:
                 yield from self._below(level + 1, costs[:, option])
 
     def _dominated(self, level: int, seconds: float, held: float) -> bool:
-        """Return whether the level was visited in this context with as few seconds and bytes; if not, record it."""
+        """Return whether this level was visited in this context at no greater cost; if not, record this visit."""
         # Sorted by seconds, and so by falling bytes.
         before = self._seen.setdefault((level, *(self._picks[choice] for choice in self._context[level])), [])
         place = bisect_right(before, seconds + ROUNDING * abs(seconds), key=lambda point: point[0])

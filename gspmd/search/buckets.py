@@ -1,8 +1,9 @@
 """Bucket elimination: the least cost of all picks, and of all picks with any one option, without enumerating them.
 
-Choices are eliminated one after another. The *bucket* of a choice holds the terms and messages in which it is
-eliminated first. Its *message* gives, for each combination of the other choices among them (its *scope*), the least sum
-over the options of the choice. The messages without a scope add up to the least cost of all picks.
+Choices are eliminated one after another. When a choice is eliminated, its *bucket* consists of the terms and messages
+that depend on it and are not yet in a bucket. Its *message* gives, for each combination of options of the other choices
+in the bucket (its *scope*), the least sum over the options of the choice. The messages without a scope add up to the
+least cost of all picks.
 
 Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
 """
@@ -16,16 +17,16 @@ import numpy as np
 from gspmd.search.tables import Tables
 
 LARGEST = 2**30
-"""The largest number of combinations that are enumerated in one bucket, in seconds; more would take minutes."""
+"""The largest number of combinations that are enumerated in one bucket. This takes seconds; more would take minutes."""
 BLOCK = 2**16
-"""Number of combinations that are added up at once: 512 KiB, which stay in a core's cache."""
+"""Number of combinations that are added up at once: their 512 KiB stay in a core's cache."""
 TIE = 1e-12
-"""The relative difference of costs that count as equal: sums of the same numbers in another order differ by this."""
+"""The relative difference up to which costs count as equal: sums of the same numbers in different orders may differ."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A table in a bucket: a term, or the message of another bucket, by number; and the choices of its axes."""
+    """A table in a bucket, with the choices of its axes: a term, or the message of a different bucket, by number."""
 
     number: int
     of: tuple[int, ...]
@@ -34,7 +35,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A choice that is eliminated, the tables that are added up, and the other choices in its message."""
+    """A choice that is eliminated, the tables that are added up, and the other choices that its message depends on."""
 
     choice: int
     scope: tuple[int, ...]
@@ -77,9 +78,9 @@ class Messages:
     """The messages of all buckets for one measure of cost: seconds + rate · bytes, or bytes alone.
 
     Args:
-        tables: The terms, for the options that may be taken.
+        tables: The terms, for the options that are allowed.
         buckets: The result of `eliminate` for these tables, or for tables with more options.
-        rate: Seconds that a byte counts for; None counts only the bytes of allowed picks.
+        rate: Number of seconds that a byte counts for; with None only the bytes of allowed picks count.
     """
 
     def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
@@ -108,13 +109,13 @@ class Messages:
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Return the cost of each option of one bucket, including all choices that were eliminated before it."""
+        """Return the cost of each option of one bucket, with that of all choices that were eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
 
     def trace(self) -> list[int]:
-        """Return the picks of the least cost, among equals the first; they are allowed if `total` is finite."""
+        """Return the picks of the least cost, the first ones among equals; they are allowed if `total` is finite."""
         picks = [0] * len(self.buckets)
         tie = TIE if self.rate is not None else 0.0  # Bytes are whole numbers, and one byte may be too many.
         for at in reversed(range(len(self.buckets))):
@@ -156,16 +157,19 @@ def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -
 
 
 def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Extend a table to all of these axes, with length 1 for those it lacks; in memory in this order, for speed."""
+    """Extend a table to all of these axes, with length 1 for those it lacks.
+
+    For speed, the result is stored in this order of axes.
+    """
     present = [of.index(choice) for choice in axes if choice in of]
     table = np.ascontiguousarray(table.transpose(present))
     return np.expand_dims(table, tuple(i for i, choice in enumerate(axes) if choice not in of))
 
 
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
-    """Return the least sum of tables that broadcast, over the axes that are not kept; these get length 1.
+    """Return the sum of tables that broadcast, minimized over the axes that are not kept; these then have length 1.
 
-    The first axes are cut into blocks, and tables that do not depend on an axis are added up outside of its loop.
+    The first axes are cut into blocks, and tables that do not depend on an axis are added up outside the loop over it.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     if math.prod(shape) <= BLOCK or len(shape) == 1:

@@ -37,7 +37,7 @@ USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""The largest number of mesh axes for which the axes of the global norm are a choice; three axes have 8 sets."""
+"""The largest number of mesh axes for which the set of axes of the global norm is a choice; three axes have 8 sets."""
 
 
 def search(
@@ -51,24 +51,24 @@ def search(
     microbatches: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Search for the cheapest layout of a program: exactly, over every spec of every line.
+    """Search for the cheapest layout of a program: the best over every spec of every line, with a proof.
 
-    The program is traced once, with an unknown in place of every dimension of every line. Each planned step then says
-    on which lines it depends, how often it runs, and whether it is recomputed or merged. Its seconds for every
-    placement come from the planner's tables, and the cheapest combination is found and proved. Work outside of plans is
-    added as passes over memory and FLOPs. Memory is the size of arguments, results and intermediate arrays at the
-    moment when most bytes are held, by their types.
+    The program is traced once, with every dimension of every line sharded over a placeholder for mesh axes, an
+    *unknown*. Each planned step then names the lines on which it depends, how often it runs, and whether it is
+    recomputed or merged. Its seconds for every placement come from the planner's tables, and the cheapest combination
+    is found and proved. Work outside of plans is added as passes over memory and FLOPs. Memory is the size of
+    arguments, results and intermediate arrays at the moment when the program holds the most bytes, according to types.
 
     Args:
-        build: maps a layout and a mesh to a function and its abstract arguments, placed as the layout says, such as a
+        build: maps a layout and a mesh to a function and its abstract arguments, sharded as the layout says, such as a
             training step with its state and batch.
         layout: a layout of the program, whose lines are searched; only the dimensions of its specs are used.
-        mesh: sizes of the mesh axes, or several meshes, of which the best is taken.
+        mesh: sizes of the mesh axes, or several meshes, of which the best is chosen.
         chip: the chip whose seconds and memory are assumed.
         memory: bytes that a device may hold; nine tenths of the chip's by default.
         fixed: lines that are not searched, with their specs.
         microbatches: the number of parts of the batch that the program computes one after the other.
-        stop: called now and then; if it returns true, the best so far is returned, with the bound proved for it.
+        stop: called now and then; if it returns true, the best layout so far is returned, with the bound proved for it.
 
     Returns:
         The layout found, with its cost.
@@ -91,9 +91,9 @@ def search(
         ('BLE, EF_x', True)
 
     Source: Lepikhin et al. 2020, GShard (arXiv 2006.16668), section 3, for annotations of a program's tensors; Zheng et
-        al. 2022, Alpa (arXiv 2201.12023), section 4, for the search of them; Pope et al. 2022 (arXiv 2211.05102) for
-        the notation and the placements of products.
-    Differs: the answer is exact, over every placement that the notation writes.
+        al. 2022, Alpa (arXiv 2201.12023), section 4, for searching them; Pope et al. 2022 (arXiv 2211.05102) for the
+        notation and the placements of products.
+    Differs: the answer is exact, over every placement that the notation can express.
     """
     chip = chip if isinstance(chip, Chip) else chip_called(chip)
     limit = USABLE * chip.hbm_bytes if memory is None else memory
@@ -135,14 +135,14 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
     """Return an error of the solver in the words of layouts."""
     if error.nearest is None or error.limit is None or error.over is None:
         message = (
-            f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the fixed lines, leave none.\n"
-            "  Fix fewer lines, or search other meshes."
+            f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the fixed lines, exclude all.\n"
+            "  Give fewer fixed lines, or search other meshes."
         )
     else:
         held, over, limit = map(amount_of_bytes, (error.nearest.bytes, error.over, error.limit))
         message = (
             f"no layout fits on mesh {mesh_text(mesh)}: the smallest holds {held} on each device, {over} more than the "
-            f"{limit} that it may hold.\n  Take more devices, or a chip with more memory."
+            f"{limit} that it may hold.\n  Use more devices, or a chip with more memory."
         )
     return NothingFits(error.nearest, error.limit, message)
 
@@ -162,7 +162,7 @@ def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str
             if not (isinstance(axis, str) and NAME.fullmatch(axis)):
                 raise PlanError(
                     f"a mesh axis is called {shown(axis)}.\n"
-                    "  Take a lowercase letter and then letters, digits or _, such as x or data."
+                    "  Use a lowercase letter and then letters, digits or _, such as x or data."
                 )
             if type(size) is not int or size < 1:
                 raise PlanError(f"mesh axis {axis} has size {shown(size)}.\n  Give a whole number of 1 or more.")
@@ -173,12 +173,12 @@ class Found:
     """A layout that was found.
 
     Attributes:
-        layout: every line, with the axes of the mesh.
+        layout: every line, sharded over the axes of the mesh.
         mesh: sizes of the mesh axes.
         seconds: predicted seconds of everything that was priced.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
         priced_seconds: seconds of planned steps, as the search added them up: equal to `planned_seconds`, except that
-            on a mesh of three axes a norm of all gradients is priced over all of them. If they differ by more, nothing
+            on a mesh of three axes a norm of all gradients is priced over all three. If the two differ by more, nothing
             is proved, and `bound` is 0.
         bytes: the most bytes that a device holds at any moment.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
@@ -225,14 +225,14 @@ class MeshProblem:
     """The search for the layout of a program on one mesh.
 
     Attributes:
-        build, program, lines: the program, as it was read.
+        build, program, lines: the builder of the program, its trace, and its lines.
         mesh: sizes of the mesh axes, all above 1.
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
         like: a program that differs only in sizes; memory is counted at the moment at which that program holds the most
-            bytes. None for the program itself.
-        whole: the whole mesh, in order, if it has axes around the searched ones (`Lines.around`).
+            bytes. With None, it is counted where the program itself does.
+        whole: the whole mesh, in order, if it has further axes around those that are searched (`Lines.around`).
     """
 
     build: Build
@@ -271,7 +271,7 @@ class MeshProblem:
 
     @property
     def uses(self) -> list[Use]:
-        """The steps that are priced one by one: all except such norms."""
+        """The steps that are priced one by one: all except the norms over many tensors."""
         return [use for use in self.program.uses if use not in self._norms]
 
     @cached_property
@@ -280,7 +280,7 @@ class MeshProblem:
         return self.tables(self.uses)
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of some steps of the program, each planned on the mesh that it sees."""
+        """Return the seconds of some steps of the program, each planned on the mesh on which it runs."""
         every = [*uses]
         if self.whole is None:
             return self.prices.tables(every)
@@ -310,7 +310,7 @@ class MeshProblem:
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The other arrays at the moment when most bytes are held, with the number of each."""
+        """The other arrays at the moment when the program holds the most bytes, with the number of each."""
         return self._held.others
 
     # -- the problem ---------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class MeshProblem:
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
-        """Return tables as terms; tables of one set of choices are added up."""
+        """Return tables as terms; tables that depend on the same choices are added up."""
         names = [option.name for option in self.prices.choices]
         time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
         found = []
@@ -376,7 +376,7 @@ class MeshProblem:
         return sum(step.seconds for step in steps)
 
     def _sharding(self) -> dict[int, np.ndarray]:
-        """Return for each choice and option, the mesh axes, as masks, that shard the tensors of the norms."""
+        """Return, for each choice and option, the mesh axes, as masks, that shard the tensors of the norms."""
         found: dict[int, np.ndarray] = {}
         for use in self._norms:
             assert isinstance(use.what, UnknownMove)
@@ -410,7 +410,7 @@ class MeshProblem:
 
 
 def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Layout:
-    """Return a layout with these lines, on these mesh axes, under the lowering whose seconds are searched."""
+    """Return a layout with these lines, on these mesh axes, under the lowering that the search prices."""
     plain = replace(base, name="found", overrides={}, lowerings={"default": "blocking"}, padding={}, choices=())
     vias = {key for key in plain.table if key.endswith("via")}
     plain = replace(plain, table={key: text for key, text in plain.table.items() if key not in vias or key in lines})

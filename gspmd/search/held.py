@@ -1,8 +1,8 @@
-"""The memory of a program and its passes over memory, derived from types: how often each array is read or written, and
-the moment when most bytes are held.
+"""The passes of a program over memory, and the memory that it holds at its peak, both derived from types.
 
-A type under Explicit axes has the unknowns over which an array is sharded, so the bytes on a device follow from the
-mesh axes that the lines of the layout put in their place.
+A search traces the program on a mesh whose axes are placeholders, the unknowns (`gspmd.planner.unknown`). Under
+Explicit axes the type of an array names the unknowns over which it is sharded. Once a layout puts mesh axes in the
+place of the unknowns, the bytes of the array on one device are known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOPS = ("scan", "while")
 _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
 """Operations that compilers do not fuse with their neighbours."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
-"""Operations that by themselves move nothing in memory: products read their operands in any order of dimensions."""
+"""Operations that themselves move no data in memory: products read their operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
 """Operations that read or write a part of their operand."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
@@ -35,7 +35,7 @@ _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOIS
 
 
 _MOST_UNKNOWNS = 8
-"""The largest number of further unknowns in one dimension for which a type says how an array is sharded."""
+"""The largest number of further unknowns in one dimension for which a type shows how an array is sharded."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class HeldArray:
     """An array as a device holds it.
 
     Attributes:
-        size: bytes of the whole array; for one sharded over known mesh axes, those on a device.
-        unknowns: the unknowns over which it is sharded.
+        size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
+        unknowns: the unknowns over which the array is sharded.
     """
 
     size: int
@@ -52,7 +52,7 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array of a type; None for other types, and for a type without the sharding of its array."""
+        """Return the array of a type; None if it is not the type of an array, or does not contain the sharding."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
@@ -80,7 +80,7 @@ def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
 
 
 class HeldValue:
-    """A value of a program; all variables that pass it on unchanged stand for one `HeldValue`.
+    """A value of a program; all variables that have this value unchanged stand for one `HeldValue`.
 
     Args:
         aval: its type.
@@ -112,12 +112,12 @@ class Operation:
 
     @property
     def inner(self) -> list[Jaxpr]:
-        """The programs of a loop or a conditional; none for a planned operation, which is described by its steps."""
+        """The programs inside a loop or a conditional; none for a planned operation, which has steps instead."""
         return [] if program_of(self.equation) is not None else list(inner_jaxprs(self.equation))
 
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
-        """The carry of a loop: each value before it and after it."""
+        """The carry of a loop: each value before the loop and after it."""
         if self.name not in _LOOPS:
             return []
         params, operands = self.equation.params, self.equation.invars
@@ -141,7 +141,7 @@ class Straight:
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> Straight:
-        """Return a program with its plain calls in place."""
+        """Return a program in which its plain calls are replaced by their contents."""
         values = {var: HeldValue(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
         operations: list[Operation] = []
         _inline(jaxpr, values, operations)
@@ -174,7 +174,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 
 
 def _is_reshaped(equation: Any) -> bool:
-    """Return whether a result shares its operand's memory: in another shape, or across a border of Auto axes."""
+    """Return whether a result has its operand's memory: in a different shape, or across a border of Auto axes."""
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
         return HeldArray.of(before) is None
@@ -189,8 +189,8 @@ class ProgramWork:
     """The work of a program outside its planned steps.
 
     Attributes:
-        passed: arrays that are read or written, with the number of times.
-        flops: FLOPs of products inside planned operations, by the array that they make.
+        passed: arrays that are read or written, with how often each is.
+        flops: FLOPs of the products inside planned operations, by the array that each product makes.
     """
 
     passed: Mapping[HeldArray, int]
@@ -200,7 +200,8 @@ class ProgramWork:
 def work(jaxpr: Jaxpr) -> ProgramWork:
     """Count the passes over memory of elementwise operations, planned operations except products, and loops' stacks.
 
-    Elementwise operations are fused as far as possible: an array counts if another operation makes or reads it.
+    Elementwise operations are fused as far as possible: an array counts only if an operation that is not fused makes or
+    reads it.
     """
     passed: Counter = Counter()
     flops: Counter = Counter()
@@ -260,7 +261,10 @@ def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> None:
-    """Count the arrays that a planned operation reads and writes; products and operands are priced with their steps."""
+    """Count the arrays that a planned operation reads and writes.
+
+    Products, with their operands, are priced as steps.
+    """
     inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
     marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
     if any(_is_product(what) for what in marks):
@@ -287,7 +291,7 @@ def _type(value: Any) -> tuple:
 
 
 def _is_product(what: Unknown) -> bool:
-    """Return whether an operation is only a product, whose mark is priced with the local product."""
+    """Return whether an operation is only a product; its mark is then priced with the local product."""
     return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
 
 
@@ -311,7 +315,8 @@ def _dot_flops(equation: Any) -> int:
 
 
 Moment = tuple[int, ...]
-"""A point of a program: an operation by its number and, in a loop, one of its programs and the point in that."""
+"""A point of a program: the number of an operation and, if that is a loop, the number of a program inside and a point
+in that."""
 
 
 @dataclass(frozen=True)
@@ -319,9 +324,10 @@ class Held:
     """The arrays of a program at the moment when it holds the most bytes.
 
     Attributes:
-        arguments: its arguments, with the number of each.
-        others: results that no argument has room for, and intermediate arrays, with the number of each.
-        moment: the moment.
+        arguments: the arguments of the program, with the number of each.
+        others: intermediate arrays, and results that do not fit into the memory of an argument, with the number of
+            each.
+        moment: the moment when the program holds the most bytes.
     """
 
     arguments: Mapping[HeldArray, int]
@@ -334,7 +340,8 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
 
     Args:
         jaxpr: the program.
-        devices: number of devices over which an array with an unknown is divided, for finding the moment.
+        devices: number of devices over which, for finding the moment, an array with an unknown is assumed to be
+            divided.
         moment: the moment to use, from a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
@@ -350,7 +357,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays besides operands and results at a moment, or at the moment of most bytes."""
+    """Return the arrays, without operands and results, at a moment; by default at the moment of the most bytes."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -383,7 +390,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays whose memory the given values use; a view uses the memory of another value."""
+    """Return the arrays whose memory the given values use; a view uses the memory of a different value."""
     return {value.memory for value in values if value.memory.array is not None}
 
 

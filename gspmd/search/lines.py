@@ -1,4 +1,7 @@
-"""A layout of unknown lines: an unknown mesh axis for every dimension, and which unknowns are chosen together."""
+"""A layout of unknown lines, and the unknowns that are chosen together.
+
+An unknown is a placeholder for the mesh axes that shard one dimension of one line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
 MOST_OPTIONS = 200_000
-"""The largest number of options of one choice for which a search is started."""
+"""The largest number of options that a choice may have in a search."""
 
 _FOLLOWS = (
     ("embedding.tokens", "attention.residual", "BL"),
@@ -40,14 +43,14 @@ class Lines:
     Attributes:
         layout: the layout with these lines; only the dimensions of its specs are used.
         dims: the dimensions of each line; for a via, those of its two operands.
-        whole: for each line, the dimensions that are not sharded.
+        whole: for each line, the dimensions that must not be sharded.
         vias: lines of vias, with the dimensions of both operands.
-        fixed: lines whose spec, or via, is given and is their only option.
+        fixed: lines whose spec, or via, is given; it is then their only option.
         trained: lines of parameters, whose gradient and optimizer state have separate lines.
-        around: mesh axes that are present whatever is chosen, with their sizes, such as the axis of a pipeline's
-            stages.
-        beside: the axes of `around` along which pipelines run side by side: every batch is sharded over them, before
-            its unknown.
+        around: further mesh axes, which the search does not assign to lines, with their sizes, such as the axis of a
+            pipeline's stages.
+        beside: the axes of `around` along which pipelines run side by side: every batch is sharded over these axes,
+            before its unknown.
     """
 
     layout: Layout
@@ -108,7 +111,7 @@ class Lines:
         """Refuse fixed lines that do not exist.
 
         Raises:
-            LayoutError: a line does not exist; names the first such line.
+            LayoutError: a line does not exist; the message names the first such line.
         """
         for name in self.fixed if names is None else names:
             if self._has(name):
@@ -116,7 +119,7 @@ class Lines:
             if name.startswith("gradients."):
                 raise LayoutError(
                     f"cannot fix {name}: the search itself chooses when each gradient is reduced.\n"
-                    f"  Fix {name.removeprefix('gradients.')}, or its optimizer state, optimizer.{name[10:]}."
+                    f"  Give {name.removeprefix('gradients.')} instead, or its optimizer state, optimizer.{name[10:]}."
                 )
             every = [*(line for line in self.dims if line in self.layout.table or names is None), *self.vias]
             raise LayoutError(
@@ -125,7 +128,7 @@ class Lines:
             )
 
     def _has(self, name: str) -> bool:
-        """Return whether there is a line of this name whose spec, or via, can be given."""
+        """Return whether there is a line with this name whose spec, or via, can be given."""
         section, _, rest = name.partition(".")
         return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
 
@@ -142,7 +145,7 @@ class Lines:
             mesh: sizes of all mesh axes, including axes of size 1.
 
         Raises:
-            LayoutError: a line is not possible; names the fault.
+            LayoutError: a line is not possible; the message names the fault.
         """
         self.check_fixed()
         for line, text in self.fixed.items():
@@ -160,14 +163,14 @@ class Lines:
                 for dim in spec.dims:
                     if not unknown.axes_of(dim) and any(mesh[axis] > 1 for axis in spec.axes_of(dim)):
                         raise LayoutError(
-                            f"cannot fix {line} = '{text}': the program, or a layout's rule, needs {dim} whole there.\n"
-                            f"  Leave {dim} unsharded."
+                            f"cannot fix {line} = '{text}': the program, or a layout's rule, does not allow {dim} "
+                            f"to be sharded there.\n  Leave {dim} unsharded."
                         )
             if any(spec.partial or spec.reduced for spec in given):
-                raise LayoutError(f"cannot fix {line} = '{text}': a fixed line has no partial sum or reduced-.")
+                raise LayoutError(f"cannot fix {line} = '{text}': a fixed line cannot have a partial sum or reduced-.")
 
     def copy(self) -> Lines:
-        """Return a copy of the lines, tied in the same way, to be read from another program."""
+        """Return a copy of the lines, tied in the same way, for reading a different program."""
         return replace(
             self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
             _parent={**self._parent}, _held={*self._held}, _unread={*self._unread}, _absent={*self._absent},
@@ -187,7 +190,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Tie these lines like a copy that another program has tied, so that a similar program begins with the ties."""
+        """Tie these lines like a copy that reading a similar program has tied."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -205,13 +208,13 @@ class Lines:
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
-        """Add the lines that say where operands meet the weights that are lines, with one via for each group.
+        """Add the vias: the specs in which operands are multiplied with those weights that have a line.
 
-        Weights of the same dimensions, as in a gated layer or for queries, keys and values, have one via: separate
-        ones would multiply the number of options, and none of them would be cheaper beyond rounding.
+        The weights of a group, as in a gated layer or for queries, keys and values, have one choice of via: separate
+        vias would multiply the number of options, and would be no cheaper, apart from rounding.
 
         Args:
-            products: the products of the program, each an operand with the weights that it meets.
+            products: the products of the program: for each, an operand and the weights that it is multiplied with.
         """
         of = {Spec(spec.dims, spec.axes): name for name, dims in self.dims.items() for spec in [self.spec(name, dims)]}
         groups: list[list[tuple[str, tuple[str, str]]]] = []
@@ -254,7 +257,7 @@ class Lines:
         return of[0] if of else unknown
 
     def tie(self, one: str, other: str) -> None:
-        """Make two unknowns one."""
+        """Make two unknowns one, so that both stand for the same mesh axes."""
         one, other = self._root(one), self._root(other)
         if one != other:
             self._parent[one] = other
@@ -283,13 +286,13 @@ class Lines:
     def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
         """Drop the lines of tensors that the program does not have: lines whose unknowns are all absent from it.
 
-        A line of which some unknowns occur is tied to another tensor. The line stays, so that the layout shards both
-        alike, and its other dimensions are unsharded.
+        If only some unknowns of a line occur, the line is tied to a different tensor. The line stays, so that the
+        layout shards both alike, and its other dimensions are unsharded.
 
         Args:
             unknowns: the unknowns that the program has.
-            owed: the unknowns over which it has partial sums: a parameter with neither a partial sum nor a state is not
-                trained.
+            owed: the unknowns over which the program has partial sums: a parameter with neither a partial sum nor a
+                state is not trained.
         """
         state = {name: unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])) for name in self.trained}
         self.trained = [name for name, own in state.items() if self.owed(name) in owed or not unknowns.isdisjoint(own)]
@@ -307,9 +310,9 @@ class Lines:
             del self.dims[line]
 
     def _is_as_default(self, line: str) -> bool:
-        """Return whether a line that the layout does not write is tied to its default in all of its dimensions.
+        """Return whether a line that the layout does not write is tied to its default line in all of its dimensions.
 
-        Such a line adds no choice, and most models have no tensor of it: few have latents of attention, for example.
+        Such a line adds no choice, and most models have no tensor for it: few have latents of attention, for example.
         """
         default = KEYS[line].default if line in KEYS else None
         if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
@@ -331,7 +334,7 @@ class Lines:
     # -- the layout ----------------------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, str]:
-        """Return every line with its unknowns, overriding lines included, as `Layout.override` takes them."""
+        """Return every line with its unknowns, overriding lines included, in the form for `Layout.override`."""
         found = {name: str(self.spec(name, dims)) for name, dims in self.dims.items()}
         found |= {name: str(self.via(name)) for name in self.vias}
         for name in self.trained:
@@ -341,7 +344,7 @@ class Lines:
         return found
 
     def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return, by line, the unknowns among which no mesh axis may appear twice, with their dimensions.
+        """Return, for each line, the unknowns that may not have a mesh axis in common, with their dimensions.
 
         The unknown over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that do not
         shard the weight.
@@ -357,7 +360,7 @@ class Lines:
         return found
 
     def mesh(self) -> dict[str, int]:
-        """Return the mesh on which a program is traced: every unknown, of size 1, and the axes around them."""
+        """Return the mesh on which a program is traced: one axis of size 1 per unknown, and the axes of `around`."""
         named = [name for pairs in self.tensors().values() for _, name in pairs] or [PREFIX]
         return {**dict.fromkeys(named, 1), **self.around}
 
@@ -373,22 +376,22 @@ class Lines:
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
 
     def lines_of(self, unknowns: Collection[str]) -> list[str]:
-        """Return the lines, named as in `written`, with one of these unknowns; for a gradient, in its partial sum."""
+        """Return the lines, named as in `written`, that have one of these unknowns, a gradient in its partial sum."""
         of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
 
     def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
-        """Return every line with mesh axes in place of its unknowns, as `Layout.override` takes them.
+        """Return every line with mesh axes in place of its unknowns, in the form that `Layout.override` accepts.
 
         A gradient, or an optimizer's state, that is sharded like its parameter is not written. A line with an unknown
         that is not in `known` is not written either.
 
         Args:
             known: the mesh axes of each unknown.
-            only: restrict to these lines; a gradient goes with its parameter.
-            settled: also write gradients that are sharded like their parameter; with several microbatches an unwritten
-                gradient stays a partial sum.
+            only: return only these lines; a gradient is returned with its parameter.
+            settled: whether to write also gradients that are sharded like their parameter; with several microbatches an
+                unwritten gradient stays a partial sum.
         """
         found: dict[str, str] = {}
 
@@ -418,7 +421,7 @@ class Lines:
 def _clashing(
     groups: Iterable[Sequence[tuple[str, tuple[str, str]]]], written: Mapping[str, tuple[str, str]]
 ) -> set[str]:
-    """Return the vias that no layout can write, because products of different dimensions would read them.
+    """Return the vias that no layout can write, because products with different dimensions would use them.
 
     A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` share one `k_via`. The planner
     chooses the via of such products. The weights of a group have one via, so if one of them has none, the whole group
@@ -460,14 +463,15 @@ def choices_of(
     mesh: Mapping[str, int],
     dimensions: Mapping[str, int] = {},
 ) -> list[LineChoice]:
-    """Return every choice of a search on one mesh: unknowns that lines tie, directly or through others, are one choice.
+    """Return every choice of a search on one mesh; unknowns that lines tie, directly or indirectly, are one choice.
 
     Args:
         lines: the lines of the layout.
-        sizes: for each unknown, the sizes of the dimensions sharded over it; if it is missing, nothing has to divide.
+        sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide all of them. An
+            unknown that is missing here has no such restriction.
         mesh: sizes of the mesh axes, all above 1.
-        dimensions: sizes by which the layout is checked. Lines have to divide these sizes even if tensors are larger,
-            as with two shared experts together.
+        dimensions: sizes by which the layout is checked. The mesh axes of lines have to divide these sizes even if
+            tensors are larger, as with two shared experts together.
 
     Raises:
         PlanError: a choice has too many options.
@@ -520,15 +524,15 @@ def _parts(
 ) -> Iterator[tuple[set[str], list[str]]]:
     """Split tied lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    Vias, and lines tied to them, that share only the placement of a tensor become separate choices, and so does that
-    placement: all of them together would have many times as many options. In training they stay together, because the
-    parts of the tensor's gradient are added.
+    Vias, and the lines tied to them, that have only the placement of one tensor in common become separate choices, and
+    so does that placement: one choice for all of them would have many times as many options. In training they stay one
+    choice, because the parts of the tensor's gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
     common = set.intersection(*own.values())
     parts: list[tuple[set[str], list[str]]] = []
     for line in members:
-        # Lines that are tied as a whole, for example because both weights of a gate meet one operand, are one choice.
+        # Lines that are tied in all dimensions, such as those of both weights of a gate, are one choice.
         near = [part for part in parts if part[0] & own[line] - common or part[0] == own[line]]
         parts = [part for part in parts if part not in near]
         lines_of_part = [*(each for _, several in near for each in several), line]
@@ -570,7 +574,7 @@ def _as_given(
         others = listed(f"{each} = '{lines.fixed[each]}'" for each in before)
         beside = f" with {others}, given as well" if before else ""
         raise LayoutError(
-            f"cannot fix {line} = '{lines.fixed[line]}': on this mesh the program cannot have it so{beside}.\n"
+            f"cannot fix {line} = '{lines.fixed[line]}': on this mesh the program cannot use this spec{beside}.\n"
             "  Give another spec, or leave the line out, so that it is searched."
         )
     return rows[fits]
@@ -598,8 +602,8 @@ def _placements(
         row, picked = np.nonzero(free)
         if len(row) > MOST_OPTIONS:
             raise PlanError(
-                f"cannot search {', '.join(lines)} together: there are more than {MOST_OPTIONS} ways to place them.\n"
-                "  Fix some of these lines, or search a mesh of fewer axes."
+                f"cannot search {', '.join(lines)} together: there are more than {MOST_OPTIONS} ways to shard them.\n"
+                "  Give some of these lines a spec (fixed=, or --fixed), or search a mesh with fewer axes."
             )
         sequence = allowed[picked]
         table, taken = np.hstack([table[row], sequence[:, None]]), taken[row].copy()

@@ -1,7 +1,8 @@
-"""Lookups of rows in a table, for every placement of ids, table and rows: the seconds of their moves, as tables.
+"""Lookups of rows in a table: the seconds of their moves for every placement of ids, table and rows, as tables.
 
 During the lookup, each mesh axis shards a dimension that it shards in one of the specs, as in `gspmd.ops.embed`. The
-lookup has its own optimum: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
+lookup has an optimum of its own: of all joint placements of ids, table and rows, the one with the fewest seconds of
+moves.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ class LookupPrices:
 
     Attributes:
         environment: mesh, chip and the sizes of all dimensions.
-        ids, rows: their placements, as pairs.
+        ids, rows: the placements of ids and rows; those with the same index are a pair.
         tables: the placements of the table.
         widths: bytes of an element of ids, table, rows and, if there are any, scales of the table's rows.
-        backward: whether the gradient of the table is computed. It goes to the table's placement, or to the partial sum
-            that the table's spec gives.
+        backward: whether the gradient of the table is computed. The gradient is moved to the table's placement, or to
+            the partial sum that the table's spec states.
     """
 
     environment: Environment
@@ -48,12 +49,12 @@ class LookupPrices:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """The seconds [pair, table] of the first steps of the table's move, which run once if they leave the loop."""
+        """The seconds [pair, table] of the first steps of the table's move, which run once if they are hoisted."""
         tensor, before, after = self.ends("table")
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the tensor called "ids", "table" or "rows", with the placements, [pair, table], of its move."""
+        """Return the tensor "ids", "table" or "rows", and the placements [pair, table] before and after its move."""
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
         given = np.broadcast_to(fixed[None, :] if name == "table" else fixed[:, None], at.shape)
@@ -61,7 +62,7 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """Dimensions, and for each joint placement of them the sequences of mesh axes, also as masks."""
+        """The dimensions, and for each joint placement the sequences of mesh axes on them, also as masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
         rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
@@ -94,7 +95,7 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest seconds [pair, table], and the joint placement that takes them."""
+        """The fewest seconds [pair, table], and the joint placement that needs them."""
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)
@@ -112,7 +113,7 @@ class LookupPrices:
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return [spec, joint placement] the mesh axes, as masks, on dimensions where the spec does not have them."""
+        """Return masks [spec, joint placement] of the mesh axes that the spec does not have on the same dimension."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -1,7 +1,7 @@
 """Costs of moving one tensor between many placements at once, as tables.
 
-A plan asks for one shortest path; a search asks for all of them. `MoveCosts` runs the planner's shortest paths once for
-each placement of interest and keeps the seconds as the rows of a table.
+A plan needs one shortest path; a search needs all of them. `MoveCosts` runs the planner's shortest paths once for each
+placement of interest and keeps the seconds as the rows of a table.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ Arc = tuple[int, int, int]
 PICOSECOND = 1e-12
 """The unit in which the planner's paths count costs (`gspmd.planner.graph.paths`), in seconds."""
 HOISTED = ("all-to-all", "collective-permute")
-"""Steps that compilers move out of a loop in which their operand is invariant: they do not enlarge it."""
+"""Steps that compilers move out of a loop in which their operand is invariant, because they do not enlarge it."""
 
 
 class MoveCosts:
-    """Seconds between the placements of one tensor, which may be a partial sum where a path begins.
+    """Seconds of moves between the placements of one tensor, which may be a partial sum before its move.
 
     Args:
         environment: mesh, chip, and the sizes of all dimensions.
@@ -45,7 +45,7 @@ class MoveCosts:
         return shortest_paths(self.shape, self.environment.mesh, self.width, self.environment.chip, axes, sums)
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        """Return the graph's numbers of placements; -1 for a placement that does not divide the sizes."""
+        """Return the graph's numbers of placements; -1 for a placement whose mesh axes do not divide the sizes."""
         mesh = dict(self.environment.mesh)
         return np.array([self.paths.number(spec.without_trivial(mesh)) for spec in specs], int)
 
@@ -58,7 +58,8 @@ class MoveCosts:
 
         Args:
             sources, targets: numbers of placements; -1 for a tensor that does not exist.
-            by: `"sources"` or `"targets"`, each of which takes one run of shortest paths; by default the fewer.
+            by: `"sources"` or `"targets"`: shortest paths are searched once for each of these; by default for the
+                fewer.
         """
         by = by or ("sources" if len(sources) <= len(targets) else "targets")
         few, many = (sources, targets) if by == "sources" else (targets, sources)
@@ -69,7 +70,7 @@ class MoveCosts:
         return table if by == "sources" else table.T
 
     def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
-        """Return [source][target] the chains of steps; no steps if there is no chain."""
+        """Return [source][target] the chains of steps; a chain is empty if there is none."""
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
         for row, column, _, path in self._paths_between(sources, targets):
             for arc in path:
@@ -81,7 +82,7 @@ class MoveCosts:
     def _paths_between(
         self, sources: np.ndarray, targets: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, Iterable[Arc]]]:
-        """Yield row and column of each possible move, the cost from every placement to its target, and its arcs."""
+        """Yield, for each possible move, row and column, the cost from every placement to the target, and the arcs."""
         for column, end in enumerate(targets.tolist()):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):
@@ -89,7 +90,7 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return [sources, targets] the seconds of the first steps, which leave a loop if the tensor is invariant.
+        """Return [sources, targets] the seconds of the first steps, which are hoisted where the tensor is invariant.
 
         From the first step on that enlarges the tensor, a chain stays in the loop. So does everything after a slice,
         because compilers count the device's position among its operands. Every pair is planned, even if it occurs
@@ -104,10 +105,10 @@ class MoveCosts:
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [sources, ends, others] the seconds of the first steps that the moves to two placements share.
 
-        A program in which one tensor goes to both has these steps once.
+        A program that moves one tensor to both placements has these steps once.
 
         Returns:
-            The seconds, and the seconds of the first of these steps, which leave a loop in which the tensor is
+            The seconds, and the seconds of those first steps that are hoisted out of a loop in which the tensor is
             invariant.
         """
         places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
@@ -127,7 +128,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [placement, place] arrays: the first step's target, or -1; its seconds; if it may leave a loop."""
+        """Return arrays [placement, target]: where the first step leads, or -1; its seconds; if it may be hoisted."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning
@@ -149,7 +150,7 @@ class MoveCosts:
 
 
 def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-    """Return the entries of a table for arrays of placements that broadcast; it is made of the different ones only.
+    """Return the entries of a table for arrays of placements that broadcast; it is made for the different ones only.
 
     Args:
         made: makes the table, with an axis for each of its arguments, which are placements without repetition.

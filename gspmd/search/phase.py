@@ -24,7 +24,7 @@ class LayoutLine:
     """A line of a layout.
 
     Attributes:
-        key: section and key, `ffn.w_in`.
+        key: section and key, such as `ffn.w_in`.
         text: its spec, or via.
         choice: the choice that decides it; several lines may share one.
         section: the overriding section that contains it; empty for none.
@@ -37,7 +37,7 @@ class LayoutLine:
 
     @property
     def name(self) -> str:
-        """The key, after the overriding section if it is in one: `optimizer.ffn.w_in`."""
+        """The key, after the overriding section if the line is in one: `optimizer.ffn.w_in`."""
         return name_of(self.section, self.key)
 
 
@@ -53,11 +53,11 @@ class Case:
         dtype: compute dtype.
         trains: whether there is a backward pass.
         microbatches: the number of microbatches.
-        side: for a pipeline, the mesh axes along which pipelines run side by side. They split the batch only, and
+        side: for a pipeline, the mesh axes along which pipelines run side by side. These axes shard only the batch, and
             gradients stay partial sums over exactly these axes until the step ends.
-        stages: number of stages of a pipeline, along the first mesh axis.
-        remat: what the backward pass recomputes; empty if there is no backward pass, or if the program alone decides
-            it.
+        stages: number of stages of a pipeline, which lie along the first mesh axis.
+        remat: the choice of remat, which says what the backward pass recomputes; empty if there is no backward pass, or
+            if the program alone decides this.
     """
 
     config: Any
@@ -98,7 +98,7 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write every gradient's line: with several microbatches an unwritten gradient is a partial sum."""
+        """Whether to write the line of every gradient: with several microbatches, no line means a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property
@@ -118,11 +118,11 @@ class PhaseProblem(ABC):
 
     @property
     def overestimate(self) -> float:
-        """Seconds by which the price of the global norm may be too high, since it is priced over all mesh axes."""
+        """Seconds by which the price of the global norm may be too high, as the norm is priced over all mesh axes."""
         return self.question.overestimate
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Return choices and terms; `limit` is the bytes that a device may hold."""
+        """Return the choices and terms as a problem; `limit` is the number of bytes that a device may hold."""
         return Problem(self._problem.choices, self._problem.terms, limit)
 
     def texts(self, name: str) -> Iterator[dict[tuple[str, str], str]]:
@@ -154,16 +154,16 @@ class PhaseProblem(ABC):
         return found
 
     def written(self, picks: Mapping[str, int]) -> dict[str, str]:
-        """Return the lines of the layout that these picks give, name to text."""
+        """Return the lines of the layout that these picks give, as name -> text."""
         return {line.name: line.text for line in self.lines(picks)}
 
 
 class RelaxedProblem(PhaseProblem):
-    """A problem with the same choices that bounds several numbers of microbatches at once."""
+    """A problem with the choices of a phase, whose cost is a bound for several numbers of microbatches at once."""
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return the problem whose answer costs no more than that of any number of microbatches between these two."""
+        """Return the problem whose answer costs at most as much as with any number of microbatches between these."""
 
 
 ReadProgram = tuple[Build, TracedProgram, Lines]
@@ -171,12 +171,12 @@ ReadProgram = tuple[Build, TracedProgram, Lines]
 
 
 def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
-    """Read one of several programs that need the same lines tied, and let the others begin with its ties.
+    """Read one of several programs that need the same lines tied; the lines of the others are then tied like its lines.
 
     Args:
         build: makes the program.
         alike: the lines of all these programs; they are tied in place.
-        around: `around` and `beside` of `Lines`, if this program has them.
+        around: `around` and `beside` of `Lines`, if this program has such axes.
     """
     lines = replace(alike.copy(), **around)
     program = read(build, lines)
@@ -185,7 +185,7 @@ def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
 
 
 def name_of(section: str, key: str) -> str:
-    """Return the name of a line: its key, after the overriding section if it is in one."""
+    """Return the name of a line: its key, after the overriding section if the line is in one."""
     return f"{section}.{key}" if section else key
 
 

@@ -42,13 +42,14 @@ LARGEST = 20_000_000
 """The largest number of entries of a table."""
 
 _MESHES = 2
-"""Number of meshes, with their choices, whose tables are kept for other programs, such as another choice of remat."""
+"""Number of meshes, with their choices, whose tables are kept for further programs, such as a different choice of
+remat."""
 
 LARGEST_SHARED = 400_000
 """The largest number of pairs of chains whose common steps are found."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The choices that seconds depend on, by number, ascending, and the seconds with an axis for each."""
+"""The numbers of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
 
 Planned = tuple[tuple, ...]
 """Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""
@@ -78,9 +79,9 @@ class Prices:
         self._key = options, tuple(mesh.items()), chip
 
     def on(self, mesh: Mapping[str, int]) -> Prices:
-        """Return the prices of the same choices on a mesh with more or fewer axes, for steps that are planned there.
+        """Return the prices of the same choices on a mesh with more or fewer axes, for steps that are planned on it.
 
-        A tensor counts as unsharded along an axis that is missing there, since no step there uses that axis.
+        A tensor counts as unsharded along an axis that the mesh lacks, since no step on the mesh uses that axis.
         """
         numbers, place = sequences(len(mesh)).number, {axis: number for number, axis in enumerate(mesh)}
         named = (tuple(self.axes[axis] for axis in own) for own in self.sequences.axes)
@@ -88,7 +89,7 @@ class Prices:
         return Prices([replace(each, rows=there[each.rows]) for each in self.choices], mesh, self.chip)
 
     def known(self, picks: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes of every unknown, from the option of every choice."""
+        """Return the mesh axes of every unknown, given the option of every choice."""
         return {
             name: self.named(int(number))
             for option, pick in zip(self.choices, picks)
@@ -106,7 +107,7 @@ class Prices:
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
         """Return the choices that decide some unknowns.
 
-        If several choices contain an unknown, one that another unknown needs is taken, or else the smallest.
+        If several choices contain an unknown, one that a different unknown needs is used, or else the smallest.
         """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
@@ -117,7 +118,7 @@ class Prices:
 
     @property
     def ties(self) -> list[Table]:
-        """Tables that are 0 if two choices agree on the placement that they share, and infinite elsewhere."""
+        """Tables that are 0 where two choices agree on the placement that they share, and infinite elsewhere."""
         found: list[Table] = []
         for place, option in enumerate(self.choices):
             for number, other in enumerate(self.choices):
@@ -154,7 +155,8 @@ class Prices:
         Args:
             what: the step.
             times: the number of its runs.
-            once: the number of runs of its first steps if they leave a loop in which the tensor is invariant.
+            once: the number of runs of its first steps, if they are hoisted out of a loop in which the tensor is
+                invariant.
 
         Raises:
             PlanError: the step depends on so many choices that a table is too large.
@@ -162,7 +164,10 @@ class Prices:
         of, once = self.choices_in(what), times if once is None else once
         if self._is_too_large(of):
             lines = "; ".join(self.choices[each].name for each in of)
-            raise PlanError(f"cannot price a step that depends on so many lines: {lines}.\n  Fix some of them.")
+            raise PlanError(
+                f"cannot price a step that depends on so many lines: {lines}.\n"
+                "  Give some of them a spec, with fixed= (--fixed)."
+            )
         if isinstance(what, UnknownShared):
             seconds = -self._shared(what, of, times, once)
         elif isinstance(what, UnknownReduction):
@@ -176,7 +181,7 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> np.ndarray:
-        """Return a table, made once for all programs with these choices: they differ in how often steps run."""
+        """Return a table, made once for all programs with these choices, which differ only in how often steps run."""
         known = _latest(self._key)
         if (kind, what) not in known:
             known[kind, what] = made(what, of)
@@ -201,7 +206,7 @@ class Prices:
         return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
 
     def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the first steps, which leave a loop in which the tensor is invariant."""
+        """Return the seconds of the first steps, which are hoisted out of a loop in which the tensor is invariant."""
         nothing = np.zeros((1,) * len(of))
         if isinstance(what, UnknownSteps) and what.plan is routed and what.name == "table":
             found, at = self._looked_up(what, of)
@@ -216,14 +221,14 @@ class Prices:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
 
     def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
-        """Return the choice of an unknown, None if it shards nothing, and its mesh axes as masks, by option."""
+        """Return the choice of an unknown (None if it shards nothing) and, for each option, its mesh axes as a mask."""
         if unknown not in self._at:
             return None, np.zeros(1, int)
         choice, column = next(iter(self._at[unknown].items()))
         return choice, self.sequences.mask[column]
 
     def shared(self, unknowns: Iterable[str], amount: float) -> Table:
-        """Return a device's share of an amount that is sharded over some unknowns; all of it if there are none."""
+        """Return one device's part of an amount that is sharded over some unknowns; all of it without unknowns."""
         names = [name for name in unknowns if name in self._at]
         of = self.choices_in_names(names)
         used = np.zeros((1,) * len(of), int)
@@ -282,7 +287,7 @@ class Prices:
         return self._moves[key]
 
     def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
-        """Return the numbers of placements of a spec, by option of each choice; -1 for an impossible one."""
+        """Return the numbers of placements of a spec, by option of each choice; -1 for an impossible placement."""
         taken, rows = np.zeros((1,) * len(of), int), []
         wrong = np.zeros((1,) * len(of), bool)
         for dim in tensor.dims:
@@ -311,7 +316,7 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """Return the sequence of an unknown, along the axis of its choice; for a mesh axis, that axis alone."""
+        """Return the sequences of an unknown, along the axis of its choice; for a mesh axis, that axis alone."""
         if name in self._at:
             choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
             return column.reshape([-1 if each == choice else 1 for each in of])
@@ -343,7 +348,7 @@ class Prices:
         return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
 
     def _placements(self, unknowns: Iterable[str], of: tuple[int, ...]) -> tuple[list[Known], np.ndarray]:
-        """Return the different placements of some unknowns, and the one for each combination of the options."""
+        """Return the different placements of some unknowns, and which of them each combination of options has."""
         names = [name for name in unknowns if name in self._at]
         if not names:
             return [{}], np.zeros((1,) * len(of), int)
@@ -353,8 +358,10 @@ class Prices:
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """Return the prices of a lookup, and for each combination of the options the placement of the pair of ids and
-        rows, and of the table; -1 for an impossible one."""
+        """Return the prices of a lookup, and the placements for each combination of the options.
+
+        These are the indices of the pair of ids and rows, and of the table; -1 for an impossible placement.
+        """
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._places((given.ids, given.rows), of)
         tables, table = self._places((given.table,), of)
@@ -376,7 +383,7 @@ class Prices:
         return self._lookups.get(key), some
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
-        """Return the different placements of some tensors, None if impossible, and which placement each option has."""
+        """Return the different placements of some tensors, None if impossible, and which of them each option has."""
         every, kind = self._placements(unknowns_in(specs), of)
         found: list[tuple[Spec, ...] | None] = []
         for known in every:
@@ -391,7 +398,7 @@ class Prices:
         return None if steps is None else steps[what.name]
 
     def _planned(self, what: UnknownSteps, known: Known) -> Mapping[str, Any] | None:
-        """Return everything that an operation plans by itself; None if its tensors cannot be placed so."""
+        """Return everything that an operation itself plans; None if its tensors cannot have these placements."""
         try:
             arguments = placed(what.arguments, known, {Context: self._context})
         except SpecError:  # A mesh axis would appear twice in one spec.
@@ -401,7 +408,7 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain shares with the chain with which it shares most."""
+        """Return the seconds of the first steps that a chain has in common with the chain with which it shares most."""
         most = np.zeros((1,) * len(of))
         own = self._ends(what.chain, of)
         for other in what.others:
@@ -426,7 +433,7 @@ class Prices:
         return seconds
 
     def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
-        """Return the graph of a tensor, and its placements before and after a move; None if a plan decides the move."""
+        """Return the graph of a tensor, and its placements before and after a move; None if an operation plans it."""
         if isinstance(what, UnknownMove | UnknownMoves):
             found = self._moved(what, of)
             return found and (found[0], found[1][0], found[2])
@@ -442,7 +449,7 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return the seconds of the first steps that two chains share, planning both for each placement."""
+        """Return the seconds of the first steps that two chains share; both chains are planned for each placement."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.
@@ -450,7 +457,7 @@ class Prices:
         return table[at, there]
 
     def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
-        """Return all possible chains of steps, and the number of the chain for each combination of the options."""
+        """Return all possible chains of steps, and the index of the chain for each combination of the options."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
         every, kind = self._placements(unknowns_in(what), of)
@@ -468,7 +475,7 @@ class Prices:
 
 @lru_cache(maxsize=1 << 17)
 def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
-    """Plan an operation's own steps, only once for all searches; None if its tensors cannot be placed so."""
+    """Plan an operation's own steps, once for all searches; None if its tensors cannot have these placements."""
     try:
         return plan(*arguments)
     except (PlanError, SpecError):
@@ -479,7 +486,7 @@ _tables: dict[tuple, dict] = {}
 
 
 def _latest(key: tuple) -> dict:
-    """Return the tables of these choices; only the latest meshes are kept, since many would fill the memory."""
+    """Return the tables of these choices; only those of the latest meshes are kept, as all would fill the memory."""
     known = _tables[key] = _tables.pop(key, {})
     while len(_tables) > _MESHES:
         del _tables[next(iter(_tables))]
@@ -487,7 +494,7 @@ def _latest(key: tuple) -> dict:
 
 
 def forget() -> None:
-    """Drop the tables that are kept from search to search: a run does not need them after its search."""
+    """Drop the tables that are kept from search to search; a training run no longer needs them after its search."""
     _tables.clear()
 
 
@@ -500,7 +507,7 @@ def added_up(tables: Iterable[Table]) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _different(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different rows of columns that broadcast, and the number of the row at each place."""
+    """Return the different rows of columns that broadcast, and the index of the row at each position."""
     full = np.broadcast_arrays(*columns)
     rows, number = np.unique(np.stack([each.ravel() for each in full], axis=1), axis=0, return_inverse=True)
     return rows, number.reshape(full[0].shape)
@@ -515,7 +522,7 @@ def _chain_of(steps: Iterable[Step], reduce: str = "sum") -> Planned:
 
 
 def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
-    """Return every chain once, and for each of a sequence its number."""
+    """Return the different chains of a sequence, and the index of each of its chains among them."""
     numbers = {chain: n for n, chain in enumerate(dict.fromkeys(chains))}
     return list(numbers), np.array([numbers[chain] for chain in chains])
 
@@ -560,8 +567,7 @@ def _begun(
 
 
 def _summed(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
-    """Return the seconds to bring the parts of a sum to the cheapest placement for adding, and the sum to its
-    target."""
+    """Return the seconds to move the parts of a sum to the best placement for adding, and the sum to its target."""
     everywhere = np.arange(len(tensor.paths.nodes))
     kinds, kind = _different(parts)
     nodes = [np.unique(column, return_inverse=True) for column in kinds.T]

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice: its name, and its options in the order of preference among equals."""
+    """A choice: its name, and its options; of options with equal cost, the earlier is preferred."""
 
     name: str
     options: tuple
@@ -23,7 +23,8 @@ class Term:
         name: Its name, different from that of any other term.
         of: The names of the choices.
         seconds: Its seconds, with an axis for each choice; `inf` for combinations that are not allowed.
-        bytes: The bytes that each combination holds, in a shape that broadcasts to that of `seconds`. None: no bytes.
+        bytes: The bytes that each combination holds, in a shape that broadcasts to that of `seconds`; None for no
+            bytes.
     """
 
     name: str
@@ -41,7 +42,8 @@ class Problem:
         limit: The bytes that all terms together may hold; None for no limit.
 
     Raises:
-        ValueError: A choice has no options, two of them have one name, or a term's tables do not fit its choices.
+        ValueError: A choice has no options, two choices or terms have the same name, or a term's tables do not fit its
+            choices.
     """
 
     def __init__(self, choices: Iterable[Choice], terms: Iterable[Term], limit: float | None = None):
@@ -76,7 +78,7 @@ class Problem:
         return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
 
     def numbers(self, picks: Mapping[str, int]) -> list[int]:
-        """Return the picks in the order of the choices.
+        """Return the picked indices in the order of the choices.
 
         Raises:
             ValueError: A choice is missing, or has no option of that index.
@@ -92,16 +94,18 @@ class Problem:
 
 def _check_names(what: str, names: list[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}.\n  Give each a name of its own.")
+        raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}.\n  Give each a different name.")
 
 
 def _check_term(term: Term, sizes: dict[str, int]) -> None:
     if unknown := [name for name in term.of if name not in sizes]:
         raise ValueError(
-            f"term {term.name!r} is of {unknown[0]!r}, which is not a choice.\n  The choices: {', '.join(sizes)}."
+            f"term {term.name!r} depends on {unknown[0]!r}, which is not a choice.\n  The choices: {', '.join(sizes)}."
         )
     if not 1 <= len(set(term.of)) == len(term.of) <= 4:
-        raise ValueError(f"term {term.name!r} is of {term.of}.\n  A term is of one to four choices, each named once.")
+        raise ValueError(
+            f"term {term.name!r} depends on {term.of}.\n  A term depends on one to four choices, each named once."
+        )
     shape = tuple(sizes[name] for name in term.of)
     if np.shape(term.seconds) != shape:
         raise ValueError(
@@ -109,7 +113,9 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"have {shape} options.\n  Give the table an axis for each choice, in that order."
         )
     if np.isnan(term.seconds).any() or (np.asarray(term.seconds) == -math.inf).any():
-        raise ValueError(f"term {term.name!r} has seconds that are nan or -inf.\n  Only inf has a meaning.")
+        raise ValueError(
+            f"term {term.name!r} has seconds that are nan or -inf.\n  Give inf for a combination that is not allowed."
+        )
     if term.bytes is None:
         return
     try:
@@ -121,5 +127,6 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
         ) from None
     if not np.isfinite(term.bytes).all():
         raise ValueError(
-            f"term {term.name!r} holds bytes that are not finite.\n  What is not allowed has infinite seconds."
+            f"term {term.name!r} holds bytes that are not finite.\n"
+            "  Give a combination that is not allowed infinite seconds instead."
         )

@@ -1,4 +1,4 @@
-"""A program with unknown placements: its steps with the number of times that each runs, and the arrays of a device."""
+"""A program with unknown placements: its steps, with how often each runs, and the arrays that a device holds."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ Build = Callable[[Any, Any], tuple]
 """A function that maps a layout and a mesh to a function and its abstract arguments."""
 
 _REFUSALS = (ShardingTypeError, TypeError, ValueError)
-"""Errors that JAX and operations raise if a dimension is sharded that must not be, or not in this way."""
+"""Errors that JAX and operations raise if a dimension must not be sharded, or not in this way."""
 
 MOST_HELD = 3
-"""The most unknowns that are held for one refusal: operations need few dimensions unsharded, and each set is traced."""
+"""The most unknowns that are made to shard nothing because of one error: an operation needs few dimensions unsharded,
+and the program is traced for every set of unknowns that is tried."""
 
 ROUNDS = 200
-"""The most programs that are traced until the unknowns are tied as the program needs them."""
+"""The most times that a program is traced until its unknowns are tied as it needs them."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ class Use:
 
     Attributes:
         what: the step, with unknowns.
-        times: how often it runs.
-        once: how often its hoisted steps run: its first steps, if they leave a loop in which its tensor is invariant;
-            `times` if none do.
-        inside: whether it runs in a shard_map of the program, and is planned without the mesh axes of that shard_map.
+        times: how often the step runs.
+        once: how often its hoisted steps run: its first steps, if they are hoisted out of a loop in which its tensor is
+            invariant; `times` if none are.
+        inside: whether the step runs in a shard_map of the program, and is planned without the mesh axes of that
+            shard_map.
     """
 
     what: Unknown
@@ -90,7 +92,7 @@ class TracedProgram:
 
     @property
     def owed(self) -> set[str]:
-        """Every unknown over which some step reduces, or leaves, a partial sum."""
+        """Every unknown over which some step reduces a partial sum, or has one as its result."""
         found: set[str] = set()
         for use in self.uses:
             if isinstance(use.what, UnknownMove):
@@ -111,11 +113,12 @@ class TracedProgram:
         return work(self.jaxpr)
 
     def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return the arrays when most bytes are held, on this number of devices: `gspmd.search.held.held`.
+        """Return the arrays at the moment when the program holds the most bytes; see `gspmd.search.held.held`.
 
         Args:
             devices: number of devices of the mesh.
-            like: a program that differs in sizes only; memory is counted at the point where `like` holds the most.
+            like: a program that differs in sizes only; memory is counted at the moment when `like` holds the most
+                bytes.
         """
         moment = like.held(devices).moment if like else None
         if (devices, moment) not in self._held:
@@ -124,23 +127,23 @@ class TracedProgram:
 
     @property
     def unknowns(self) -> set[str]:
-        """Every unknown that some step or argument depends on."""
+        """Every unknown on which some step or argument depends."""
         of_steps = {name for use in self.uses for name in unknowns_in(use.what)}
         return of_steps.union(*(array.unknowns for array in self.arguments))
 
 
 def read(build: Build, lines: Lines) -> TracedProgram:
-    """Trace a program with unknown lines, and tie those that it needs to be equal.
+    """Trace a program with unknown lines, and tie the unknowns that it needs to be equal.
 
-    If JAX, or an operation, refuses two unknowns that it needs to be one, they are made one. If it refuses any sharding
-    of a dimension, that dimension stays unsharded.
+    If JAX, or an operation, raises an error because two unknowns have to be one, they are made one. If it raises an
+    error however a dimension is sharded, that dimension stays unsharded.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments.
         lines: the lines of the layout; unknowns are tied in place.
 
     Raises:
-        LayoutError, PlanError, SpecError: the program is refused for another reason.
+        LayoutError, PlanError, SpecError: the program raises an error for a different reason.
     """
     for _ in range(ROUNDS):
         try:
@@ -159,20 +162,22 @@ def read(build: Build, lines: Lines) -> TracedProgram:
             text = _NAME.sub(lambda found: lines.described(found.group()), text.partition("\n-----")[0])
             raise PlanError(
                 f"cannot search this program, which does not allow every dimension to be sharded: {text.strip()}\n"
-                "  Fix the lines of this error, as in fixed={'mixer.stream': 'BLE'}."
+                "  Give the lines of this error fixed specs, as in fixed={'mixer.stream': 'BLE'}."
             ) from None
         if not _adjust(found, lines):
             lines.keep(found.unknowns, found.owed)
             return found
     raise PlanError(
         f"cannot search this program: after {ROUNDS} traces some of its lines still have to be made equal.\n"
-        "  Write one line for tensors with the same spec, or fix some of them."
+        "  Write one line for tensors with the same spec, or give some lines a spec with fixed= (--fixed)."
     )
 
 
 def _adjust(program: TracedProgram, lines: Lines) -> bool:
-    """Give each product of a weight a line for its via, and tie the products of one sum, as their gradient needs it;
-    return whether anything changed."""
+    """Add a line for the via of each product of a weight, and tie the products of one sum; return if anything changed.
+
+    The gradient of a sum needs its products to be tied.
+    """
     before, tied = len(lines.vias), False
     products: list[tuple[Spec, Sequence[Spec]]] = []
     for use in program.uses:
@@ -196,11 +201,10 @@ def _adjust(program: TracedProgram, lines: Lines) -> bool:
 
 
 def _tie_operands(what: Unknown, lines: Lines) -> bool:
-    """Tie the operands of a product of two activations for which no via exists, such as the logits of attention; return
-    whether anything changed.
+    """Tie the operands of products of two activations, which have no via; return whether anything changed.
 
-    The operands share a dimension with the result (a batch dimension). Without ties the planner would plan every
-    combination of three placements: millions for tensors of four dimensions.
+    The logits of attention are such a product: its operands share a batch dimension with the result. Without ties the
+    planner would plan every combination of three placements: millions for tensors of four dimensions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False
@@ -247,12 +251,12 @@ _CUTS = ("slice", "dynamic_slice", "split")
 
 
 def _cuts_one(equation: Any, result: Any) -> bool:
-    """Return whether an operation takes one element of a longer dimension."""
+    """Return whether an operation selects one element of a longer dimension."""
     return any(before > after == 1 for before, after in zip(equation.invars[0].aval.shape, result.aval.shape))
 
 
 def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
-    """Collect the sizes of the dimensions over each unknown, in every type of a program and in its steps."""
+    """Collect the sizes of the dimensions that each unknown shards, in every type of a program and in its steps."""
     found: dict[str, set[int]] = {}
 
     def note(names: Iterable[str], size: int) -> None:
@@ -296,12 +300,13 @@ Chain = UnknownMove | UnknownSteps
 
 
 class Run(NamedTuple):
-    """A step at its place in the program.
+    """A step at its position in the program.
 
     Attributes:
         what: the step, with unknowns.
         region: the region that contains it.
-        number: the number of its tensor in the region. A loop that takes one outer tensor twice has two.
+        number: the number of its tensor in the region. A loop that has one outer tensor twice as an operand has two
+            numbers for it.
     """
 
     what: Unknown
@@ -312,14 +317,13 @@ class Run(NamedTuple):
 Chains = dict[tuple[Region, int], list[Run]]
 """The steps of one tensor so far, by the region where they begin to run, and the number of the tensor there."""
 Marked = tuple[Unknown, int, int, bool]
-"""A step, and the fields of its `Use`: how often it runs, how often what leaves a loop runs, and whether it is
-inside."""
+"""A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and whether it is inside."""
 
 
 def _marks(
     jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
 ) -> Iterator[Marked]:
-    """Yield every mark of a program that has not run elsewhere; for a conditional, those of the one branch with marks.
+    """Yield every mark of a program that has not run elsewhere; for a conditional, those of the branch with marks.
 
     Raises:
         PlanError: several branches of a conditional have marks.
@@ -376,7 +380,7 @@ def _marks_of_program(
                 if here in changes and placement.region.trips == inside.trips:
                     yield from _saved(what, changes[here][0], inside.trips)
             elif own not in others:
-                # The same step in another loop: the part that leaves both loops has run, and the rest, such as a
+                # The same step in a different loop: the part that leaves both loops has run, and the rest, such as a
                 # gather, runs here too.
                 yield from _marked(own, 0, others)
         region.leave(call, program)
@@ -385,7 +389,7 @@ def _marks_of_program(
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
     """Yield a step, and the steps that its chain shares with earlier chains of its tensor.
 
-    With chains in other loops it shares only the steps that are hoisted out of both loops.
+    With a chain in a different loop, a chain shares only the steps that are hoisted out of both loops.
     """
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
@@ -422,7 +426,7 @@ def _is_chain(what: Unknown) -> TypeGuard[Chain]:
 
 
 def _stays(before: Spec, after: Spec) -> bool:
-    """Return whether a tensor has this placement already. `reduced` axes are ignored: they move nothing."""
+    """Return whether a tensor has this placement already; `reduced` axes are ignored, since they move nothing."""
     return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
 
 
@@ -461,7 +465,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Hold the smallest set of an error's unknowns that makes it change or disappear; return whether there is one.
+    """Hold the fewest unknowns of an error with which it changes or disappears; return whether there are any.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.
@@ -493,13 +497,12 @@ def _plain(message: str) -> str:
 
 
 def _less_meshes(message: str) -> str:
-    """Return an error's text without the axes of meshes, which would be all unknowns."""
+    """Return an error's text without the axes of meshes, which would list every unknown."""
     return _MESH.sub("mesh", message)
 
 
 def _pairs(message: str) -> Iterator[tuple[str, str]]:
-    """Yield the unknowns that differ between two types, or two specs, that an error compares, dimension by
-    dimension."""
+    """Yield, for each dimension, the unknowns that differ between two types or specs that an error compares."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
     specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache

@@ -1,6 +1,6 @@
-"""One question: the cheapest picks within a limit of bytes. A multiplier is the price of a byte in seconds.
+"""One question: the cheapest picks within a limit of bytes, found by a Lagrange multiplier, the price of a byte.
 
-For every rate ≥ 0
+The rate is the price of a byte in seconds. For every rate ≥ 0
 
     min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit},
 
@@ -25,17 +25,18 @@ from gspmd.search.buckets import Bucket, Messages
 from gspmd.search.tables import Tables
 
 ROUNDING = 1e-12
-"""The relative difference of costs whose sums are taken in different orders."""
+"""The relative difference up to which costs count as equal: they may be added up in different orders."""
 RATES = 60
-"""The most rates that are tried. Five to ten are usual; fewer leave more to branching."""
+"""The most rates that are tried. Five to ten are usual; a lower limit would leave more to branching."""
 FEW = 50
 """Number of options of a choice among which good picks are looked for first."""
 NEAR = 1e-4
-"""The fraction of the greatest bound within which a rate is good enough: another rate takes longer than branching."""
+"""A rate is good enough if its bound is within this fraction of the greatest: a further rate takes longer than
+branching."""
 
 
 class _Stopped(Exception):
-    """The search was asked to stop."""
+    """The exception that ends a search which was asked to stop."""
 
 
 class BoundedSearch:
@@ -44,15 +45,15 @@ class BoundedSearch:
     Args:
         tables: The tables of the options that may be taken.
         buckets: The buckets of the problem's graph.
-        stop: Whether to end with the best so far.
+        stop: Called often; returns whether to end the search with the best picks so far.
         keep: Called with every answer that is better than those before.
         rate: The first rate to try, in seconds for each byte: that of a similar question.
         outside: A lower bound on the seconds of picks with options that the tables lack, if such picks are allowed too.
-        tolerance: The fraction of their seconds by which picks may be slower than the cheapest.
+        tolerance: The fraction of the seconds by which picks may be slower than the cheapest.
 
     Attributes:
         rate: The rate of the greatest bound; 0 until a rate is needed.
-        enough: A bound above which no greater one is looked for.
+        enough: A bound above which no greater bound is looked for.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return a lower bound on the seconds of picks that fit, by the best rate only; stop above `enough`.
+        """Return a lower bound on the seconds of picks that fit, that of the best rate; stop at a bound above `enough`.
 
         The bound is infinite if nothing fits.
         """
@@ -123,7 +124,7 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the best bound of one rate; return the bytes of all picks if it may leave a gap, or None.
+        """Find the best bound that one rate gives; return the bytes of all picks if a gap may be left, otherwise None.
 
         Raises:
             NothingFits: No picks are allowed, or all hold too much.
@@ -153,7 +154,7 @@ class BoundedSearch:
         return math.inf if self.best is None else self.best.seconds
 
     def _line(self, picks: list[int]) -> tuple[float, float]:
-        """Return seconds and bytes: as a function of the rate, picks are a line."""
+        """Return seconds and bytes of picks, which are a line as a function of the rate."""
         return self.tables.seconds_of(picks), self.tables.bytes_of(picks)
 
     def _answer(self, picks: list[int]) -> Answer:
@@ -173,11 +174,11 @@ class BoundedSearch:
         return held <= self.limit
 
     def _ceiling(self) -> float:
-        """Return the bytes that sums equal to the limit may reach, in whatever order they are taken."""
+        """Return the most bytes that a sum equal to the limit may have after rounding, in any order of its terms."""
         return self.limit + ROUNDING * abs(self.limit)
 
     def _slack(self) -> float:
-        """Return the gain in seconds below which better picks are not looked for: rounding, and the tolerance."""
+        """Return the gain in seconds below which better picks are not looked for: rounding and the tolerance."""
         rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
         return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
@@ -188,7 +189,7 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Find first picks, and their rate, among a few options of the choices that no bytes depend on."""
+        """Find first picks, and their rate, with only a few options of the choices on which no bytes depend."""
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):

@@ -1,8 +1,8 @@
-"""The search for the cheapest picks, and for the cheapest that differ in one choice, for one choice after another.
+"""The search for the cheapest picks and, for each choice, for the cheapest picks that differ in it.
 
-A lower bound for all picks with an option is found once for all options (`gspmd.search.buckets`). The next best picks
-are then searched among the few options with low bounds. If they cost no more than the bounds of the options left out,
-they are the cheapest of all.
+For each option, a lower bound on the cost of all picks with it is found once (`gspmd.search.buckets`). The next best
+picks are then searched among the few options with low bounds. If these picks cost no more than the bounds of the
+options left out, they are the cheapest of all.
 """
 
 import math
@@ -17,21 +17,23 @@ from gspmd.search.question import BoundedSearch
 from gspmd.search.tables import Tables
 
 FIRST = 64
-"""Number of options, beyond those with low bounds, among which next best picks are searched first."""
+"""Number of options, besides those with low bounds, among which next best picks are searched first."""
 GROWTH = 4
 """The factor by which the number of options grows if no picks among them fit."""
 MARGIN = 1e-9
-"""The relative margin by which a bound has to be above an answer before its option is left out."""
+"""The relative margin by which an option's bound has to be above an answer for the option to be left out."""
 
 
 class Search:
-    """Finds the cheapest picks of a problem, with proof, one question after another; answers and bounds are kept.
+    """The search for the cheapest picks of a problem, with proof.
+
+    It answers one question after another, and keeps answers and bounds.
 
     Args:
         problem: Choices, terms and limit.
         stop: Called often; once it returns true, a search returns its best picks, with the bound proved for them.
-        tolerance: The fraction of their seconds by which picks may be slower than the cheapest: near-ties at a limit of
-            bytes take long to tell apart. `Answer.bound` is the proved bound all the same.
+        tolerance: The fraction of the seconds by which picks may be slower than the cheapest: near-ties at a limit of
+            bytes take long to tell apart. `Answer.bound` is the proved bound even then.
 
     Attributes:
         so_far: The best picks of the last question, also after an interrupt; None before any were found.
@@ -65,8 +67,8 @@ class Search:
         """Find the cheapest picks that fit.
 
         Args:
-            fixed: The option, by index, that each of some choices has to take.
-            without: The options, by index, that each of some choices must not take.
+            fixed: The option, by index, that each of some choices must have.
+            without: The options, by index, that each of some choices must not have.
 
         Raises:
             NothingFits: No such picks are within the limit, or none are allowed.
@@ -78,21 +80,23 @@ class Search:
         return self._once(allowed, lambda: self._ask(allowed))
 
     def at_least(self, enough: float = math.inf, without: Mapping[str, Collection[int]] | None = None) -> float:
-        """Return a lower bound on the seconds of picks that fit: proved without enumeration, so not always reached.
+        """Return a lower bound on the seconds of picks that fit.
+
+        It is proved without enumeration, so there may be no picks with these seconds.
 
         Args:
-            enough: A bound above which a greater one is not looked for.
+            enough: A bound above which a greater bound is not looked for.
             without: As in `best`.
 
         Returns:
-            The bound; infinite where nothing fits.
+            The bound; infinite if no picks fit.
         """
         tables = self._tables.keep(self._allowed({}, without or {}))
         ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
         return ask.at_least(enough)
 
     def bounds(self) -> dict[str, np.ndarray]:
-        """Find for every choice and option a lower bound on the seconds of picks that fit; infinite if none do."""
+        """Find, for every choice and option, a lower bound on the seconds of picks that fit; infinite if none do."""
         allowed = self._allowed({}, {})
         return dict(zip((choice.name for choice in self.problem.choices), self._bounds_of(allowed)))
 
@@ -108,7 +112,7 @@ class Search:
         Args:
             answer: The answer found before.
             name: The choice that is to differ.
-            fixed, without: As in `best`: repeat those of the answered question to stay within it.
+            fixed, without: As in `best`; give those of the answered question again to stay within it.
         """
         excluded = {**(without or {})}
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
@@ -122,7 +126,7 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return for each choice which options may be taken."""
+        """Return, for each choice, which options are allowed."""
         allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
@@ -141,7 +145,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the answer to a question, which is searched unless it was completely answered before."""
+        """Return the answer to a question; it is searched for, unless the question was completely answered before."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None
@@ -161,7 +165,7 @@ class Search:
         return answer
 
     def _bounds_of(self, allowed: list[np.ndarray]) -> list[np.ndarray]:
-        """Return for each choice and option a lower bound on the seconds of allowed picks with it that fit."""
+        """Return, for each choice and option, a lower bound on the seconds of allowed picks with it that fit."""
         key = _key(allowed)
         if key not in self._bounds:
             messages = Messages(self._tables.keep(allowed), self._buckets, self._rate)
@@ -173,11 +177,11 @@ class Search:
         return self._bounds[key]
 
     def _widen(self, allowed: list[np.ndarray], bounds: list[np.ndarray]) -> Answer:
-        """Search few promising options, then more, until the options left out cannot be better; return the best picks.
+        """Search a few promising options, then more, until those left out cannot be better; return the best picks.
 
         Args:
-            allowed: Which options may be taken.
-            bounds: For each of them a lower bound on the seconds of picks with it.
+            allowed: Which options are allowed.
+            bounds: For each option a lower bound on the seconds of picks with it.
         """
         allowed = [mask & np.isfinite(each) for mask, each in zip(allowed, bounds)]
         each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(allowed, bounds)]))

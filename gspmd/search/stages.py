@@ -1,8 +1,8 @@
-"""The split of layers into consecutive stages of a pipeline, with a submesh for each stage, in the fewest seconds.
+"""The split of layers into consecutive stages of a pipeline, each on a submesh, that takes the fewest seconds.
 
 A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
-t_max, the most that a stage may take, the fewest Σ t_i is a dynamic program over the last stages. t_max is one of the
-given seconds; all of them are tried, the smallest first, until no larger one can be better.
+t_max, the longest time that a stage may take, the fewest Σ t_i is found by a dynamic program over the last stages.
+t_max is one of the given seconds; all of them are tried, the smallest first, until no larger one can be better.
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.2, equations 2 to 4.
 Differs: every t_max is tried, not one in each interval of ε, so the answer is exact.
@@ -37,8 +37,8 @@ class StageSplit:
     """Layers split into stages.
 
     Attributes:
-        stages: in the order of the layers.
-        seconds: the seconds of all microbatches through all stages.
+        stages: the stages in the order of the layers.
+        seconds: the seconds that all microbatches take through all stages.
     """
 
     stages: tuple[LayerRange, ...]
@@ -46,7 +46,7 @@ class StageSplit:
 
 
 class NoSplit(ValueError):
-    """No split uses all devices, is allowed and fits."""
+    """There is no split that uses all devices, is allowed, and fits."""
 
 
 Fits = Callable[[LayerRange, int], bool]
@@ -59,19 +59,19 @@ def split(
     microbatches: int,
     fits: Fits | None = None,
 ) -> StageSplit:
-    """Split layers into stages, each on a submesh, so that all devices are used, in the fewest seconds.
+    """Split layers into stages, each on a submesh, so that all devices are used and the seconds are fewest.
 
     Args:
         seconds: [layers, layers, submeshes], the seconds for one microbatch of the stage of layers i to j on a submesh;
             `inf` if that is not possible. Entries below the diagonal are not read.
         submesh_devices: the number of devices of each submesh.
         devices: the number of all devices.
-        microbatches: B.
+        microbatches: the number of microbatches, B.
         fits: returns whether a stage fits in memory, given the number n of stages after it. In 1F1B a stage holds the
             inputs of n + 1 microbatches, or of all if there are fewer.
 
     Raises:
-        NoSplit: no split uses all devices, is allowed and fits.
+        NoSplit: there is no split that uses all devices, is allowed, and fits.
         ValueError: the shape of `seconds` is wrong, or a number is not positive.
 
     Example:
@@ -95,7 +95,7 @@ def split(
 
 @dataclass(frozen=True, eq=False)
 class _SplitSpace:
-    """The arguments of `split`, and what follows from them for every number of microbatches."""
+    """The arguments of `split`, and the values that follow from them whatever the number of microbatches."""
 
     table: np.ndarray
     sizes: tuple[int, ...]
@@ -112,7 +112,7 @@ class _SplitSpace:
 
     @cached_property
     def unit(self) -> int:
-        """The greatest common divisor of the numbers of devices: the unit in which devices are counted."""
+        """The unit in which devices are counted: the greatest common divisor of the numbers of devices."""
         return math.gcd(self.devices, *self.sizes)
 
     @cached_property
@@ -139,7 +139,7 @@ def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
 
 
 def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """Find the cheapest split, trying all t_max."""
+    """Find the cheapest split, trying every t_max."""
     best = free = _fewest(space, math.inf)
     if free is None:
         return None
@@ -157,7 +157,7 @@ def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
 
 
 def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
-    """Return the index of the smallest t_max with which there is a split: every larger one has a split too."""
+    """Return the index of the smallest t_max with which there is a split; with every larger t_max there is one too."""
     low, high = 0, len(paces) - 1
     while low < high:
         middle = (low + high) // 2
@@ -188,7 +188,7 @@ def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
 
 
 def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return F with one more stage in front, and that stage: its last layer and its submesh in one number."""
+    """Return F with one more stage in front, and that stage, as its last layer and its submesh in one number."""
     layers, columns = len(table), behind.shape[1]
     fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
     for submesh, size in enumerate(sizes):
@@ -211,7 +211,7 @@ def _followed(space: _SplitSpace, picks: Sequence[np.ndarray]) -> Iterator[Layer
 
 
 def _upper(table: np.ndarray) -> np.ndarray:
-    """Return the table with its lower triangle infinite: no stage ends before it begins."""
+    """Return the table with an infinite lower triangle, since no stage ends before it begins."""
     return np.where(np.triu(np.ones(table.shape[:2], bool))[..., None], table, math.inf)
 
 
@@ -219,7 +219,7 @@ def _check_shape(table: np.ndarray, submeshes: int) -> None:
     shape = table.shape
     if len(shape) != 3 or shape[0] != shape[1] or shape[2] != submeshes or not table.size:
         raise ValueError(
-            f"seconds have shape {shape}, for {submeshes} submeshes.\n"
+            f"seconds has shape {shape}, but there are {submeshes} submeshes.\n"
             "  Give [layers, layers, submeshes], of one layer and one submesh at least."
         )
 
@@ -245,13 +245,13 @@ def _fault(space: _SplitSpace) -> str:
     if not possible(_upper(np.zeros_like(space.table)), None):
         return (
             f"cannot split {what}: submeshes of {offered} devices do not add up to {space.devices} in any number of "
-            "stages that the layers are enough for.\n"
-            "  Offer a submesh of other devices, such as one of all of them."
+            "stages for which there are enough layers.\n"
+            "  Offer a submesh with a different number of devices, such as all of them."
         )
     if possible(space.table, None):
         return (
             f"cannot split {what}: no split fits in memory.\n"
-            "  Cut the batch into more microbatches, compute more again, or take more devices."
+            "  Cut the batch into more microbatches, recompute more, or use more devices."
         )
     return (
         f"cannot split {what}: every split has a stage of infinite seconds.\n"

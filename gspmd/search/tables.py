@@ -11,14 +11,15 @@ from gspmd.search.problem import Problem
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables that a search adds up. Choices and terms are numbered, and picks are indices among the options that
-    are kept.
+    """The tables that a search adds up.
+
+    Choices and terms are numbered, and picks are indices among the options that are kept.
 
     Attributes:
-        problem: Where the tables come from.
-        kept: For each choice the options that may be taken, by index in the problem, ascending.
+        problem: The problem with the terms of the tables.
+        kept: For each choice the options that are allowed, by index in the problem, ascending.
         of: For each term, the numbers of the choices along the axes of its table.
-        seconds, bytes: For each term its tables; None if it holds no bytes.
+        seconds, bytes: For each term its tables; the table of bytes is None if the term holds none.
     """
 
     problem: Problem
@@ -45,7 +46,7 @@ class Tables:
         )
 
     def keep(self, masks: Sequence[np.ndarray]) -> "Tables":
-        """Return the tables of fewer options: for each choice those for which its mask is true."""
+        """Return the tables of fewer options: for each choice, those for which the mask is true."""
         if all(mask.all() for mask in masks):
             return self
         places = [np.flatnonzero(mask) for mask in masks]
@@ -67,7 +68,7 @@ class Tables:
         return result
 
     def least_bytes(self) -> float:
-        """Return a lower bound on the bytes of picks: the sum of each term's least."""
+        """Return a lower bound on the bytes of picks: the sum of each term's fewest bytes."""
         return math.fsum(float(table.min()) for table in self.bytes if table is not None)
 
     def seconds_of(self, picks: Sequence[int]) -> float:

@@ -25,7 +25,7 @@ def document(
         mesh: sizes of the mesh axes.
         lines: every line by key; overriding lines have their section in front, `"optimizer.ffn.w_in"`.
         lowering: the lowering that the layout sets.
-        comments: the comment behind each line, by key.
+        comments: the comment after each line, by key.
 
     Example:
         >>> print(document(["found"], {"x": 4}, {"ffn.w_in": "EF_x", "optimizer.ffn.w_in": "E_xF"}))

@@ -24,12 +24,13 @@ class Compiler:
     """A compiler's treatment of equal values and of loop-invariant values.
 
     Attributes:
-        is_host: whether it compiles for host devices (XLA:CPU). This compiler hoists everything invariant, including
-            conditionals, out of all surrounding loops. Other compilers hoist an operation out of one loop, and only if
-            its results are no larger than its operands (so no all-gather).
+        is_host: whether it compiles for host devices (XLA:CPU). This compiler hoists all invariant operations,
+            including conditionals, out of all surrounding loops. Other compilers hoist an operation out of one loop,
+            and only if its results are no larger than its operands (so no all-gather).
         merges_across_barriers: whether it eliminates common subexpressions (except all-reduces) again after it has
             expanded optimization barriers. XLA:CPU did so up to jaxlib 0.10; no other compiler does.
-        reduces_sums: whether it adds partial sums before it reduces them, if only their sum is used. XLA:GPU does.
+        reduces_sums: whether it adds partial sums before it reduces them, if only their sum is used. Only XLA:GPU does
+            so.
     """
 
     is_host: bool
@@ -52,7 +53,7 @@ def compiler_for(chip: Chip) -> Compiler:
 
 
 def compiler_in_use() -> Compiler:
-    """Return the compiler for the devices of the current mesh or, if they are unknown, for the chip in force."""
+    """Return the compiler for the devices of the current mesh or, if they are unknown, for the current chip."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         chip = chip_in_force()

@@ -18,10 +18,10 @@ from gspmd.tracing.steps import step_number
 from gspmd.tracing.value_numbering import StepKey
 
 Path = tuple[int, ...]
-"""The operations that contain an operation, outermost first, by identity: a jaxpr may be called from many places."""
+"""The operations that contain an operation, outermost first, by identity, since a jaxpr may be called several times."""
 
 Value = Hashable
-"""A value: the calls around the operation that makes the value, and its variable there."""
+"""A value: the calls around the operation that makes it, and its variable in the innermost call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Operation:
 
     Attributes:
         equation: the operation in its jaxpr.
-        path: the operations that contain this operation, and then itself.
+        path: the operations that contain this operation, and last the operation itself.
         operands: the values of the operands; None for literals.
         results: the values of the results.
         program: the planned program to which the operation belongs; None outside of planned programs.
@@ -110,7 +110,7 @@ def _inlined(
     program: PlannedProgram | None,
     program_path: Path,
 ) -> list[Value | None]:
-    """Append the operations of a program called with these arguments, and return the values of its results."""
+    """Append the operations of a program that is called with these arguments; return the values of its results."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def value(var: Any) -> Value | None:

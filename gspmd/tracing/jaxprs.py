@@ -53,7 +53,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """Return the program with plain calls instead of calls that have rules for transformations.
+    """Return the program with plain calls in place of calls that have rules for transformations.
 
     JAX's elimination of dead code does not look into a `custom_vmap_call`, and keeps unused operands of the other two
     primitives. Compilers inline all three.
@@ -95,7 +95,7 @@ def expression(equation: Any) -> tuple[str, str]:
 
 
 def _text(value: Any) -> Any:
-    """Return a parameter, with a text instead of each program in it."""
+    """Return a parameter, with a string instead of each program in it."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -106,10 +106,10 @@ def _text(value: Any) -> Any:
 
 
 def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
-    """Return a text that is equal for programs that are equal up to the names of variables.
+    """Return a string that is the same for programs that differ only in the names of variables.
 
-    It has the content of JAX's own text of a program, but includes each called program once: JAX would write the text
-    of nested loops again for every loop around them.
+    The string has the content of JAX's own text of a program, but includes each called program once: JAX would repeat
+    the text of nested loops for every loop around them.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     if jaxpr in _fingerprints:
@@ -170,6 +170,6 @@ def is_stacked(outer: Any, inner: Any) -> bool:
 
 
 def is_carried_unchanged(body: Jaxpr, place: int, constants: int) -> bool:
-    """Return whether a loop's body returns its operand number `place`, after the constants, unchanged."""
+    """Return whether a loop's body returns the operand with index `place`, counted after the constants, unchanged."""
     carried = place - constants
     return carried < len(body.outvars) and body.outvars[carried] is body.invars[place]

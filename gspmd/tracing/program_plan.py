@@ -35,9 +35,9 @@ class PlannedStep:
         equation: the equation to which the step belongs.
         number: the number of the step in this equation.
         dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: equation and number of an earlier step whose result this step uses instead of running, because both
-            results are the same, or because one collective reduces the sum of both.
-        hidden_seconds: a collective's share of the seconds that the equation's loops save, over all trips.
+        first: equation and number of an earlier step whose result this step uses instead of running, because both steps
+            have the same result, or because one collective reduces the sum of both.
+        hidden_seconds: for a collective, its part of the seconds that the equation's loops save, over all trips.
         is_behind_loop: whether the compiler moves the step behind the loop that adds up its results
             (`gspmd.tracing.sums`).
     """
@@ -72,7 +72,8 @@ class ProgramPlan(Printed):
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an equal step among the entries; they send nothing, and are in no total.
+        shared: steps that use the result of an equal step among the entries; they send no bytes, and are not in any
+            total.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: sentences about the parts that could not be counted.
     """
@@ -105,7 +106,7 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds and operations, by which branches of a conditional are compared, in this order."""
+        """Bytes, seconds and FLOPs: branches of a conditional are compared by these, in this order."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
@@ -117,8 +118,8 @@ class ProgramPlan(Printed):
     def hidden_seconds(self) -> float:
         """Seconds that loops save because they send during products, from the plan of each equation.
 
-        If only a part of an equation runs, since the rest has been sent before, the same part of its seconds counts.
-        The overlap of experts' chunks with one another does not count.
+        If only a part of an equation runs, since the rest has been sent before, the same fraction of its seconds
+        counts. The overlap of experts' chunks with one another does not count.
         """
         return sum(entry.hidden_seconds for entry in self.entries)
 

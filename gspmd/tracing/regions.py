@@ -35,7 +35,7 @@ _REDUCTIONS = ("psum", "pmax")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS, MARK)
 _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
-"""Operations that compilers remove; `name` is the primitive of `checkpoint_name`."""
+"""Operations that compilers remove, by their primitives; `name` is the primitive of `checkpoint_name`."""
 
 _LOOPS = ("scan", "while")
 
@@ -48,7 +48,7 @@ class Value(NamedTuple):
         barrierless: its number after optimization barriers are expanded and subexpressions are eliminated again, if the
             compiler does so; otherwise `number`.
         region: the outermost region in which the value is available.
-        captured: its number before both, when loops take values from outside as operands. If two operands of a loop
+        captured: its number before both, when values from outside become operands of loops. If two operands of a loop
             become equal later, they are still two values inside the loop.
     """
 
@@ -64,7 +64,7 @@ class Value(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """The region where a hoisted operation runs, and the step, if any, that computed the same value there before."""
+    """The region in which an operation runs after hoisting, and the earlier step, if any, with the same value there."""
 
     region: "Region"
     first: StepKey | None = None
@@ -108,10 +108,10 @@ class Region:
         return region
 
     def bind_constants(self, constants: Iterable[tuple[Any, Any]]) -> None:
-        """Bind the constants of a program, as pairs of variables and arrays: equal arrays are one value.
+        """Bind the constants of a program, given as pairs of a variable and an array; equal arrays are one value.
 
-        An array that a function closes over is written into the program as often as the function uses it, and every
-        compiler merges constants of the same type and content.
+        An array that a function closes over is a constant of the program once for each use, and every compiler merges
+        constants of the same type and content.
         """
         for var, array in constants:
             if not isinstance(var.aval, jax.core.ShapedArray) or not getattr(array, "is_fully_addressable", True):
@@ -246,8 +246,8 @@ class Region:
     def _reshaped(self, equation: Any, value: Value) -> Value:
         """Reshape a value.
 
-        A compiler merges consecutive reshapes, and drops them if the original shape is restored. JAX itself reshapes
-        scalars: one half of a differentiated shard_map passes them to the other half as vectors of one element.
+        A compiler merges consecutive reshapes, and drops them if they restore the original shape. JAX itself reshapes
+        scalars: one half of a differentiated shard_map passes them to the other half as vectors with one element.
         """
         shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         region = self._hoisted([value])  # hoisted by every compiler, since the size stays the same
@@ -271,14 +271,14 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Note results that become equal after barriers are expanded only if the compiler has fused them alike."""
+        """Note results that become equal, after barriers are expanded, only if the compiler has fused them alike."""
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
             noted.update(value.barrierless for value in results if value.number != value.barrierless)
 
     def _behind_barrier(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Return values behind an optimization barrier, none of which is available before all are.
+        """Return the values after an optimization barrier; each becomes available only when all are.
 
         Two barriers of the same values are one: every compiler eliminates the second as a common subexpression.
         """
@@ -292,7 +292,7 @@ class Region:
         return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(results, values)]
 
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
-        """Return the region in which an operation runs: outside of loops in which all its operands are invariant."""
+        """Return the region in which an operation runs: outside the loops in which all its operands are invariant."""
         needed, region = max((value.region.depth for value in operands), default=0), self
         all_loops = self.numbering.compiler.is_host
         while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):

@@ -28,16 +28,16 @@ def step_number(equation: Any) -> int | None:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The operations in the scope of one step; `a + b` has the operations of both.
+    """The operations in the scope of one step; the sum `a + b` has the operations of both.
 
     Attributes:
-        buffer: bytes of the larger side of the step's largest collective, on one device.
-        flops: the FLOPs of the step's products, without products that another step has computed already.
+        buffer: bytes on one device of the input or output, whichever is larger, of the step's largest collective.
+        flops: the FLOPs of the step's products, without products that an earlier step has already computed.
         dtype: the dtype that this collective sends, as HLO names it.
         itemsize: the bytes of one element of this dtype.
-        first: the step that has run the same collective before (or, without a collective, the same product), if any.
+        first: the earlier step, if any, that has run the same collective (or, without a collective, the same product).
         permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
-        again: bytes of the step's other permutes, by the step that has sent the same data before.
+        again: bytes of the step's other permutes, by the earlier step that has sent the same data.
     """
 
     buffer: int = 0
@@ -60,12 +60,12 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the operations of a loop with this many trips; such loops have only permutes and products."""
+        """Return the operations of a loop that has this number of trips; such loops have only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the step with its collective in another dtype; None keeps the dtype."""
+        """Return the step with its collective in the given dtype; None keeps the dtype."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)
@@ -75,7 +75,8 @@ class TracedStep:
         """Yield the planned step with the traced figures, and the step whose result it shares, if any.
 
         Under vmap the traced figures exceed the planned figures, since a plan is for one example. A looped step yields
-        several steps: the permutes that only it sends, and the permutes that each other step has sent before.
+        several steps: the permutes that only it sends, and, for every earlier step, the permutes that this step has
+        already sent.
         """
         permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
         permutes += [(sent, first) for first, sent in self.again.items()]
@@ -98,7 +99,7 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """Return the steps of one planned program, by number and by how often they run.
+    """Return the steps of one planned program, by their number and the number of their runs.
 
     A step has several entries if a part of it is hoisted out of the loop around the program.
 
@@ -120,7 +121,7 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """Yield the operations of a program that are in steps, each with the step's number and the region where it runs."""
+    """Yield the operations of a program that are in steps, each with the step's number and the operation's region."""
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:
@@ -135,7 +136,7 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
 
 
 def _operation(equation: Any, first: StepKey | None) -> TracedStep:
-    """Return one operation as a step."""
+    """Return the step that consists of one operation."""
     buffer, dtype, itemsize = 0, "", 0
     if equation.primitive.name in _COLLECTIVES:
         sides = ([var.aval for var in side] for side in (equation.invars, equation.outvars))

@@ -1,4 +1,4 @@
-"""Reductions that a compiler merges or moves because only a sum of their results is used.
+"""Reductions that a compiler merges, or moves out of loops, because only a sum of their results is used.
 
     all-reduce(a) + all-reduce(b) = all-reduce(a + b)
 
@@ -7,7 +7,7 @@ encoder–decoder). So a sum of merged reductions can itself be merged in a furt
 wider dtype before they are added, the sum is reduced in this dtype. XLA calls the passes `AllReduceReassociate` and
 `ReduceScatterReassociate`.
 
-If a loop only adds up the results of its trips, and uses the sum for nothing else, one all-reduce behind the loop is
+If a loop only adds up the results of its trips, and does not otherwise use the sum, one all-reduce after the loop is
 enough. A loop over microbatches adds up gradients in this way, and so does the backward pass of layers that share a
 weight. XLA's pass for this, which comes after the other two, is `WhileLoopAllReduceCodeMotion`.
 """
@@ -42,7 +42,7 @@ class Change(NamedTuple):
         first: the operation that reduces the sum of both; None if the reduction is not merged into another.
         merged: the reductions that are merged into this one.
         dtype: the dtype of the sum that is reduced, if it is wider than the reduction's own dtype; otherwise None.
-        trips: the trips of the loops behind which the reduction is moved.
+        trips: the trips of the loops out of which the reduction is moved.
     """
 
     first: Operation | None = None
@@ -63,7 +63,7 @@ class _Reduction:
     """The reduction that makes a value.
 
     Attributes:
-        place: the place of the reduction's operation in the program.
+        place: the position of the reduction's operation in the program.
         steps: this operation, and the operations that are merged into it.
         cuts: the slices of the result that each device keeps.
         converted: the narrower dtype that is reduced, if the result is converted; otherwise empty.
@@ -136,7 +136,7 @@ class _Program:
             self.sums[operation.results[0]] = replace(first, steps=first.steps + second.steps)
 
     def _planned(self, value: Value | None) -> _Reduction | None:
-        """Return the reduction whose result, maybe cut or converted, is a value; None if it is made otherwise."""
+        """Return the reduction whose result, perhaps cut or converted, is this value; None if there is none."""
         cuts: list[str] = []
         made, dtypes = self.flow.makers.get(value), []
         while made is not None and made.name == _CONVERTED:
@@ -155,14 +155,14 @@ class _Program:
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return the operation that makes a value if the value has only one use, otherwise None."""
+        """Return the operation that makes a value, if the value has only one use; otherwise None."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
         """Return whether a planned program makes a value by adding rows to zeros.
 
         This is the gradient of a look-up whose rows are gathered. XLA:GPU adds the rows to the other part of a sum
-        instead of zeros, and this part may be a reduction that is merged later.
+        instead of to zeros, and this part may be a reduction that is merged later.
         """
         made = self.flow.makers.get(value)
         return made is not None and made.name == _SCATTER and made.program is not None
@@ -170,7 +170,7 @@ class _Program:
     # -- reductions that a loop adds up --------------------------------------------------------------------------------
 
     def _move_behind(self, loop: Operation, body: "_Program") -> None:
-        """Move those all-reduces of a loop's body behind the loop whose results the loop only adds up."""
+        """Move, to after the loop, the all-reduces of its body whose results it only adds up."""
         constants, carried = scan_operands(loop.equation)
         for place in range(carried):
             reduction = body._added_up(constants + place, place)
@@ -181,7 +181,7 @@ class _Program:
             self.moved[loop.results[place]] = loop.operands[constants + place], reduction
 
     def _added_up(self, argument: int, result: int) -> _Reduction | None:
-        """Return the all-reduce if the result is its sum with the argument, and the argument has no other use.
+        """Return the all-reduce, if the result is its sum with the argument, and the argument has no other use.
 
         Otherwise return None.
         """
@@ -227,7 +227,7 @@ def _is_planned(operation: Operation) -> bool:
 
 
 def _place(operation: Operation) -> tuple[Path, int]:
-    """Return the place of a reduction's changes in the result of `changed_reductions`."""
+    """Return the keys of a reduction's changes in the result of `changed_reductions`: the path and the number."""
     return (operation.path, 0) if operation.is_mark else (operation.program_path, operation.step_key[1])
 
 

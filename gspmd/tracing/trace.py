@@ -1,4 +1,4 @@
-"""`gspmd.trace`: the planned steps of a whole function, forward and backward, times its loop trips.
+"""`gspmd.trace`: the planned steps of a whole function, forward and backward, multiplied by loop trips.
 
 The function is traced to a jaxpr, and dead code is eliminated. Planned programs are recognized by the names under which
 `gspmd.lowerings.program.run` calls them. A step counts if its named scope still contains operations: under
@@ -35,8 +35,8 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
 
     Returns:
         A `ProgramPlan`. It counts collectives as the compiler for the mesh's devices runs them: equal collectives are
-        merged, some loop-invariant collectives are hoisted, and on GPUs partial sums are added before they are reduced,
-        also over the trips of a loop.
+        merged, some loop-invariant collectives are hoisted, and on GPUs partial sums, even those of a loop's trips, are
+        added before they are reduced.
 
     Raises:
         PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.

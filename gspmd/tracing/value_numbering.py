@@ -28,7 +28,8 @@ class Numbering:
         numbers: expression -> value number (hash-consing).
         expressions: value number -> expression.
         calls: the calls around the current operation, outermost first, by number; None outside of planned programs.
-        if_fused: `barrierless` numbers of values that are merged only if the compiler has fused them in the same way.
+        if_fused: the `barrierless` numbers of values that are merged only if the compiler has fused these values in the
+            same way.
         uncertain: pairs (first, later) of steps, where the later step is merged only in this case.
     """
 

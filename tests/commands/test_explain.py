@@ -118,7 +118,7 @@ BAD = [
     ),
     ([EQUATION, "--mesh", f"x={10**17}", *SIZES], f"the mesh x={10**17} is too large.\n  A mesh has fewer than 2^40"),
     ([EQUATION, *MESH, "--sizes", "B=512"], "dimension L has no size."),
-    ([EQUATION, "--mesh", "x=4,x=2", *SIZES], "argument --mesh: 'x=4,x=2' gives a size twice."),
+    ([EQUATION, "--mesh", "x=4,x=2", *SIZES], "argument --mesh: 'x=4,x=2' gives two sizes to one name."),
     ([EQUATION, "--mesh", "x=0,y=1,z=1", *SIZES], "explain.py: mesh axis x has size 0."),
     ([EQUATION, *MESH], "explain.py: the following arguments are required: --sizes"),
     ([EQUATION, *MESH, *SIZES, "--svg", "a.png"], "explain.py: argument --svg: 'a.png' does not end in .svg."),

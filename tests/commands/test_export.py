@@ -79,7 +79,7 @@ def test_a_run_whose_layout_has_alternatives_is_written(trained, tmp_path, capsy
 
 def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):
     for flags, words in (
-        ([], "write the folder of a run, and a new folder"),
+        ([], "give the folder of a run, and a new folder"),
         ([str(tmp_path / "none"), "out"], "there is no checkpoint of a run under"),
         ([trained(models.ModelConfig(activation="relu", layers=1))[0], str(tmp_path / "out")], "activation is 'relu'"),
     ):

@@ -119,8 +119,8 @@ def test_a_config_is_found_by_name_and_a_file_before_it(monkeypatch, tmp_path):
         configs.find("plam-8b")
     shipped = ", ".join(sorted(file.stem for file in (ROOT / "configs").glob("*.toml")))
     assert str(caught.value) == (
-        "cannot read config 'plam-8b':\n  there is no such file, and no config of this name is shipped.\n"
-        f"  Did you mean 'palm-8b'? Shipped are {shipped}; or give the path of a TOML file."
+        "cannot read config 'plam-8b':\n  there is no such file, and no config of this name comes with gspmd.\n"
+        f"  Did you mean 'palm-8b'? Give one of {shipped}, or the path of a TOML file."
     )
 
 

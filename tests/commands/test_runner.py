@@ -211,7 +211,7 @@ def test_a_model_that_does_not_fit_is_one_message():
         "model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.",
         "model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.",
         "model.moe.router oracle cannot generate text, since its experts read later tokens; "
-        "set sample_bytes to 0, or take another router.",
+        "set sample_bytes to 0, or choose a different router.",
     )
 
 

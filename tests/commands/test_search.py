@@ -88,7 +88,9 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    proof = "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches none by 2.00%"
+    proof = (
+        "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches, none is faster by 2.00%"
+    )
     assert f"# found      of all layouts on {proof}" in text
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")
@@ -271,11 +273,11 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     code, out, err = run("--memory", "1.2e-6", "--out", str(tmp_path / "found.toml"))
     assert (code, out) == (1, "")
     said = re.search(
-        r"Nothing fits tpu-v5p:2x2x1: .* holds (\S+) kB on each device, (\S+) kB more than the (\S+) kB", err
+        r"No layout fits tpu-v5p:2x2x1: .* holds (\S+) kB on each device, (\S+) kB more than the (\S+) kB", err
     )
     assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
-    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a larger --memory, or a smaller --batch\.", err)
+    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise use a larger --memory, or a smaller --batch\.", err)
     assert not (tmp_path / "found.toml").exists()
 
 
@@ -362,7 +364,7 @@ def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
     assert "that may be used, 0.0001% of " in err
-    assert err.endswith("Leave --mesh out, or take a larger slice, or a larger --memory, or a smaller --batch.")
+    assert err.endswith("Leave --mesh out, or use a larger slice, or a larger --memory, or a smaller --batch.")
 
 
 def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeypatch):
@@ -423,7 +425,7 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
     [
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
          "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
-         "not there yet. gspmd generate takes"),
+         "not there yet. gspmd generate uses"),
         ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
          "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: "),
         ("[lora]\nrank = 4", ["--stages"],
@@ -532,7 +534,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
     assert code == 2
     assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
     assert "needs EF; the mesh has no axis q." in err
-    assert "'Q_xE' has dimensions QE, and needs EF. Possible" in err
+    assert "'Q_xE' has dimensions QE, but needs EF. Possible" in err
     code, _, err = run("--why", "ffn.winn=EF", "--fixed", "fnn.w_in=EF")
     assert code == 2
     assert "--why ffn.winn=EF: no layout has a key 'ffn.winn'. Did you mean 'ffn.w_in'?" in err
@@ -542,7 +544,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--memory", "1.5"], "--memory is the share of memory that may be used, above 0 and at most 1, not 1.5."),
+        (["--memory", "1.5"], "--memory is the fraction of memory that may be used, above 0 and at most 1, not 1.5."),
         (["--compile", "-1"], "--compile is a number of layouts, 0 or more, not -1."),
         (["--why", "ffn.w_in"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'ffn.w_in'."),
         (["--out", "found.txt"], "--out writes a TOML file, whose name ends in .toml, not 'found.txt'."),
@@ -588,14 +590,18 @@ def test_bad_input_is_one_message(run, flags, said):
 @pytest.mark.parametrize(
     ("table", "flags", "said"),
     [
-        ("int8 = true", [], "[model] int8 is of weights that are stored so; leave"),
-        ("int8 = true", ["--phase", "decode"], "[model] int8 is of weights that are stored so: --weights int8"),
+        ("int8 = true", [], "[model] int8 is for weights that are stored in int8; leave"),
+        ("int8 = true", ["--phase", "decode"], "[model] int8 is for weights that are stored in int8: --weights int8"),
         (
             "stacked = false",
             ["--phase", "decode"],
             "[model] stacked is off, and only stacked blocks have a price; leave",
         ),
-        ("[lora]\nrank = 8", ["--phase", "decode"], "[lora] has adapters of rank 8, which have no price (merged, they"),
+        (
+            "[lora]\nrank = 8",
+            ["--phase", "decode"],
+            "[lora] has adapters of rank 8, which have no price (merged adapters",
+        ),
     ],
 )
 def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, flags, said):
@@ -1010,7 +1016,7 @@ def test_stages_are_a_table(run):
     assert code == 0
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
-    assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
+    assert "--mesh x=4 is for the layout without stages" in " ".join(out.split())
 
 
 @pytest.mark.slow

@@ -91,7 +91,8 @@ def test_every_mesh_of_the_slice_is_searched_and_the_layout_printed(folder, caps
     assert run(given) == 0
     said = capsys.readouterr().out
     assert (
-        "# found      of all layouts on 2 meshes, none is faster by 0.05%; in 2 to 8 microbatches none by 2.00%" in said
+        "# found      of all layouts on 2 meshes, none is faster by 0.05%; "
+        "in 2 to 8 microbatches, none is faster by 2.00%" in said
     )
     assert "# step       batch 8, length 16, bfloat16" in said
     assert "gspmd train --config run.toml --model.layers 3 --layout FILE --mesh " in said
@@ -140,7 +141,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--layout", "auto"], "no layout is called 'auto'."),
         (["--microbatches", "3"], "3 microbatches do not divide a batch of 8; choose a divisor."),
         (["--batch", "0"], "batch must be positive, but is 0."),
-        (["--memory", "2"], "--memory is the share of memory that may be used"),
+        (["--memory", "2"], "--memory is the fraction of memory that may be used"),
         (["--mesh", "x=4"], "--mesh x=4 has 4 devices, and tpu-v5e:4x2 has 8; --topology names another slice."),
         (["--out", "found.png"], "--out writes a TOML file, whose name ends in .toml, not 'found.png'."),
         (["--out", "no/found.toml"], "--out no/found.toml: there is no folder 'no'."),
@@ -163,15 +164,15 @@ def test_adapters_of_a_file_are_refused(folder, capsys):  # noqa: F811
     assert run(["--config", "run.toml", *SLICE]) == 2
     said = capsys.readouterr().err
     assert "leave [lora] out, or freeze parameters." in said
-    assert "give --layout FILE" in said
+    assert "its lines come from a layout file; give --layout FILE, of which only dimensions are used." in said
 
 
 def test_nothing_fits(folder, capsys):  # noqa: F811
     _, name = folder
     assert run(asked(name, *SLICE, "--memory", "1e-6")) == 1
     said = capsys.readouterr().err
-    assert "Nothing fits tpu-v5e:4x2: the smallest layout, on mesh " in said
-    assert "Otherwise take a larger --memory" in said
+    assert "No layout fits tpu-v5e:4x2: the smallest, on mesh " in said
+    assert "Otherwise use a larger --memory" in said
 
 
 def test_an_interrupt_writes_the_best_so_far(folder, monkeypatch, capsys):  # noqa: F811

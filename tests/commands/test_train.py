@@ -141,7 +141,7 @@ def test_a_resume_may_name_the_checkpoint_that_its_run_began_with(files, monkeyp
         (RunSettings(), "with random weights"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(kept_settings(settings)))
-        with pytest.raises(ConfigError, match=f"began {began}, and not with 'other'. Leave --from out, or begin"):
+        with pytest.raises(ConfigError, match=f"began {began}, not with 'other'. Leave --from out, or begin"):
             of_checkpoint(dataclasses.replace(file, checkpoint="other"), ["--resume", "--from", "other"])
 
 

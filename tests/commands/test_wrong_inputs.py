@@ -102,9 +102,9 @@ def test_the_errors_of_a_subcommand_name_its_own_help(capsys):
         ("show", "zero-3", "--tom"): "gspmd layouts show: unrecognized arguments: --tom\n  Did you mean '--toml'? "
         "gspmd layouts show --help lists all flags.\n",
         ("check", "zero-3", "--devices", "x"): "gspmd layouts check: argument --devices: 'x' is not a whole number.\n"
-        "  gspmd layouts check --help says what it takes.\n",
+        "  gspmd layouts check --help describes it.\n",
         ("diff", "zero-3"): "gspmd layouts diff: the following arguments are required: OTHER\n"
-        "  gspmd layouts diff --help says what it takes.\n",
+        "  gspmd layouts diff --help describes it.\n",
     }.items():
         with pytest.raises(SystemExit, match="2"):
             layouts.make_parser().parse_args(words)
@@ -142,7 +142,7 @@ def test_names_are_refused_before_the_work(tmp_path):
         tmp_path: "it is a folder; give a file.",
         tmp_path / "x.txt": "--gantt writes a PNG file, whose name ends in .png, not ",
         tmp_path / ("n" * 300 + ".png"): "...: File name too long.",
-        tmp_path / "a\0b.png": "a name has no null characters.",
+        tmp_path / "a\0b.png": "a name cannot have null characters.",
     }.items():
         faults = [*files.faults_of("gantt", str(given), ".png", "a PNG file")]
         assert any(said in fault for fault in faults), faults

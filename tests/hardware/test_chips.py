@@ -148,7 +148,7 @@ def test_a_chip_of_ones_own_is_one_node_unless_it_says_otherwise():
     with pytest.raises(PlanError) as error:
         replace(own, node_devices=8)
     assert str(error.value) == (
-        "chip 'mine' has nodes of 8 devices, and no network between them.\n"
+        "chip 'mine' has nodes of 8 devices, but no network between them.\n"
         "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
     )
 

@@ -136,7 +136,7 @@ def _printed(sheet) -> str:
         ({"key": "ffn.w_im", "spec": "EF"}, "no line of the search is called 'ffn.w_im'"),
         ({"key": "ffn.w_in", "spec": "E_yF_y"}, "y"),
         ({"key": "ffn.w_in", "spec": "E_yFV"}, "ffn.w_in cannot be"),
-        ({"key": "ffn.w_in", "spec": "EF", "token": "77"}, "this search has ended"),
+        ({"key": "ffn.w_in", "spec": "EF", "token": "77"}, "this search is no longer kept"),
     ],
 )
 def test_a_question_that_is_none_has_one_message(tasks, searched, asked, message):

@@ -138,7 +138,7 @@ def test_a_body_has_a_limit(client):
 def test_a_field_has_a_limit(client):
     answer = client.post("/api/plan", json=ASKED | {"equation": "B" * (limits.TEXT + 1)}, headers=WELL)
     assert answer.status_code == 400
-    assert answer.json()["refused"] == "field equation has 401 characters; it may have 400."
+    assert answer.json()["refused"] == "field equation has 401 characters; it may have at most 400."
 
 
 def _malformed(draw: random.Random) -> tuple[bytes, dict[str, str]]:
@@ -377,9 +377,9 @@ def test_a_search_that_takes_too_long_is_given_up(monkeypatch):
         assert last["status"] == 504
         assert "took more than 2 seconds" in last["answer"]["refused"]
         refused = client.post("/api/search", json={"topology": 1}, headers=WELL).text.splitlines()[-1]
-        assert json.loads(refused) == {"status": 400, "answer": {"refused": "field topology is 1, and not a text."}}
+        assert json.loads(refused) == {"status": 400, "answer": {"refused": "field topology is 1, not a string."}}
         why = client.post("/api/why", json={"token": "1", "key": "ffn.w_in", "spec": "EF"}, headers=WELL).json()
-        assert "this search has ended" in why["fault"]["message"]
+        assert "this search is no longer kept" in why["fault"]["message"]
 
 
 @pytest.mark.parametrize("task", ["search", "why"])

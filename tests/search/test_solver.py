@@ -250,7 +250,7 @@ def test_errors_name_the_fault():
         Problem([a, b], [])
     with pytest.raises(ValueError, match="several choices are called 'a'"):
         Problem([a, a], [])
-    with pytest.raises(ValueError, match="term 't' is of 'c', which is not a choice"):
+    with pytest.raises(ValueError, match="term 't' depends on 'c', which is not a choice"):
         Problem([a], [Term("t", ("c",), np.zeros(2))])
     with pytest.raises(ValueError, match=r"table of shape \(3,\), and its choices a have \(2,\) options"):
         Problem([a], [Term("t", ("a",), np.zeros(3))])

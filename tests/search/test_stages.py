@@ -136,7 +136,7 @@ def test_what_cannot_be_split_is_said_with_a_remedy(arguments, told):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((FLAT[0], (1,), 4, 2), r"seconds have shape \(4, 1\)"),
+        ((FLAT[0], (1,), 4, 2), r"seconds has shape \(4, 1\)"),
         ((FLAT * math.nan, (1,), 4, 2), "negative or not a number"),
         ((FLAT, (0,), 4, 2), "Give 1 or more of each"),
     ],

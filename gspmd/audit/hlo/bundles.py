@@ -15,9 +15,9 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Bundles from a branch to the first one that it may skip; the bundles between (delay slots) always run."""
+"""Number of bundles from a branch to the first bundle that it may skip; those in between (delay slots) always run."""
 _STAGES = 2
-"""Trips of the loop beyond the steps of the grid, which fill and drain the pipeline of transfers."""
+"""Number of trips that the loop makes beyond the steps of the grid, to fill and drain the pipeline of transfers."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class KernelSchedule:
     Attributes:
         trips: trips of the loop over the grid.
         step: bundles of every trip.
-        block: further bundles of trips with matrix products.
-        row: further bundles of trips that begin or end a sum.
+        block: additional bundles of trips with matrix products.
+        row: additional bundles of trips that begin or end a sum.
         outside: bundles outside of the loop.
     """
 
@@ -69,8 +69,10 @@ class KernelSchedule:
         return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
 
     def seconds(self, work: KernelWork, chip: Chip) -> float:
-        """Return the seconds of a kernel that does this work: at least the time of its products at the chip's peak, and
-        of its bytes at the chip's bandwidth.
+        """Return the seconds of a kernel that does this work.
+
+        The result is at least the time of the kernel's products at the chip's peak, and of its bytes at the chip's
+        bandwidth.
 
         The schedule has no waits for transfers; only the bandwidth accounts for them.
         """

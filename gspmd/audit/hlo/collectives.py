@@ -34,11 +34,13 @@ class Collective:
     Attributes:
         kind: as in a plan.
         phase: `"sync"`, or `"start"` and `"done"` of an asynchronous one.
-        instruction: the collective itself, if the scheduled line wraps or fuses it.
-        arrays: the arrays of the larger side on one device: after a gather, before a scatter.
+        instruction: the instruction of the collective, which may be inside the scheduled instruction, if that wraps or
+            fuses it.
+        arrays: the arrays on one device, before or after the collective, whichever are larger: after a gather, before a
+            scatter.
         group: number of devices that communicate with each other; for a permute 2, or 1 if nothing moves.
         fused: whether the instruction is part of a fusion, and only the fusion is scheduled.
-        rings: sizes of the torus rings that the algorithm runs along, as the TPU compiler says; empty if it does not.
+        rings: sizes of the torus rings that the algorithm runs along, if the TPU compiler names them; otherwise empty.
     """
 
     kind: str
@@ -51,7 +53,7 @@ class Collective:
 
     @property
     def buffer(self) -> int:
-        """Bytes per device of the larger side."""
+        """Bytes of `arrays`: those on one device before or after the collective, whichever are more."""
         return sum(array.bytes for array in self.arrays)
 
     @property
@@ -92,7 +94,7 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 
 
 def _sent(send: Instruction, devices: int) -> Collective | None:
-    """Return a collective that a compiler splits into send and recv; it counts once.
+    """Return a collective that a compiler splits into send and recv; the two count as one collective.
 
     XLA:GPU splits permutes, which last from the send to its done. libtpu splits everything that crosses slices; its
     groups were added by `gspmd.audit.hlo.slices`, and the operand is what one device sends.
@@ -117,7 +119,8 @@ def _sent(send: Instruction, devices: int) -> Collective | None:
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
     """Return the collective in the computation that an instruction of `_WRAPPERS` starts or waits for.
 
-    The end of a call names no computation, so the result is None. The operand says which start it waits for.
+    The instruction that ends such a call names no computation, so the result for it is None. Its operand is the start
+    that it waits for.
     """
     phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
@@ -131,8 +134,8 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
     """Return the collective in a fusion of the TPU compiler.
 
-    There, a reduce-scatter is an all-reduce fused with a slice, and an asynchronous collective is three fusions: one
-    starts it, one computes products meanwhile and passes it on, and one waits for it.
+    In such a fusion, a reduce-scatter is an all-reduce with a slice. An asynchronous collective is three fusions: the
+    first starts it, the second computes products meanwhile and passes it on, and the third waits for it.
     """
     inner = module.computations[fusion.called[0]]
     phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")
@@ -160,10 +163,10 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the sizes of the torus rings that a collective's algorithm runs along.
 
-    - A strategy lists them as cores, `cores:{4 4 4}`.
+    - A strategy lists the sizes as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
-    - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips,
-      in different orders and directions, so the rings of the first are returned. If both devices of each chip are in
+    - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips, in
+      different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
       the group, a ring of 2 is added.
     """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
@@ -185,8 +188,8 @@ def _group(instruction: Instruction, devices: int) -> int:
 def _results(instruction: Instruction) -> tuple[Array, ...]:
     """Return the arrays of the result.
 
-    The start of a gather or a permute returns its operands first, then the results, then context. So does a wrapped
-    collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.
+    The start of a gather or a permute returns a tuple: operands, then results, then context. So does the start of a
+    wrapped collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.
     """
     if instruction.opcode in ("all-gather-start", "collective-permute-start") or instruction.type.startswith("(("):
         count = len(instruction.operands)

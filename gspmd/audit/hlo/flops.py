@@ -12,23 +12,24 @@ from gspmd.audit.hlo.text import integers
 
 _PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
 ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
-"""Calls of cuDNN's attention, with their number of products; the backward pass computes the logits again."""
+"""Calls of cuDNN's attention, with the number of matrix products in each; the backward pass recomputes the logits."""
 _MASKS = ("NO_MASK", "CAUSAL")
-"""Masks whose pairs of query and key are known, unlike masks of padding, whose lengths are computed values."""
+"""Masks under which the number of pairs of a query and a key is known. Under a mask of padding it is not, because the
+lengths are computed values."""
 _EXACT = re.compile(r"high|dot_f32", re.IGNORECASE)
-"""The precision HIGH or HIGHEST, or an algorithm in float32."""
+"""The precision HIGH or HIGHEST, or an algorithm that computes in float32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
 def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Return the operations of the matrix products in one execution of an instruction: two per multiplication.
+    """Return the FLOPs of the matrix products in one execution of an instruction: two per multiplication.
 
     Products of two vectors, which compilers write as a sum of products, are not counted.
 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any instruction; for a fusion, everything inside counts.
+        instruction: any instruction; for a fusion, the products inside are counted.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -51,8 +52,8 @@ class Product:
 
     Attributes:
         sizes: batch, left, contracted and right, on one device.
-        dtype: for operands in float32 `tensorfloat32`, or `float32` if that precision was asked for; `float64`; and
-            `bfloat16`, which stands for every other dtype.
+        dtype: for operands in float32, `tensorfloat32`, or `float32` if that precision was requested; for operands in
+            float64, `float64`; for operands of every other dtype, `bfloat16`.
     """
 
     sizes: tuple[int, int, int, int]
@@ -119,7 +120,7 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _attention(computation: Computation, call: Instruction) -> int:
-    """Return the operations of cuDNN's attention of queries [B, L, H, D] to keys [B, T, K, D], without masked ones."""
+    """Return the FLOPs of cuDNN's attention, of queries [B, L, H, D] to keys [B, T, K, D], without masked pairs."""
     queries, keyed = (computation.by_name[name].arrays[0].shape for name in call.operands[:2])
     (rows, length, heads, size), keys = queries, keyed[1]
     pairs = sum(min(keys, query + 1) for query in range(length)) if _mask(call) == "CAUSAL" else length * keys
@@ -127,7 +128,7 @@ def _attention(computation: Computation, call: Instruction) -> int:
 
 
 def _mask(call: Instruction) -> str:
-    """Return the mask of cuDNN's attention; a sliding window is another kind of mask."""
+    """Return the mask of cuDNN's attention; a sliding window counts as a mask that is not known."""
     config = call.config.get("cudnn_fmha_backend_config", {})
     return "SLIDING" if config.get("sliding_window_length") else config.get("mask_type", "NO_MASK")
 
@@ -145,9 +146,9 @@ def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] 
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
-    """Return a convolution's operations, for each output element and each kernel element inside the input.
+    """Return the FLOPs of a convolution: two for each output element and each kernel element inside the input.
 
-    The TPU compiler writes every dot as a convolution. Batch dimensions become windows of which one element is valid.
+    The TPU compiler writes every dot as a convolution. Batch dimensions become windows with only one valid element.
     """
     left, kernel, out = _labels(convolution.attribute("dim_labels"))
     shapes = [computation.by_name[name].arrays[0].shape for name in convolution.operands[:2]]

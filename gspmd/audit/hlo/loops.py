@@ -1,4 +1,4 @@
-"""While loops: their trip counts, from the compiler's annotation or the counter, and their copies in every trip."""
+"""While loops: their trip counts, from an annotation or from the counter, and the copies that every trip makes."""
 
 import operator
 import re
@@ -14,9 +14,9 @@ _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "br
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Return the number of times a loop's body runs each time the loop is executed.
 
-    XLA:CPU and XLA:GPU annotate it (`known_trip_count`). The TPU compiler does not: there the condition compares a
-    counter, an element of the loop's tuple, with a bound; the counter's initial value and its step are read from the
-    tuple and the body.
+    XLA:CPU and XLA:GPU annotate the number (`known_trip_count`). The TPU compiler does not: in its programs the
+    condition compares a counter, an element of the loop's tuple, with a bound. The counter's initial value is read from
+    the tuple, and its step from the body.
 
     Args:
         module: the program.
@@ -33,8 +33,8 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 def reordered(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a whole array which no iteration changes.
 
-    One copy before the loop would be enough. XLA makes one in every iteration if it wants a part of the array in
-    another order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
+    One copy before the loop would be enough. XLA makes a copy in every iteration if it needs a part of the array in a
+    different order in memory: a scan over layers then copies the weights of all layers once for each layer.
 
     Args:
         module: the program.
@@ -46,15 +46,15 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
 
 
 LEAST = 2**12
-"""Bytes of the smallest slice that `cut_out` counts as the weights of a layer."""
+"""Size in bytes of the smallest slice that `cut_out` counts as the weights of a layer."""
 
 
 def cut_out(module: Module, body: Computation) -> list[Instruction]:
-    """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
+    """Return the instructions of a loop's body that copy, in main memory, a part of an array that no iteration changes.
 
-    In a loop over layers these are the weights of one layer, copied out of their stack. Most products read the weights
-    in the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate array. Slices of fewer bytes than
-    `LEAST` are not weights: a loop over rows that writes a cache looks up the position of each row.
+    In a loop over layers such a part is the weights of one layer, copied out of the stack of all layers. Most products
+    read the weights in the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate array. Slices of
+    fewer bytes than `LEAST` are not weights: a loop over rows that writes a cache looks up the position of each row.
 
     Args:
         module: the program.
@@ -79,7 +79,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the places in the carried tuple whose values an iteration passes on unchanged."""
+    """Return the positions in the carried tuple whose values an iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -91,7 +91,10 @@ def _unchanged(body: Computation) -> frozenset[int]:
 
 
 def _reorders(module: Module, instruction: Instruction) -> bool:
-    """Return whether the result is the operand in another order, in main memory: a copy on the chip is a prefetch."""
+    """Return whether the result is the operand in a different order, in main memory.
+
+    A copy to memory on the chip is a prefetch, and does not count.
+    """
     if re.search(r"S\(\d+\)", instruction.type):
         return False
     if instruction.opcode == "fusion":
@@ -103,7 +106,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand in main memory of which the result is a part; empty if more is computed."""
+    """Return the name of the operand in main memory of which the result is a part; empty if it is anything else."""
     if re.search(r"S\(\d+\)", instruction.type):  # The result is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":
@@ -152,7 +155,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Return the steps until the comparison is false; None if this never happens before the counter overflows."""
+    """Return the number of steps until the comparison is false; None if the counter overflows before that."""
     if direction not in _HOLDS:
         return None
     if not _HOLDS[direction](start, bound):
@@ -191,7 +194,7 @@ def _through(computation: Computation, instruction: Instruction) -> Instruction:
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """Return a constant as `=value`, which cannot be the name of an instruction."""
+    """Return a constant as `=value`; no instruction can have such a name."""
     number = _number(instruction)
     return None if number is None else f"={number}"
 
@@ -212,7 +215,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Return the element of the loop's tuple that a value is; None if it is not an element."""
+    """Return the position of a value in the loop's tuple; None if the value is not an element of the tuple."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])
@@ -222,7 +225,7 @@ def _place(computation: Computation, name: str) -> int | None:
 
 
 def _step(module: Module, body: Computation, place: int) -> int | None:
-    """Return the change of an element of the tuple in the body: 0 if it is passed on, None if unknown."""
+    """Return by how much the body changes an element of the tuple: 0 if it is passed on, None if this is unknown."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -250,7 +253,7 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 
 
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
-    """Return the initial value of an element of the tuple, also through outer loops that do not change it."""
+    """Return the initial value of an element of the tuple; it may come from outer loops that do not change it."""
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":
         return None

@@ -27,7 +27,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)"(?:,? source_line=(\d+))?')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OVERFLOWED = 2**63 - 1
-"""The cycles that libtpu writes where its estimate overflows, as for thin int8 products of operands on the chip."""
+"""The number of cycles that libtpu writes if its estimate overflows, as for thin int8 products of operands in VMEM."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Instruction:
     Attributes:
         name: its name, without the percent sign.
         opcode: its opcode in HLO: `all-gather-start`, `fusion`, ...
-        type: text of the result's type, layouts included.
+        type: text of the result's type, including layouts.
         operands: names of the operands, in the same computation.
         arguments: text between the parentheses: a constant's value, a parameter's number.
-        attributes: text of the rest of the line.
+        attributes: text of the line after the parentheses.
         root: whether the computation returns it.
     """
 
@@ -117,12 +117,12 @@ class Instruction:
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """The work of the kernel that the instruction calls; None if the program does not say it."""
+        """The work of the kernel that the instruction calls; None if the program does not state the work."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property
     def _unquoted(self) -> str:
-        """The attributes with all strings emptied: names that users gave may look like attributes."""
+        """The attributes with all strings emptied, because names given by users may look like attributes."""
         return re.sub(_STRING, '""', self.attributes)
 
     @property
@@ -165,7 +165,7 @@ class Instruction:
 
     @cached_property
     def config(self) -> dict:
-        """The configuration of the backend if it is a JSON object, else empty."""
+        """The configuration of the backend if that is a JSON object; otherwise empty."""
         try:
             loaded = json.loads(self.attribute("backend_config") or "{}")
         except json.JSONDecodeError:
@@ -216,8 +216,8 @@ class Module:
         computations: every computation by name.
         frames: stack frames by number.
         is_scheduled: whether the instructions are in the order of execution.
-        devices: number of devices that run it; 1 if the text does not say.
-        kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls the kernel.
+        devices: number of devices that run the program; 1 if the text does not give it.
+        kernels: the TPU compiler's schedules of Pallas kernels, by the name of the instruction that calls the kernel.
     """
 
     name: str

@@ -13,7 +13,7 @@ from gspmd.audit.hlo.module import Array, Computation, Instruction, Module
 from gspmd.lowerings.scopes import innermost, read_step
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
-"""The directory of this package: the source line of an instruction is the innermost one outside of it."""
+"""The directory of this package: the source line of an instruction is the innermost line outside of this directory."""
 
 _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
 """The directory of JAX's kernels, whose lines are not the user's either."""
@@ -22,10 +22,10 @@ _RANGE = re.compile(r"\{\[(\d+):(\d+)\]\}")
 _RESHAPES = ("bitcast", "reshape", "copy", "transpose")
 
 _REDUCTIONS = {"all-reduce", "reduce-scatter"}
-"""Kinds that a compiler may make of each other."""
+"""Kinds of reductions: a compiler may replace one kind by the other."""
 
 _NEAR = 4
-"""Number of producers that are searched for a source line if a collective has none."""
+"""Number of producers that are searched for a source line, if a collective itself has none."""
 
 
 Placed = tuple[Computation, Instruction]
@@ -34,7 +34,7 @@ Placed = tuple[Computation, Instruction]
 
 @dataclass(frozen=True)
 class Origin:
-    """The equation and step of a plan, and `file:line`; empty if the metadata does not say."""
+    """The equation and step of a plan, and `file:line`; each is empty if the metadata does not contain it."""
 
     equation: str
     step: str
@@ -46,13 +46,13 @@ def origin(
 ) -> Origin:
     """Return the origin of an instruction.
 
-    A compiler that rewrites a reduction drops its metadata. The reduction's computation still has the scopes, and the
-    source line is then taken from the operand.
+    A compiler that rewrites a reduction drops the metadata of the instruction. The computation that the reduction
+    applies still has the scopes, and the source line is then that of the operand.
 
     Args:
         module, computation: the program and the computation that contain it.
         scheduled: its line in the schedule.
-        instruction: the instruction itself; different from `scheduled` if it is wrapped or fused.
+        instruction: the instruction; different from `scheduled` if `scheduled` wraps or fuses it.
         ours: directory of the files whose lines do not count as source lines.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
@@ -110,7 +110,8 @@ def by_origin(
 def _in_step(placed: Placed, kind: str) -> bool:
     """Return whether an instruction is in a step whose collective is of this kind.
 
-    An instruction that reshapes a result may instead be in the step that uses the result, such as a product.
+    An instruction that reshapes the collective's result may instead be in the step that uses the result, such as a
+    product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""
@@ -124,7 +125,7 @@ def _in_equation(placed: Placed) -> bool:
 
 
 def _done(computation: Computation, scheduled: Instruction) -> Instruction:
-    """Return the instruction that waits for an asynchronous collective, or a synchronous collective itself."""
+    """Return the instruction that waits for an asynchronous collective; a synchronous collective is returned itself."""
     users = (each for each in computation.instructions if each.operands == (scheduled.name,))
     return next((each for each in users if each.opcode.endswith("-done")), scheduled)
 
@@ -165,7 +166,8 @@ def _taken_apart(
 def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
     """Return the slices of all-reduces that XLA:GPU concatenated; nothing if the result is one array.
 
-    A user's program may also cover a result with slices, but only slices of the compiler have an all-reduce's metadata.
+    A user's program may also cover a result with slices, but only slices that the compiler made have the metadata of an
+    all-reduce.
     """
     pieces = _slices(module, computation, done)
     named = (placed for piece in pieces.values() for placed in piece)
@@ -173,8 +175,10 @@ def _concatenated(module: Module, computation: Computation, done: Instruction) -
 
 
 def _slices(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
-    """Return the slices that cover a concatenated result without overlap, each with the instructions that name it; or
-    nothing if the result is used otherwise."""
+    """Return the slices that cover a concatenated result without overlap, each with the instructions that name it.
+
+    Return nothing if the result is used in any other way.
+    """
     found: dict[tuple[int, int], list[Placed]] = {}
     for user in computation.instructions:
         for number in (number for number, name in enumerate(user.operands) if name == done.name):

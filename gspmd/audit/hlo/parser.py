@@ -31,7 +31,7 @@ def parse(text: str) -> Module:
         text: `compiled.as_text()`, or a dump of XLA (`--xla_dump_to`, `*after_optimizations.txt`).
 
     Raises:
-        HloError: `text` is not a text, or has no entry computation.
+        HloError: `text` is not a string, or has no entry computation.
 
     Example:
         >>> module = parse('''HloModule m, is_scheduled=true
@@ -62,8 +62,10 @@ def parse(text: str) -> Module:
 
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
-    """Yield the instructions of a computation. A line that the text of a kernel's metadata breaks is joined with the
-    next."""
+    """Yield the instructions of a computation.
+
+    If the text of a kernel's metadata breaks a line, the parts of the line are joined.
+    """
     begun, text = None, ""
     for line in lines:
         ends, begins = _END.match(line), _START.match(line)

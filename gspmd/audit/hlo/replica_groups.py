@@ -23,14 +23,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the groups of devices that communicate with each other, by their position in the mesh.
+    """Return the groups of devices that communicate with each other, each device as its position in the mesh.
 
     Args:
         instruction: a collective.
-        devices: number of devices; an instruction without groups runs over all of them.
+        devices: number of devices; an instruction without groups has one group of all devices.
     """
     text = instruction.attribute("replica_groups")
-    if text.startswith("mesh["):  # A mesh in another order has a second attribute, which ends in the axes.
+    if text.startswith("mesh["):  # A mesh in a different order has a second attribute, which ends in the axes.
         return _of_mesh(text, instruction.attribute("device_ids"))
     return _groups(text, devices)
 
@@ -61,7 +61,7 @@ def _of_mesh(text: str, reordered: str) -> Groups:
     """Read `mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
 
     `'x':(2)4` is part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. A mesh
-    whose devices are in another order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    whose devices are not in ascending order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
@@ -74,7 +74,10 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 
 
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Return a mesh axis split where parts of it begin and end, major first: (name, product of sizes before, size)."""
+    """Return the pieces of a mesh axis, cut where parts of it begin and end: (name, product of the sizes before, size).
+
+    The major piece is first.
+    """
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
     return [(name, first, last // first) for first, last in pairwise(cuts)]
 
@@ -100,15 +103,15 @@ def is_permute(instruction: Instruction) -> bool:
 
 
 def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes over which a collective runs, in the mesh's order; axes of size 1 do not count.
+    """Return the mesh axes over which a collective runs, in the order of the mesh and without axes of size 1.
 
     Args:
         instruction: a collective, or the instruction that starts it.
         mesh: sizes of the mesh axes; devices are numbered in row-major order (last axis fastest).
 
     Returns:
-        Names of axes; for a permute, of the axes along which anything moves. `UNNAMED` if the groups match no set of
-        axes, for example if they are half of an axis.
+        Names of mesh axes; for a permute, those along which data moves. `UNNAMED` if the groups match no set of axes,
+        for example if each group is half of an axis.
     """
     if is_permute(instruction):
         return _crossed(pairs(instruction), tuple(mesh.items()))
@@ -116,7 +119,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the devices of a group differ, even if the group is only a part of an axis."""
+    """Return the mesh axes along which the devices of a group differ; a group may be only a part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named
@@ -125,9 +128,9 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
 
 
 def shared_node(instruction: Instruction, devices: int, node: int) -> int:
-    """Return the fewest devices of a group that share a node of `node` devices; 0 if every group is on one node.
+    """Return the fewest devices of a group that share a node of `node` devices; 0 if no group spans several nodes.
 
-    For a permute it is 1 if anything leaves a node.
+    For a permute the result is 1 if any data leaves a node.
     """
     if moves := pairs(instruction):
         return int(any(source // node != target // node for source, target in moves))

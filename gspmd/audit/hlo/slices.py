@@ -31,22 +31,26 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PRODUCT = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
 _IN_SLICE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-broadcast)(-start)?")
 _SLICE = 100_000
-"""A device is numbered 100,000 · slice + its place in the slice; slices count from 1."""
+"""The number of a device is 100,000 · slice + the device's position in the slice; slices are counted from 1."""
 
 
 def of_all_slices(module: Module, mesh: Any) -> Module:
-    """Return a program of several slices with replica groups and pairs of all devices, by their places in the mesh.
+    """Return a program of several slices, with its replica groups and source-target pairs extended to all slices.
+
+    Devices are numbered by their position in the mesh. If the mesh has only one slice, as a mesh of CPUs or GPUs always
+    does, the program is returned unchanged.
 
     A send to other slices gets the groups named by its target; `gspmd.audit.hlo.collectives` reads it as a collective
-    that lasts until its `recv-done`. The `send-done`, which waits for the operand only, becomes a token. A program of
-    one slice, or of other devices, is returned as it is.
+    that lasts until its `recv-done`. The `send-done`, which waits only for the operand to be read, is replaced by a
+    token.
 
     Args:
         module: the program.
         mesh: the mesh that it was compiled for; only a `jax.sharding.Mesh` has slices.
 
     Raises:
-        PlanError: the slices do not fill the mesh one after the other, or another number of devices runs the program.
+        PlanError: the slices do not fill the mesh one after the other, or the program was compiled for a different
+            number of devices.
     """
     slices = slices_of(mesh)
     if slices == 1:
@@ -54,7 +58,7 @@ def of_all_slices(module: Module, mesh: Any) -> Module:
     devices, in_slice = list(mesh.devices.flat), module.devices
     if in_slice * slices != len(devices):
         raise PlanError(
-            f"cannot number the devices of {module.name}: {in_slice} run it in each of {slices} slices, and the mesh "
+            f"cannot number the devices of {module.name}: {in_slice} run it in each of {slices} slices, but the mesh "
             f"{mesh_text(mesh.shape)} has {len(devices) // slices}.\n  Give the mesh that it was compiled for."
         )
     places = {device.id: place for place, device in enumerate(devices)}
@@ -103,9 +107,10 @@ def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruct
 
 
 def _numbered(target: str, places: Mapping[int, int]) -> str:
-    """Return the groups of a target, by places in the mesh.
+    """Return the replica groups, or pairs, of a `_xla_megascale_target`, with each device as its position in the mesh.
 
-    `{1,3}x{0:7}` are the groups {1,3}, of slices, for each of the devices 0 to 7; otherwise device ids are listed.
+    `{1,3}x{0:7}` stands for eight groups: device d of slice 1 with device d of slice 3, for d from 0 to 7. Any other
+    target lists device ids.
     """
     if product := _PRODUCT.fullmatch(target):
         slices, first, last = integers(product[1]), int(product[2]), int(product[3])
@@ -122,7 +127,7 @@ def _numbered(target: str, places: Mapping[int, int]) -> str:
 
 @lru_cache(maxsize=1024)
 def _repeated(listed: Groups, in_slice: int, slices: int) -> str:
-    """Return groups of one slice, repeated for every slice."""
+    """Return the groups of one slice, repeated for every slice."""
     return _written([[in_slice * one + place for place in group] for one in range(slices) for group in listed])
 
 

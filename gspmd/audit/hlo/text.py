@@ -1,4 +1,4 @@
-"""Scan HLO text: up to a delimiter outside of brackets and strings, and for integers."""
+"""Scan HLO text: read it up to a delimiter outside of brackets and strings, and find the integers in it."""
 
 import re
 
@@ -30,7 +30,7 @@ def until(text: str, start: int, stop: str) -> str:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Return every number in a text, such as an attribute's `{0,2}`.
+    """Return every integer in a text, such as an attribute's `{0,2}`.
 
     >>> integers("{0,2}")
     (0, 2)

@@ -22,8 +22,8 @@ class Change:
 
     Attributes:
         kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
-        before: number of runs, and the bytes that one device sends; (0, 0) if there are none.
-        after: the same figures in the other program.
+        before: number of runs, and the bytes that one device sends; (0, 0) if the first program has no such collective.
+        after: the same figures in the second program.
     """
 
     kind: str
@@ -35,13 +35,13 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """Two ledgers compared; counts and bytes are per device and execution. It is false if they are equal.
+    """The differences of two ledgers, per device and execution; false if the ledgers are equal.
 
     Attributes:
         rows: the changes, most bytes first.
         wire_bytes: bytes that one device sends, before and after.
-        flops: operations of the matrix products, before and after.
-        names: names of the programs.
+        flops: FLOPs of the matrix products, before and after.
+        names: names of the two programs.
     """
 
     rows: tuple[Change, ...]

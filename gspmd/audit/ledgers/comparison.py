@@ -67,7 +67,8 @@ class Comparison(Printed):
 
         Args:
             verdicts: the verdicts whose steps have a row.
-            together: whether all steps that travel in the collective of another step share a row, with their number.
+            together: whether all steps whose bytes travel in the collective of a different step share one row, which
+                gives their number.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]
@@ -79,7 +80,7 @@ class Comparison(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw planned and compiled bytes as bars, by kind and mesh axes: planned bytes are pale, above compiled ones.
+        """Draw planned and compiled bytes as bars, by kind and mesh axes; planned bytes are pale, above compiled bytes.
 
         >>> Comparison((), {("all-gather", ("x",)): (96, 96)}).figure().title
         'planned (pale) and compiled, bytes per device'
@@ -143,7 +144,7 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; all steps that travel in the collective of another step share a row, with their number."""
+    """Yield rows; all steps whose bytes travel in the collective of a different step share a row, with a count."""
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)

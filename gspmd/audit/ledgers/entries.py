@@ -17,19 +17,21 @@ Key = tuple[str, tuple[str, ...]]
 class Entry:
     """One collective instruction of a compiled program, with all its executions; figures are per device.
 
-    If the compiler combined several collectives into one instruction, each has a separate entry.
+    If the compiler combined several collectives into one instruction, each of these collectives has a separate entry.
 
     Attributes:
-        kind: its kind, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
-        axes: the mesh axes it runs over, in the mesh's order; `("?",)` if no set of mesh axes spans its groups.
+        kind: the kind of collective, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all,
+            collective-permute.
+        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes spans
+            its groups.
         count: number of runs.
         wire_bytes: bytes that one device sends in all runs; for a permute, the device that sends most.
         dtype: the dtype on the wire, as HLO names it: `f32`, `bf16`.
-        source: the line of the program that asked for it, `file:line`; empty if unknown.
-        equation: the planned equation it belongs to; empty if no plan asked for it.
+        source: the line of the program that asked for the collective, `file:line`; empty if unknown.
+        equation: the planned equation to which the collective belongs; empty if no plan asked for it.
         step: the plan's step, `step2.reduce-scatter.x`; empty if the compiler chose it within an equation.
         name: the name of the instruction in the HLO.
-        asynchronous: whether separate instructions start it and wait for it.
+        asynchronous: whether separate instructions start the collective and wait for it.
         arrays: number of arrays that this entry moves in one run.
         group: number of devices that communicate with each other.
         together: number of arrays that the instruction moves in one run, including those of other entries.
@@ -59,7 +61,7 @@ class Entry:
 
 
 def asked_for_by(equation: str, step: str, source: str) -> str:
-    """Return the origin of a collective: the equation with its step, and the source line; or the compiler."""
+    """Return the origin of a collective as text: its equation and step with the source line, or else the compiler."""
     planned = " ".join(part for part in (equation, step_text(step)) if part)
     return "  ".join(part for part in (planned, short(source)) if part) or "the compiler"
 
@@ -70,7 +72,7 @@ def step_text(step: str) -> str:
 
 
 def short(source: str) -> str:
-    """Return a source line with the last two parts of its path."""
+    """Return a source line `file:line`, with only the last two parts of the path."""
     return "/".join(Path(source).parts[-2:]) if source else ""
 
 

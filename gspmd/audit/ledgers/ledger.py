@@ -36,7 +36,7 @@ class Ledger(Printed):
 
     Attributes:
         entries: every collective instruction, in program order.
-        flops: operations of the matrix products, times loop trips: two per multiplication.
+        flops: FLOPs of the matrix products, times loop trips: two per multiplication.
         mesh: sizes of the mesh axes.
         name: the name of the program.
         notes: the parts that could not be counted.
@@ -61,7 +61,7 @@ class Ledger(Printed):
         return sum(entry.network_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
-        """Return, for every kind and set of mesh axes, the number of arrays sent, over all runs, and the bytes."""
+        """Return the number of arrays sent in all runs, and the bytes, by kind of collective and set of mesh axes."""
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
@@ -79,10 +79,10 @@ class Ledger(Printed):
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self, together: bool = False) -> Sheet:
-        """Return the collectives as a rich table, equal ones in one row, most bytes first.
+        """Return the collectives as a rich table, with equal collectives in one row, most bytes first.
 
         Args:
-            together: give the steps of one equation that are equal but for their numbers a single row.
+            together: whether the steps of one equation that differ only in their numbers share one row.
         """
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows(together):
@@ -152,9 +152,9 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     """Compare the compiled collectives with the planned steps.
 
     Compiled collectives are joined to planned steps by their scopes. If the compiler combines several into one
-    instruction, it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step compiled in
-    parts, over some of its axes and then the others, counts under the axes of the step. If two steps share a result,
-    either may be compiled.
+    instruction, it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step may be
+    compiled in parts, over some of its axes and then over the others; the parts count under all axes of the step. If
+    two steps share a result, the compiler may keep either of them.
 
     Args:
         ledger: the ledger of the compiled program.
@@ -184,7 +184,7 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     """Compare the ledgers of two programs.
 
     Args:
-        before, after: the ledgers of programs on meshes with the same axis names.
+        before, after: the ledgers of two programs, on meshes with the same axis names.
 
     Raises:
         PlanError: `before` or `after` is not a ledger.

@@ -47,8 +47,8 @@ def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
     """Credit entries that were compiled in the scope of a shared step to the step with the same result.
 
-    Among equal collectives the plan counts the first, and the compiler may keep any. Looped steps may share only some
-    of their permutes: then only a part of the entry is credited.
+    Among equal collectives the plan counts the first, but the compiler may keep any of them. Looped steps may share
+    only some of their permutes; then only a part of the entry is credited.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
     surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes in excess of the plan
@@ -73,7 +73,7 @@ def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """Return the part of an entry that is missing from `first`, under that name, and the rest of the entry."""
+    """Return the part of an entry that the step `first` lacks, renamed to that step, and the rest of the entry."""
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
     part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
@@ -95,7 +95,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries; the parts of a step that was compiled axis by axis get all axes of the step."""
+    """Return the entries, where the parts of a step that was compiled axis by axis have all axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:
@@ -110,5 +110,5 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
 
 
 def _covers(step: Step, over: set[str]) -> bool:
-    """Return whether axes are all axes of a step; a permute may move nothing along some of them."""
+    """Return whether these axes are all axes of a step; a permute may lack axes along which it moves nothing."""
     return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

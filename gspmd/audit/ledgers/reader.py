@@ -59,7 +59,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
 
 def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None) -> Ledger:
-    """Return the ledger of a parsed module; `chip` says which devices share a node, or a slice."""
+    """Return the ledger of a parsed module; from `chip` follows which devices share a node or a slice."""
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
@@ -75,7 +75,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """A reader of a module from its entry on, which multiplies a loop's body by its trips."""
+    """A reader of a module from its entry on, which multiplies the figures of a loop's body by the loop's trips."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh
@@ -84,7 +84,7 @@ class _ModuleReader:
         self.devices = prod(mesh.values())
 
     def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
-        """Return the entries of a computation that runs `times` times, and the operations of its products."""
+        """Return the entries of a computation that runs `times` times, and the FLOPs of its products."""
         entries: list[Entry] = []
         flops = 0
         for instruction in computation.instructions:

@@ -27,9 +27,9 @@ def by_bytes(
 ) -> list[Entry]:
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
-    A step with n trips gets n executions of collectives with exactly the kinds, axes and bytes of its parts: first of
-    collectives with its own name, then of collectives without a name. A step gets no collective if one of its parts is
-    not found.
+    A step with n trips gets n executions of collectives with exactly the kinds, axes and bytes of the step's parts.
+    Collectives with the name of the step are used first, then collectives without a name. A step gets no collective if
+    one of its parts is not found.
 
     Args:
         steps: the planned steps that run.
@@ -66,8 +66,8 @@ def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
     """Return the entries, without the permutes within slices that belong to a permute over slices.
 
     The compiler writes a permute over slices as two permutes, one over slices and one within them. A device sends its
-    piece by one of the two, so only the first is counted. The second is the nearest permute with the same number of
-    bytes, over the same axes or some of them.
+    piece by one of the two, so only the permute over slices is counted. The permute within slices is the nearest one
+    with the same number of bytes, over the same axes or some of them.
     """
     rest: set[int] = set()
     for number, crossing in enumerate(entries):
@@ -87,7 +87,7 @@ def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class _Pool:
-    """Compiled collectives by kind, axes and bytes of an execution, and how many executions are left of each."""
+    """Compiled collectives by kind, axes and bytes of an execution, each with the number of executions left."""
 
     def __init__(self, entries: Sequence[Entry]):
         self._left = {number: entry.count for number, entry in enumerate(entries)}
@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part, for the first way whose parts are all left; none if no way has that."""
+        """Take `count` executions of each part, in the first way for which enough are left; nothing if no way has."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -107,7 +107,7 @@ class _Pool:
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
-        """Take the permutes of a looped step, which are hops of equal bytes; nothing if some are missing."""
+        """Take the permutes of a looped step, which are hops of equal bytes; nothing if some of them are missing."""
         step = planned.step
         for kind, axes, each in self._alike:
             if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
@@ -119,7 +119,7 @@ class _Pool:
         return []
 
     def left(self) -> list[Entry]:
-        """Return the executions that no step took."""
+        """Return the executions that are not assigned to any step."""
         return [self._part(number, runs) for number, runs in self._left.items() if runs]
 
     def _find(self, part: Part, count: int, name: tuple[str, str]) -> Iterator[tuple[int, int]]:
@@ -142,7 +142,7 @@ class _Pool:
 
 
 def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways in which a step may be compiled: as it is, and in parts (`gspmd.lowerings.blocking.tpu`)."""
+    """Yield the ways to compile a step: as one collective, and in parts (`gspmd.lowerings.blocking.tpu`)."""
     axes = [axis for axis in step.axes if mesh[axis] > 1]
     yield [(step.kind, frozenset(axes), step.wire_bytes)]
     if step.kind not in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -174,7 +174,7 @@ _Along = tuple[frozenset[str], int]
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
     """Yield the parts of a collective within a slice, major first: as one part, or as two.
 
-    An axis that lies over slices and within them is a separate part, without a name in the compiled program.
+    An axis that extends over slices and within them is a separate part, which has no name in the compiled program.
     """
     parts: list[list[str]] = [[]]
     for axis in axes:
@@ -201,7 +201,7 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return the bytes that each part of a collective sends, major first; each part divides the buffer for the next."""
+    """Return the bytes that each part of a collective sends, major first; each part leaves a smaller buffer."""
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

@@ -24,18 +24,19 @@ class ComparedStep:
     """One step of one equation with all its executions, or a collective that the compiler sends without a step.
 
     Attributes:
-        verdict: `"as planned"`; `"shared"`: the step uses the result of another, equal one, or both are one reduction
-            of their sum; `"rewritten"`: something else was compiled in its place; `"gone"`: nothing was compiled;
-            `"the compiler's choice"`: there is no step, in an equation under lowering `xla`; `"not planned"`: no step
-            asked for it.
+        verdict: `"as planned"`; `"shared"`: the step uses the result of an equal step, or both steps are one reduction
+            of their sum; `"rewritten"`: something else was compiled in place of the step; `"gone"`: nothing was
+            compiled for the step; `"the compiler's choice"`: the collective belongs to an equation under lowering
+            `xla`, which has no steps; `"not planned"`: no step asked for the collective.
         how: the kind of rewriting: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a
-            shared step, the other step; for a step as planned, whether it is combined with others.
+            shared step, the equal step; for a step as planned, whether it is combined with other steps.
         kind, axes: as planned; as compiled if nothing was planned.
-        equation, step: the equation and the step that it belongs to.
+        equation, step: the equation and the step to which the row belongs.
         planned: number of runs and bytes that one device sends, by the plan.
         compiled: the same for the compiled program.
-        source: the source line that asked for it.
-        carrier: for a step that another step's collective carries, the equation and the step of that collective.
+        source: the source line that asked for the step or collective.
+        carrier: for a step whose bytes travel in the collective of a different step, the equation and the step of that
+            collective.
     """
 
     verdict: str
@@ -69,10 +70,10 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return the kinds and axes whose collectives the compiler combined with the same total of bytes as their steps.
+    """Return each (kind, axes) whose collectives the compiler combined, and whose bytes add up to those of the steps.
 
-    An all-reduce that the compiler moves after a loop loses its scope, also as a part of a combined collective: if all
-    parts have lost their scopes, the combined collective looks like a single array.
+    An all-reduce that the compiler moves to after a loop loses its scope, even as a part of a combined collective. If
+    all parts have lost their scopes, the combined collective looks like that of a single array.
     """
     behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
@@ -120,8 +121,10 @@ def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
 
 
 def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the row of a step in whose scope nothing was compiled: it is combined into another's collective, or
-    gone."""
+    """Return the row of a step in whose scope nothing was compiled.
+
+    Either the step is combined into the collective of a different step, or it is gone.
+    """
     step = steps[0].step
     kinds = _REDUCTIONS if step.kind in _REDUCTIONS else (step.kind,)
     several = (entry for entry in entries if entry.arrays > 1 and entry.step and entry.kind in kinds)
@@ -161,7 +164,7 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
     """Describe how a compiler rewrote a step; empty if each execution is the planned collective.
 
-    `in_full` says that all planned bytes are sent, so several arrays in one collective are the step's own.
+    If `in_full`, all planned bytes are sent, so several arrays in one collective all belong to the step.
     """
     step, changes = planned.step, []
     kinds = sorted({entry.kind for entry in entries})
@@ -180,14 +183,14 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return the reason why one execution sends more or less than planned: another dtype, or else padding."""
+    """Return the reason why one execution sends more or less than planned: a different dtype, or else padding."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []
 
 
 def _bits(dtype: str) -> int:
-    """Return the bits of `bf16`, `f8e4m3fn`, `s32`, ...; a boolean is a byte."""
+    """Return the number of bits of a dtype such as `bf16`, `f8e4m3fn` or `s32`; a boolean has 8."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 

@@ -1,4 +1,4 @@
-"""Descriptions of GPUs for XLA's compiler: figures of a card that chips.toml does not have.
+"""Descriptions of GPUs for XLA's compiler, with those figures of a card that chips.toml does not have.
 
 The compiler's description of a card is a text protocol buffer, `stream_executor.GpuTargetConfigProto`. Clock, memory
 and name come from chips.toml, and all other figures from `CARDS`. No card is queried.

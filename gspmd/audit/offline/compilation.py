@@ -1,5 +1,4 @@
-"""`gspmd.audit.compile_offline`: compile for a machine that is not attached, to see whether it fits and what it
-costs."""
+"""`gspmd.audit.compile_offline`: compile a function for a machine that is not attached, and report memory and time."""
 
 import re
 import time
@@ -56,10 +55,11 @@ def compile_offline(
         abstract_args: `jax.ShapeDtypeStruct`s with shardings over a mesh of `topology`.
         topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or `gspmd.audit.topology(...)`.
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
-        donate_argnums: arguments whose memory the results may reuse, such as a training state.
-        auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
-            of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
-            reorder a weight before its product. Other arguments keep the order that their formats give.
+        donate_argnums: positions of arguments whose memory the results may reuse, such as a training state.
+        auto_layout_argnums: positions of arguments for which the compiler may choose the order of dimensions in memory,
+            such as the weights of a decode step, which are stored once and read in every step. In JAX's default order a
+            TPU may have to reorder a weight before its product. All other arguments keep the order that their formats
+            give.
         out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose order in memory
             the compiler chooses.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
@@ -67,7 +67,7 @@ def compile_offline(
         progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
 
     Returns:
-        A `Report`; if memory does not suffice, it says so, and has the plan's figures.
+        A `Report`; if memory does not suffice, the report says so, and has the figures of the plan.
 
     Raises:
         PlanError: the topology does not exist, the mesh does not fit it, its compiler is missing, no argument has a
@@ -154,7 +154,7 @@ def _is_sharding(leaf: Any) -> bool:
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the formats of arguments for `jax.jit`; the compiler chooses the formats of the arguments `chosen`."""
+    """Return the formats of arguments for `jax.jit`; the compiler chooses those at the positions `chosen`."""
     if not chosen:
         return {}
 
@@ -185,8 +185,9 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
     for mesh in meshes:
         if set(mesh.devices.flat) != set(target.devices):
             raise PlanError(
-                f"cannot compile for {target.name}: an argument, or mesh=, is on a mesh of {mesh.devices.size} other "
-                f"devices.\n  Make the mesh with topology({target.name!r}).mesh(...), over all {target.num_devices}."
+                f"cannot compile for {target.name}: an argument, or mesh=, has a mesh of {mesh.devices.size} "
+                f"devices that are not its own.\n  Make the mesh with topology({target.name!r}).mesh(...), over all "
+                f"{target.num_devices}."
             )
         if mesh != meshes[-1]:
             raise PlanError(
@@ -213,8 +214,8 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 def _overfilled(needed: int, target: Topology) -> str:
     """Return the reason why a compiled program does not fit; empty if it does.
 
-    The TPU compiler refuses a program that does not fit, by its own figure of the memory; the GPU compiler refuses
-    none.
+    The TPU compiler itself refuses a program that does not fit in the memory that it assumes; the GPU compiler refuses
+    no program.
     """
     room = target.chip.hbm_bytes
     if needed <= room or not target.chip.is_switch:
@@ -223,9 +224,9 @@ def _overfilled(needed: int, target: Topology) -> str:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the compiled program; or None, and the compiler's message that memory does not suffice.
+    """Return the compiled program; if memory does not suffice, None and the compiler's message.
 
-    The user's `options` override `defaults`, and a message names only the user's options.
+    The user's `options` override `defaults`, and an error message names only the user's options.
     """
     try:
         return answering(lowered.compile, compiler_options={**defaults, **options} or None), ""

@@ -1,4 +1,4 @@
-"""XLA's compiler for NVIDIA GPUs in JAX's plugin for CUDA: devices of nodes that are not attached, and versions."""
+"""XLA's compiler for NVIDIA GPUs, in JAX's plugin for CUDA: devices of nodes that are not attached, and versions."""
 
 import re
 from importlib import metadata
@@ -24,14 +24,14 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
-    """Return the devices of nodes of GPUs, node by node; starts no backend.
+    """Return the devices of nodes of GPUs, node by node, without starting a backend.
 
     Args:
         chip: one of `CARDS`.
         shape: the number of nodes, if there are several, and the number of GPUs in a node.
 
     Raises:
-        PlanError: the plugin refuses the card, or JAX has given the plugin up.
+        PlanError: the plugin refuses the card, or JAX failed to load the plugin.
     """
     *nodes, gpus = shape
     hosts = gpus // HOST_GPUS.get(chip.name, gpus) if gpus % HOST_GPUS.get(chip.name, gpus) == 0 else 1
@@ -48,10 +48,10 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
 
 
 def require_cuda_plugin(name: str, chip: Chip) -> None:
-    """Check that a card can be compiled for, and that JAX's plugin for CUDA is installed in the version of this JAX.
+    """Check that programs can be compiled for a card: JAX's plugin for CUDA is installed, in the version of this JAX.
 
     Raises:
-        PlanError: the card is not supported, or the plugin is missing or has another version, so `name` cannot be
+        PlanError: the card is not supported, or the plugin is missing or has a different version, so `name` cannot be
             described.
     """
     if chip.name not in CARDS:
@@ -80,14 +80,15 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
 
 
 def _given_up() -> str:
-    """Return the message for a plugin for CUDA that JAX has given up, as it may when it starts."""
+    """Return the message for a plugin for CUDA that JAX did not load when it started."""
     if has_nvidia_gpu():
         return (
-            "cannot compile for GPUs: this machine has a GPU, and JAX gave up its plugin for CUDA: CUDA is missing.\n"
+            "cannot compile for GPUs: this machine has a GPU, but JAX did not load its plugin for CUDA: "
+            "CUDA is missing.\n"
             "  Set JAX_PLATFORMS=cpu to compile only, or install CUDA's packages with pip install 'jax[cuda12]'."
         )
     return (
-        "cannot compile for GPUs: JAX was started before gspmd was imported, and gave up its plugin for CUDA.\n"
+        "cannot compile for GPUs: JAX was started before gspmd was imported, and did not load its plugin for CUDA.\n"
         "  Import gspmd before the first use of jax.devices(), or set JAX_PLATFORMS=cpu."
     )
 

@@ -27,7 +27,7 @@ _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, ...]:
-    """Return the devices of slices such as `4x4x4`, slice by slice, each in torus order; starts no backend.
+    """Return the devices of slices such as `4x4x4`, slice by slice and each in torus order, without starting a backend.
 
     Raises:
         PlanError: libtpu refuses the slice.
@@ -46,7 +46,7 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Compile one program at a time, with an empty folder of schedules, since programs may have kernels of one name."""
+    """Compile one program at a time, with an empty folder of schedules: kernels of two programs may have one name."""
     with _COMPILING:
         shutil.rmtree(schedules_folder(), ignore_errors=True)
         try:
@@ -72,10 +72,10 @@ def with_schedules(module: Module) -> Module:
 
 
 def require_libtpu(name: str, chip: Chip) -> None:
-    """Check that libtpu, which knows every TPU of chips.toml, is installed in the version that this JAX needs.
+    """Check that libtpu is installed, in the version that this JAX needs; it knows every TPU of chips.toml.
 
     Raises:
-        PlanError: libtpu is missing, or has another version; the topology `name` cannot be described.
+        PlanError: libtpu is missing or has a different version, so the topology `name` cannot be described.
     """
     jax_version, pin = metadata.version("jax"), _pinned()
     try:

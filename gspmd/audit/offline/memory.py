@@ -22,7 +22,7 @@ from gspmd.tracing.jaxprs import inner_jaxprs
 _NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
 KEPT = 64
-"""Number of buffers that a report keeps; it prints the largest five, if the program does not fit."""
+"""Number of buffers that a report keeps. If the program does not fit, the report prints the largest five."""
 
 # The results of these include the operands; the matching -done has only the result.
 _STARTS = ("-start", "-update")
@@ -70,7 +70,7 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
 
     Types include the sharding inside a shard_map (`manual`), and everywhere under Explicit axes.
 
-    Leaves out: the compiler fuses some values away, and lets others share a buffer.
+    Leaves out: fusion, by which the compiler removes some values, and buffers that several values share.
     """
     buffers: list[AllocatedArray | None] = []
     for equation in jaxpr.eqns:

@@ -11,15 +11,15 @@ from gspmd.hardware.chips import CHIPS, Chip, not_another
 
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
 """Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
-compiler describes larger slices too."""
+compiler would describe larger slices too."""
 
 SEARCHED_GPUS = 24_576
-"""Number of GPUs at which `shapes` stops: the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
+"""The largest number of GPUs that `shapes` yields: the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
 of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
 
 MOST_DEVICES = 2**18
-"""The largest number of devices in a name: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each device is an
-object, so an absurd number would fill the memory."""
+"""The largest number of devices that a name may have: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each
+device is an object, so an absurd number would fill the memory."""
 
 SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Other names of GPUs, besides those of chips.toml."""
@@ -31,8 +31,8 @@ CORES = {"tpu-v3": 2, "tpu7x": 2}
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size.
 
-    Each shape is as near a cube as possible. For a GPU they are parts of a node, and then 1, 2, 4, ... nodes, up to
-    `SEARCHED_GPUS`. Several slices have no more than `MOST_DEVICES` devices.
+    Each shape is as close to a cube as possible. The shapes of a GPU are parts of a node, and then 1, 2, 4, ... nodes,
+    up to `SEARCHED_GPUS`. Several slices have at most `MOST_DEVICES` devices together.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -60,7 +60,7 @@ class Named(NamedTuple):
 
     Attributes:
         chip: the figures of one device; for several slices its nodes are the slices.
-        shape: chips along each torus axis of one slice; for GPUs the number in a node, and before it the number of
+        shape: chips along each torus axis of one slice; for GPUs the number of GPUs in a node, after the number of
             nodes if there are several.
         slices: number of slices of TPUs, which the data-centre network connects.
     """
@@ -122,7 +122,7 @@ def read_name(name: str) -> Named:
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     in_slice = prod(shape) * CORES.get(chip.name, 1)
     if slices * in_slice > MOST_DEVICES:
-        fact = f"gspmd describes {MOST_DEVICES:,} devices or fewer, and this has {slices * in_slice:,}"
+        fact = f"gspmd describes at most {MOST_DEVICES:,} devices, but this has {slices * in_slice:,}"
         raise PlanError(_no_such(name, fact, f"Did you mean '{chip.name}:{tail}*{MOST_DEVICES // in_slice}'? "))
     return Named(replace(chip, node_devices=in_slice) if slices > 1 else chip, shape, slices)
 
@@ -140,22 +140,23 @@ def _gpus() -> list[str]:
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     """Return the reason why there are no such nodes of GPUs; empty if they may exist.
 
-    Several nodes are used whole, because a plan assumes that every node has `Chip.node_devices` GPUs.
+    If there are several nodes, all their GPUs must be used, because a plan assumes that every node has
+    `Chip.node_devices` GPUs.
     """
     node, sizes = chip.node_devices, "x".join(map(str, shape))
     if len(shape) > 2:
         return f"GPUs come as nodes x GPUs of a node, and {sizes} has {len(shape)} dimensions"
     if shape[-1] > node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one node"
+        return f"a node of {chip.name} has {node} GPUs, but {sizes} uses {shape[-1]} of one node"
     if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes only {shape[1]} of each node"
+        return f"a node of {chip.name} has {node} GPUs, but {sizes} uses only {shape[1]} of each node"
     if (count := prod(shape)) > MOST_DEVICES:
-        return f"gspmd describes {MOST_DEVICES:,} GPUs or fewer, and {sizes} has {count:,}"
+        return f"gspmd describes at most {MOST_DEVICES:,} GPUs, but {sizes} has {count:,}"
     return ""
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
-    """Return the name of the fewest nodes with this number of GPUs, or of the largest possible topology."""
+    """Return the name of the fewest whole nodes that have this number of GPUs, or of the largest topology."""
     gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"
@@ -163,14 +164,14 @@ def _nodes_near(chip: Chip, gpus: int) -> str:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there is no such slice, though the compiler would describe it; empty if it may exist."""
+    """Return the reason why there is no such slice, even if the compiler would describe it; empty if it may exist."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:
         return f"{chip.name} is a {chip.torus}D torus, and {sizes} has {len(shape)} dimension{'s' * (len(shape) > 1)}"
     if chip.torus == 2 and max(shape) > side:
         return f"a {chip.name} pod is {side}x{side}, and {sizes} is not a part of it"
-    return f"a {chip.name} pod has {pod} chips, and {sizes} takes {prod(shape)}" if prod(shape) > pod else ""
+    return f"a {chip.name} pod has {pod} chips, but {sizes} has {prod(shape)}" if prod(shape) > pod else ""
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Options of the compiler, checked before anything long begins."""
+"""Options of the compiler, checked before anything that takes long begins."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
-    """Check that the compiler knows options and can read their values, by compiling a trivial program.
+    """Check that the compiler knows some options and can read their values, by compiling a trivial program.
 
     Args:
         options: name to value, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         device: the device to compile for; JAX's first device if not given.
 
     Raises:
-        PlanError: the compiler for this platform does not know one of them, or cannot read its value; or an argument
-            has another type.
+        PlanError: the compiler for this platform does not know an option, or cannot read its value; or an argument has
+            the wrong type.
 
     Example:
         >>> check_compiler_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices("cpu")[0])

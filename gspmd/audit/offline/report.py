@@ -1,4 +1,4 @@
-"""`Report`: the result of compiling a function for an absent machine: whether it fits, and its cost."""
+"""`Report`: the result of compiling a function for a machine that is not attached: whether it fits, and its cost."""
 
 import json
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ class Report(Printed):
         topology: the machine.
         mesh: sizes of the mesh axes.
         fits: whether everything fits in the memory of one device.
-        argument_bytes: parameters, optimizer state, batch, donated arguments included.
-        output_bytes: results that are not donated arguments.
-        temporary_bytes: peak of everything else, which includes the results if the program was not compiled.
+        argument_bytes: bytes of all arguments (parameters, optimizer state, batch), donated arguments included.
+        output_bytes: bytes of the results that do not reuse the memory of donated arguments.
+        temporary_bytes: peak bytes of everything else, which includes the results if the program was not compiled.
         hbm_bytes: memory of one device.
         plan: the plan of the function.
         ledger, timeline: of the compiled program; None if the program was not compiled, because it does not fit.
@@ -38,8 +38,8 @@ class Report(Printed):
         buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
             temporaries are the values of the traced function, some of which the compiler would have merged.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why it does not fit; if a compiler refuses it, in the compiler's words, with binary units converted to
-            decimal ones.
+        reason: why the program does not fit; if a compiler refuses it, in the compiler's words, with binary units
+            converted to decimal units.
     """
 
     topology: Topology
@@ -65,12 +65,12 @@ class Report(Printed):
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products, as compiled; as planned if it was not compiled."""
+        """FLOPs of the matrix products of the compiled program; those of the plan if it was not compiled."""
         return self.ledger.flops if self.ledger else self.plan.flops
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends, as compiled; as planned if it was not compiled."""
+        """Bytes that one device sends in the compiled program; those of the plan if it was not compiled."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     @property
@@ -82,7 +82,7 @@ class Report(Printed):
     def is_lower_bound(self) -> bool:
         """Whether the figures are a lower bound: a loop whose trip count depends on the data is counted once.
 
-        Experts that are served without slots have such loops, over the blocks of rows that tokens chose.
+        Experts that are served without slots have such loops, over the blocks of rows that are routed to them.
         """
         return self.ledger is not None and any("depend on computed values" in note for note in self.ledger.notes)
 
@@ -157,8 +157,8 @@ class Report(Printed):
         """Return the summary, and below it the tables of planned and compiled bytes and of the timeline.
 
         Args:
-            details: whether every step that differs from the plan has a row of its own, even if several steps travel in
-                the collective of another step.
+            details: whether every step that differs from the plan has a row of its own, even if the bytes of several
+                steps travel in the collective of a different step.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices: the chips, or twice as many if a chip is two devices."""
+        """Number of devices: the number of chips, or twice that number if a chip is two devices."""
         return len(self.devices)
 
     @property
@@ -58,18 +58,18 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Options without which the compiler would need the devices; defaults of `compile_offline`."""
+        """Options without which the compiler would need attached devices; `compile_offline` passes them by default."""
         return dict(COMPILER_OPTIONS) if self.chip.is_switch else {}
 
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
         """Make a mesh over the devices.
 
         On a slice of TPUs each mesh axis is one or several whole torus axes if the sizes allow it. Several slices fill
-        the mesh one after the other: its first axis lies over them, or its first axes together, and the others within
-        each. GPUs fill the mesh node by node, the last mesh axis fastest.
+        the mesh one after the other: the first mesh axis, or the first axes together, extend over the slices, and the
+        other axes are within each slice. GPUs fill the mesh node by node, the last mesh axis fastest.
 
         Args:
-            axes: mesh axis -> size; among equally good layouts, earlier mesh axes take earlier torus axes.
+            axes: mesh axis -> size; among equally good assignments, earlier mesh axes get earlier torus axes.
             axis_type: "explicit", "auto", or a `jax.sharding.AxisType`.
 
         Raises:
@@ -145,16 +145,16 @@ def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
 
 
 def topology(name: str) -> Topology:
-    """Describe a TPU slice, or nodes of GPUs, with the real compiler; it starts no backend, and needs no TPU or GPU.
+    """Describe a TPU slice, or nodes of GPUs, with the real compiler, without a backend and without a TPU or GPU.
 
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
-            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too. `tpu-v5p:4x8x8*4` are four slices
-            that the data-centre network connects. Or a GPU, nodes and GPUs of a node: `h100:8` (or fewer, on one node),
-            `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
+            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are accepted too. `tpu-v5p:4x8x8*4` is four
+            slices, connected by the data-centre network. Or a GPU, nodes and GPUs of a node: `h100:8` (or fewer, on one
+            node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
 
     Returns:
-        The topology; the same object for the same name, so that meshes over it are equal.
+        The topology; the same name always gives the same object, so that meshes over it are equal.
 
     Raises:
         PlanError: there is no such topology; its compiler (libtpu, or JAX's plugin for CUDA) is missing, is not the
@@ -181,9 +181,9 @@ def topology(name: str) -> Topology:
 
 
 def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
-    """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each as near a cube as possible.
+    """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each nearly a cube.
 
-    For a GPU: parts of a node, and then 1, 2, 4, ... whole nodes.
+    For a GPU, yield parts of a node, and then 1, 2, 4, ... whole nodes.
 
     Args:
         chip: a chip, or its name.
@@ -205,7 +205,7 @@ def _axis_type(kind: "str | AxisType") -> AxisType:
     known = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
     named = known.get(kind) if isinstance(kind, str) else kind
     if not isinstance(named, AxisType) or named not in known.values():
-        raise PlanError(f"no mesh axis has the type {shown(kind)}.\n  Take 'explicit' or 'auto'.")
+        raise PlanError(f"no mesh axis has the type {shown(kind)}.\n  Use 'explicit' or 'auto'.")
     return named
 
 

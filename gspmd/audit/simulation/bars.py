@@ -10,24 +10,26 @@ from gspmd.display.units import axes_text
 
 _CATEGORIES = dict.fromkeys(("einsum", "other", *KINDS, "copy"))
 PALETTE = {name: LIGHT[WORK.get(name, name)] for name in _CATEGORIES if name != "slice"}
-"""The colors of figures (`gspmd.display.theme`), in the order of a legend. Compiled slices are copies."""
+"""The colors of figures (`gspmd.display.theme`), in the order of a legend. There is no color for slices: a compiled
+program has them as copies."""
 
 INK, FAINT = LIGHT["ink"], LIGHT["rule"]
 WIDTH, LANE = 12.0, 0.13
-"""Inches of the figure, and of a lane of a row with many lanes."""
+"""Width of the figure, and height of a lane in a row with many lanes, in inches."""
 HEIGHT, ROW = 0.66, 0.55
-"""Fraction of a row that bars fill, and inches of a row."""
+"""The fraction of a row's height that bars fill, and the height of a row in inches."""
 DRAWN = 0.93 * WIDTH
-"""Approximate inches of the time axis."""
+"""Approximate length of the time axis in inches."""
 
 _EDGED = 0.03
-"""Least width in inches of a bar with a white edge; narrower ones would be nothing but edge."""
+"""Least width in inches of a bar that is drawn with a white edge; of a narrower bar only the edge would be seen."""
 
 _LABEL = 7.5
-"""Points of a bar's label."""
+"""Font size of a bar's label, in points."""
 
 _NARROWEST = 0.25
-"""Lower bound on a letter's mean width, in font sizes: texts too long by this bound are not measured."""
+"""Lower bound on the mean width of a letter, as a fraction of the font size. Texts that are too long by this bound are
+not measured."""
 
 
 def draw_row(
@@ -44,7 +46,7 @@ def draw_row(
     Args:
         axes: matplotlib's axes.
         placed: spans with their lanes, `Timeline.lanes`.
-        stops: seconds at which a label beside a bar has to end: the starts of loops, and the end.
+        stops: seconds at which a label next to a bar has to end: the starts of loops, and the end of the drawing.
         middle, room: middle and height of the row, in units of the vertical axis.
         scale: units of the time axis per second.
         inch: seconds per inch.
@@ -64,7 +66,7 @@ def draw_row(
 
 
 def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    """Yield spans in groups that overlap in time; a new group starts when all lanes are free again, in lane 0."""
+    """Yield spans in groups that overlap in time; a new group starts in lane 0, when all lanes are free again."""
     group: list[tuple[Span, int]] = []
     end = 0.0
     for span, lane in placed:
@@ -78,7 +80,7 @@ def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, in
 
 
 def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
-    """Draw one bar; for a collective, the seconds in which the device waits come last."""
+    """Draw one bar; the bar of a collective ends with the seconds in which the device waits."""
     for begun, seconds, color in _shades(span):
         edge = 0.5 if seconds > _EDGED * inch else 0.0
         style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
@@ -104,7 +106,7 @@ def pale_of(color: str) -> str:
 
 
 def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
-    """Write the longest name that fits into the longer part of a bar, or else into the free seconds beside it."""
+    """Write the longest name that fits into the longer part of a bar, or else into the free space after the bar."""
     begun, seconds, color = max(_shades(span), key=lambda part: part[1])
     style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
     if text := _fitting(span, seconds / inch - 0.03):
@@ -133,7 +135,7 @@ def ink_on(color: str) -> str:
 
 
 def _names(span: Span) -> list[str]:
-    """Return names for a bar, the longest first; a collective's name includes the planned kind if that differs."""
+    """Return names for a bar, the longest first; that of a collective includes the planned kind if it is different."""
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from gspmd.audit.simulation.timeline import Timeline
 
 _WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
-"""Width of the time axis, height of a row, space between rows and between columns, and the most parts in the list."""
+"""Width of the time axis, height of a row, space between rows and between columns, and the most parts that are listed.
+"""
 _FINEST = 0.5
 """Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw a timeline: a row of bars for each resource, hidden parts of collectives pale, and the totals below.
+    """Draw a timeline: a row of bars for each resource, with the hidden parts of collectives pale, and totals below.
 
-    One iteration of each loop is drawn, so the time axis ends before the step does; the totals are those of the whole
-    step.
+    Only one iteration of each loop is drawn, so the time axis is shorter than the step; the totals are those of the
+    whole step.
 
     Args:
         timeline: the timeline.
@@ -66,7 +67,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
-    """Draw the bars of a row: for every lane and category a path of the hidden parts, and one of the exposed parts."""
+    """Draw the bars of a row: for each lane and category, one path of the hidden parts and one of the exposed parts."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:

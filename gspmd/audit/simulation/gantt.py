@@ -50,9 +50,9 @@ def draw(timeline: Timeline, path: str | Path, command: str = "") -> None:
 def figure(timeline: Timeline) -> "Figure":
     """Draw a timeline as a matplotlib figure.
 
-    It has a row for computation, one per mesh axis, and one for copies between memories if there are any. The hidden
-    part of a collective is pale. A loop is drawn as one iteration, marked with the number of iterations. The time axis
-    counts only what is drawn; the title has the seconds of the whole step.
+    The figure has a row for computation, a row for each mesh axis, and a row for copies between memories if there are
+    any. The hidden part of a collective is pale. A loop is drawn as one iteration, marked with the number of
+    iterations. The time axis covers only what is drawn; the title has the seconds of the whole step.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -79,7 +79,7 @@ def figure(timeline: Timeline) -> "Figure":
 
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
-    """Return the unit of a time axis with readable numbers, and the number of units per second."""
+    """Return a unit in which the numbers of a time axis are readable, and the number of such units per second."""
     return next(((f, unit) for f, unit in ((1, "s"), (1e3, "ms")) if _end(timeline) * f >= 2), (1e6, "µs"))
 
 
@@ -114,7 +114,7 @@ def _loops(timeline: Timeline) -> list[Span]:
 
 
 def _marks(timeline: Timeline) -> dict[Span, int]:
-    """Return the tier of each loop's mark: above those of the loops inside it, without overlapping another mark."""
+    """Return the tier of each loop's mark: above the marks of the loops inside it, where it overlaps no other mark."""
     tiers: dict[Span, int] = {}
     for loop in sorted(_loops(timeline), key=lambda loop: (_depth(timeline, loop), loop.start)):
         tier = _depth(timeline, loop)
@@ -155,7 +155,7 @@ def _height(tier: int) -> float:
 
 
 def _depth(timeline: Timeline, loop: Span) -> int:
-    """Return how deeply loops are nested inside a loop; their marks are below its own."""
+    """Return how deeply loops are nested inside a loop; the marks of these inner loops are below its own mark."""
     end = loop.start + loop.seconds
     inside = [span for span in _loops(timeline) if span.start >= loop.start and span.start + span.seconds <= end]
     return 1 + max(_depth(timeline, span) for span in inside[: inside.index(loop)]) if inside.index(loop) else 0

@@ -17,7 +17,8 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""The part of a value that can be waited for: the number of a transfer, those in a tuple by index, or None."""
+"""The transfers that an instruction may wait for through a value: the number of a transfer; for a tuple, such values by
+index; or None."""
 
 
 _OVERFLOW_NOTE = (
@@ -27,7 +28,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy of (a part of) an unchanging array in every iteration of a loop, and its cost in one run."""
+    """A copy that every iteration of a loop makes of (a part of) an array that no iteration changes, and its cost."""
 
     instruction: Instruction
     times: int
@@ -76,7 +77,7 @@ class Interpreter:
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """Compute, send or copy. A transfer's number passes through instructions that take it as an operand."""
+        """Compute, send or copy; a transfer's number passes through instructions that have it as an operand."""
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
             self.machine.wait(_number(operands[0]))
@@ -143,7 +144,7 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one leaves transfers and host unchanged; it stands for all that remain.
+        """Run iterations until one leaves transfers and host unchanged; that iteration stands for all that remain.
 
         On a GPU the condition is not run if the host knows the number of iterations; otherwise the host waits for it.
         """
@@ -203,7 +204,7 @@ class Interpreter:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        """Make a span of this instruction; its start and seconds are set later."""
+        """Make a span for this instruction; its start and its seconds are set later."""
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
@@ -220,7 +221,7 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """Return the plan's step, or the operation that serves it; without a step, JAX's name of it, or the opcode."""
+    """Return a name: the plan's step, or the operation that serves it; otherwise JAX's name, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -12,7 +12,8 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import network_seconds, occupancy
 
 Link = tuple[str, int]
-"""A mesh axis and a direction along it, +1 or -1: all chips use this link in the same way."""
+"""A mesh axis and a direction along it, +1 or -1; it stands for this link of every chip, since all chips use it alike.
+"""
 
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
@@ -24,9 +25,9 @@ class Transfer:
     """The links that a collective or a copy uses, and for how long.
 
     Attributes:
-        busy: seconds for which it fills its links, if nothing else uses them.
-        latency: seconds after that until the last bytes arrive; the links are free again.
-        links: the links that it fills.
+        busy: seconds for which the transfer fills its links, if nothing else uses them.
+        latency: seconds after that until the last bytes arrive; meanwhile the links are free again.
+        links: the links that the transfer fills.
     """
 
     busy: float
@@ -41,8 +42,9 @@ Torus = Mapping[str, tuple[int, ...]]
 def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
     """Return the links and seconds of a collective.
 
-    - A permute by the same number of places along one mesh axis (a step of a ring) uses one direction of that axis;
-      without wrap-around links, the transfer that closes the ring goes back the other way.
+    - A permute that moves data by the same number of positions along one mesh axis (a step of a ring) uses one
+      direction of that axis. Without wrap-around links, the transfer that closes the ring goes back in the other
+      direction.
     - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
       the rings that the compiler names for its algorithm. libtpu gathers and scatters over several torus axes round one
       ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
@@ -87,9 +89,9 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the torus rings of these axes, by names that mean nothing but differ.
+    """Return the torus rings of these axes, under arbitrary names that are all different.
 
-    The two devices of a chip are on no ring; they count as a separate ring, as in a plan.
+    The two devices of a chip are not on any torus ring; they count as a separate ring, as in a plan.
     """
     found = {}
     for axis in axes:
@@ -100,15 +102,18 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """Return the rings of a group that covers part of an axis: consecutive rings of its size, or else its own ring."""
+    """Return the rings of a group that covers part of an axis: consecutive rings with as many devices, or one ring."""
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
     covered = next((run for run in runs if prod(run) == group), [group])
     return {str(number): size for number, size in enumerate(covered)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """Return the axis, the places (in the shorter direction) and whether any pair wraps around, if a permute is a
-    shift."""
+    """Return the axis, the number of positions, and whether any pair wraps around, if a permute is a shift.
+
+    The number is that of the shorter direction, and negative if that is backward. The result is None for other
+    permutes.
+    """
     shape = [size for _, size in mesh]
     if not sent or max(max(pair) for pair in sent) >= np.prod(shape):
         return None

@@ -1,4 +1,4 @@
-"""One device in simulated time: a clock, its computation, and the transfers in flight meanwhile."""
+"""One device in simulated time: a clock, the computation, and the transfers in flight."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -16,17 +16,17 @@ class Span:
 
     Attributes:
         name: a plan's step, `step2.reduce-scatter.x`, or the name in JAX or HLO.
-        rows: the rows of the drawing: `compute`, `memory`, or every mesh axis that it uses.
+        rows: the rows on which the bar is drawn: `compute`, `memory`, or every mesh axis that the transfer uses.
         start: seconds from the beginning of the program; for loops, only the simulated iterations take time here.
         seconds: seconds of one execution.
         category: kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy`, `loop`.
         times: number of executions.
-        trips: for a loop, the number of iterations that this one stands for.
-        equation: the planned equation it belongs to.
-        source: `file:line` that asked for it.
+        trips: for a loop, the number of iterations that the drawn iteration stands for.
+        equation: the planned equation to which the instruction belongs.
+        source: the source line that asked for the instruction, `file:line`.
         instruction: its name in the HLO.
         cycles: the compiler's estimate of its cycles.
-        bytes: per execution: sent by one device, or moved to and from its memory.
+        bytes: bytes per execution that one device sends, or moves to and from its memory.
         exposed: seconds per execution in which the device waits for it.
     """
 
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class _InFlight:
-    """A transfer in flight: the remaining seconds, if it is alone on its links."""
+    """A transfer in flight, with the seconds that remain if it is alone on its links."""
 
     span: Span
     busy: float
@@ -81,17 +81,17 @@ class Machine:
     least: float = 0.0
 
     def copy(self) -> "Machine":
-        """Return the same state, from which another branch can continue."""
+        """Return a copy of the state, from which a different branch can continue."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
         return replace(self, in_flight=in_flight, spans=list(self.spans), sums=self.sums.copy())
 
     @property
     def elapsed(self) -> float:
-        """Seconds so far, every iteration of every loop counted."""
+        """Seconds so far, counting every iteration of every loop."""
         return self.sums["compute"] + self.sums["exposed"]
 
     def launch(self, seconds: float) -> None:
-        """Let the host launch something, which takes these seconds. The device waits if it has nothing else to do."""
+        """Let the host launch something, which takes these seconds; the device waits if it has nothing else to do."""
         self.ahead -= seconds
         while (late := -self.ahead) > 0:
             passed = self._advance(late)
@@ -115,7 +115,7 @@ class Machine:
             left -= self._advance(left)
 
     def start(self, span: Span, transfer: Transfer) -> int:
-        """Start a transfer, and return the number by which to wait for it."""
+        """Start a transfer, and return the number that `wait` needs."""
         self.started += 1
         span = replace(span, start=self.now)
         self.in_flight[self.started] = _InFlight(span, transfer.busy, transfer.latency, transfer.links)
@@ -140,16 +140,17 @@ class Machine:
             self.sums[span.category, span.rows, figure] += amount
 
     def transfer_state(self) -> Hashable:
-        """Return the transfers in flight, to the femtosecond: iterations that start in the same state are alike."""
+        """Return the transfers in flight, with rounded times; iterations that start in the same state are alike."""
         transfers = self.in_flight.values()
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the `left` iterations are like the last one for the host.
+        """Return how many of the `left` iterations are, for the host, like the last iteration.
 
         Args:
-            ahead: seconds that the host was ahead before the last one; `least` is the smallest lead within it.
-            launching: seconds spent waiting for launches before the last one.
+            ahead: seconds that the host was ahead before the last iteration; `least` is the smallest lead during that
+                iteration.
+            launching: seconds that the device had waited for launches before the last iteration.
             left: the number of iterations that are left.
         """
         gained = self.ahead - ahead
@@ -172,7 +173,7 @@ class Machine:
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
     def _advance(self, most: float, waited: _InFlight | None = None) -> float:
-        """Let time pass until a transfer changes its state, or for `most` seconds; return the seconds."""
+        """Let time pass until a transfer changes its state, for at most `most` seconds; return the time that passed."""
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
         sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]

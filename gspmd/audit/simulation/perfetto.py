@@ -1,4 +1,4 @@
-"""A timeline as a trace for https://ui.perfetto.dev: a row for computation, one per mesh axis, one for memory."""
+"""A timeline as a trace for https://ui.perfetto.dev, with a row for computation, for each mesh axis and for memory."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
 
     A loop is one slice around one iteration, with the number of iterations that it stands for, so times after a loop
-    differ from the run. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
+    are earlier than in the real run. A collective over several mesh axes is on each of their rows. Totals are in
+    `otherData`.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -41,9 +42,9 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Return each span with a thread per row, and that thread's name; loops enclose what is computed in them.
+    """Return each span with its thread, one for each of its rows, and the thread's name; loops enclose their contents.
 
-    Spans that overlap without nesting need separate threads, so a row takes a thread per lane.
+    Spans that overlap without nesting need separate threads, so a row has one thread for each lane.
     """
     lanes = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
     first = 0

@@ -1,5 +1,7 @@
-"""Seconds of one instruction: the compiler's estimate on a TPU, a model of its kernel on a GPU, or else the roofline of
-matrix unit and main memory."""
+"""Seconds of one instruction, from the compiler's estimate, a model of GPU kernels, or a roofline.
+
+The roofline is that of the matrix unit and main memory.
+"""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's.
 _PARTS = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
 SCATTER_EFFICIENCY = 0.11
-"""The share of main memory's bandwidth that a scatter reaches on a GPU, where its updates are atomic.
+"""The fraction of main memory's bandwidth that a scatter reaches on a GPU, where its updates are atomic.
 
 Source: benchmarks/results/device-h200.json, `scatter-add`: 650 us, of which two copies take 147 us.
 """
@@ -36,9 +38,9 @@ class Cost:
 
     Attributes:
         seconds: seconds of the execution.
-        flops: operations of its matrix products.
+        flops: FLOPs of its matrix products.
         bytes: bytes read from and written to main memory.
-        memory_bound: whether the bytes take longer than the products, both at the chip's peak.
+        memory_bound: whether the bytes take longer than the products, at the chip's peak bandwidth and peak FLOP/s.
     """
 
     seconds: float
@@ -57,13 +59,14 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
-        The cost. Its seconds are the compiler's estimated cycles over the clock, if there is an estimate (only the TPU
-        compiler makes them); for a Pallas kernel whose caller says its work, the seconds of its schedule; zero for
-        instructions that only name a value, allocate a buffer, or compute scalars; for a product whose estimate
-        overflowed, the seconds that were fitted to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
+        The cost. Its seconds are the compiler's estimated cycles divided by the clock, if there is an estimate (only
+        the TPU compiler makes estimates); for a Pallas kernel whose work the program states, the seconds of its
+        schedule; zero for instructions that only name a value, allocate a buffer, or compute scalars; for a product
+        whose estimate overflowed, the seconds that were fitted to such estimates
+        (`gspmd.hardware.matmul.product_seconds`); otherwise
         the roofline: max(flops / peak, bytes / memory bandwidth). On a GPU every kernel takes time, even for scalars: a
-        product as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention the time of its
-        operations and its bytes at the rates that cuDNN reaches, and any other kernel the time of its bytes at the
+        product takes as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention takes the time of
+        its FLOPs and its bytes at the rates that cuDNN reaches, and any other kernel takes the time of its bytes at the
         bandwidth that kernels reach.
     """
     if not runs(computation, instruction, chip):
@@ -130,8 +133,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     """Return the bytes that an instruction reads from main memory and writes to it.
 
     Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. If an array is sliced, only the slice counts;
-    if it is updated in place or scattered into, only the update. An array in host memory (`S(5)`) counts as if in main
-    memory, a lower bound, since the link to the host is slower.
+    if it is updated in place or scattered into, only the update counts. An array in host memory (`S(5)`) counts as if
+    it were in main memory; this is a lower bound, since the link to the host is slower.
 
     Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
@@ -155,7 +158,10 @@ def _in_memory(instruction: Instruction) -> Iterator[bool]:
 
 
 def _updates(instruction: Instruction) -> slice:
-    """Return which operands are updates, each of one of the first operands, in place; none for most instructions."""
+    """Return the slice of operands that are updates, each written in place into one of the first operands.
+
+    It is empty for most instructions.
+    """
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
     arrays = len(instruction.operands) // 2 if instruction.opcode == "scatter" else 0
@@ -163,14 +169,17 @@ def _updates(instruction: Instruction) -> slice:
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:
-    """Return bytes of an operand that an instruction reads."""
+    """Return how many bytes of an operand an instruction reads."""
     if number == 0 and user.opcode in _PARTS:
         return user.bytes
     return 0 if number < len(user.operands[_updates(user)]) else source.bytes
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
-    """Return bytes that an instruction writes. The last result of a library's call may be its workspace."""
+    """Return the bytes that an instruction writes.
+
+    The last result of a library's call may be its workspace, which does not count.
+    """
     updates = instruction.operands[_updates(instruction)]
     if updates:
         return sum(computation.by_name[name].bytes for name in updates)
@@ -180,7 +189,7 @@ def _made(computation: Computation, instruction: Instruction) -> int:
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
-    """Return bytes that a fusion reads of one operand."""
+    """Return how many bytes of one operand a fusion reads."""
     parameter = inner.parameters[number]
     return min(parameter.bytes, _used(module, inner, parameter))
 
@@ -203,14 +212,14 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
 
 
 def _aliased(instruction: Instruction) -> set[int]:
-    """Return the operands whose bytes are the result, under another type or another name."""
+    """Return the operands that have the same bytes as the result, under a different type or name."""
     if instruction.opcode == "bitcast":
         return {0}
     return {int(number) for number in _ALIASED.findall(instruction.attribute("output_to_operand_aliasing"))}
 
 
 def _written(inner: Computation, root: Instruction) -> Iterator[int]:
-    """Yield bytes of each array that a fusion writes."""
+    """Yield the bytes of each array that a fusion writes."""
     while root.opcode == "bitcast":
         root = inner.by_name[root.operands[0]]
     if root.opcode == "tuple":

@@ -14,10 +14,10 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
 NOTABLE = 0.02
-"""The share of a step from which a copy inside a loop is reported."""
+"""The least fraction of a step at which a copy inside a loop is reported."""
 
 NOTABLE_SLICES = 0.1
-"""The share of a step from which the slices that loops copy out of stacks are reported."""
+"""The least fraction of a step at which the slices that loops copy out of stacks are reported."""
 
 _MODELLED = "times are modelled: products as in cuBLAS, other kernels by their bytes, launches, collectives as in NCCL"
 
@@ -27,26 +27,27 @@ def timeline(
 ) -> Timeline:
     """Simulate one device running a compiled program once.
 
-    - **Computation**: an instruction takes the cycles that the TPU compiler estimates, over the chip's clock (of both
-      cores together, if a chip has two). Without an estimate it takes the longer of its matrix products at peak and its
-      bytes at the bandwidth of main memory. Instructions that only name a value are free.
+    - **Computation**: an instruction takes the cycles that the TPU compiler estimates, divided by the chip's clock (of
+      both cores together, if a chip has two). Without an estimate it takes as long as its matrix products at the chip's
+      peak, or its bytes at the bandwidth of main memory, whichever is longer. Instructions that only name a value are
+      free.
     - **On a GPU** the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`),
-      fused attention the time of its operations and then of its bytes at the rates of cuDNN, and any other kernel the
-      time of its bytes at the bandwidth that kernels reach; every kernel also takes the time of its start. The host
+      fused attention takes the time of its FLOPs and then of its bytes at the rates of cuDNN, and any other kernel
+      takes the time of its bytes at the bandwidth that kernels reach. Every kernel also takes time to start. The host
       launches kernels one by one, five or more in a row as one CUDA graph, and runs ahead of the device; when it is not
       ahead, the device waits. The device also waits for the host at a conditional, and in a loop whose trips are not
       known.
     - **Collectives** take `gspmd.hardware.links.occupancy`, along the rings that the compiler names; if it names none,
-      along the rings of `torus`, or along one ring for each mesh axis. A permute by the same number of places along one
-      axis (a step of a ring) takes its bytes over one link per place, in one direction
-      (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
-    - **Asynchronous collectives** overlap with the instructions between start and done, where the device waits for the
-      rest.
+      along the rings of `torus`, or along one ring for each mesh axis. A permute that moves data by the same number of
+      positions along one axis (a step of a ring) sends its bytes over one link per position, in one direction
+      (`gspmd.audit.simulation.links`). Groups that no mesh axes span count as one ring.
+    - **Asynchronous collectives** overlap with the instructions between their start and their done; at the done, the
+      device waits for the rest.
     - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.
       Collectives in the same direction of an axis share it evenly; each is as slow as on its most contended link, and
       bandwidth that this leaves on other links is not used. Hops take time, but no bandwidth.
-    - **Copies** between memories (`copy-start`, asynchronous slices) take their bytes at the bandwidth of main memory,
-      which they share. Waiting for one counts as computing.
+    - **Copies** between memories (`copy-start`, asynchronous slices) take the time of their bytes at the bandwidth of
+      main memory, which they share. Waiting for one counts as computing.
     - **Loops** are simulated until an iteration leaves the transfers in flight as it found them (the first does, unless
       a transfer is in flight across iterations); it stands for all that remain. The slowest branch of a conditional
       runs.
@@ -55,8 +56,8 @@ def timeline(
         module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
         chip: the hardware to simulate.
         mesh: sizes of the mesh axes, in the order of the devices.
-        flops: operations of the model, per device and step, for `mfu`; by default the operations of the program's
-            matrix products.
+        flops: FLOPs of the model, per device and step, for `mfu`; by default the FLOPs of the program's matrix
+            products.
         torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default, each mesh axis is one torus axis.
 
     Returns:
@@ -129,7 +130,7 @@ def _copied_in_loops(interpreter: Interpreter) -> list[str]:
 
 
 def _cut_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line about the slices that loops copy out of stacks, if they take more than `NOTABLE_SLICES`."""
+    """Return a line about the slices that loops copy out of stacks, if they take over `NOTABLE_SLICES` of the time."""
     elapsed = interpreter.machine.elapsed
     every = sorted(interpreter.cut_in_loops.values(), key=lambda each: -each.seconds)
     together = sum(each.seconds for each in every)

@@ -1,4 +1,4 @@
-"""`Timeline`: a compiled program in simulated time, and how much of its communication computation hides."""
+"""`Timeline`: a compiled program in simulated time, and how much of its communication is hidden behind computation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class CategoryTotal:
         axes: mesh axes of a collective.
         count: number of executions.
         seconds: seconds of all of them, each from start to end.
-        exposed: seconds of these in which the device waits for them.
+        exposed: those of the seconds in which the device waits for the executions.
     """
 
     category: str
@@ -45,17 +45,17 @@ class CategoryTotal:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Printed):
-    """One device running a compiled program once; figures are seconds, every iteration of every loop counted.
+    """One device running a compiled program once; figures are seconds that count every iteration of every loop.
 
     Attributes:
         compute_seconds: seconds in which the device computes, or waits for its own memory.
-        hidden_seconds: seconds of these in which a collective is in flight.
+        hidden_seconds: those of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
-        memory_seconds: seconds of `compute_seconds` bound by main memory: waiting for copies, and instructions whose
-            bytes at full bandwidth take longer than their matrix products at peak. They include all instructions
-            without products that touch main memory, with the seconds that the compiler estimates.
-        flops: operations of the matrix products: two per multiplication.
-        model_flops: numerator of `mfu`: as given, or else `flops`.
+        memory_seconds: those of `compute_seconds` that are bound by main memory: the device waits for copies, or runs
+            instructions whose bytes at full bandwidth take longer than their matrix products at peak. All instructions
+            without products that access main memory are included, with the seconds that the compiler estimates.
+        flops: FLOPs of the matrix products: two per multiplication.
+        model_flops: numerator of `mfu`: the given FLOPs, or else `flops`.
         spans: the spans to draw, in the order of their ends. A loop is drawn once, with the number of its runs.
         parts: the spans added up by category and mesh axes, longest first.
         chip: the hardware.
@@ -64,7 +64,7 @@ class Timeline(Printed):
         notes: the parts that could not be counted.
         warnings: the parts that cost more than they need to, each with a remedy: a loop in which every iteration copies
             an array that no iteration changes, or loops that copy large parts of such arrays.
-        launch_seconds: seconds of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
+        launch_seconds: those of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
     """
 
     compute_seconds: float
@@ -99,14 +99,14 @@ class Timeline(Printed):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Rows of a drawing: compute, the mesh axes of more than one device, other links, memory."""
+        """Rows of a drawing: computation, the mesh axes of more than one device, other links, and memory."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
         used = [row for span in self.spans for row in span.rows]
         last = [row for row in dict.fromkeys(used) if row not in ("compute", "memory", *axes)]
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """Return the spans on a row except loops, by start, each with the first free lane, since spans may overlap."""
+        """Return the spans on a row, except loops, by start, each with the first free lane, as spans may overlap."""
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")
@@ -142,7 +142,7 @@ class Timeline(Printed):
         )
 
     def figure(self) -> "Figure":
-        """Draw what the device does over time, as SVG; `gspmd.audit.gantt` draws it larger, with every name.
+        """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` draws it larger, with every name.
 
         Returns:
             A figure with a row for computation, one per mesh axis, and one for copies between memories.
@@ -155,7 +155,7 @@ class Timeline(Printed):
         return Group(self.table(), Text(self.summary), *self.remarks())
 
     def remarks(self) -> list[Text]:
-        """Return the warnings and notes, a line each."""
+        """Return the warnings and notes, each on one line."""
         warnings = [Text(f"warning: {warning}", style="yellow") for warning in self.warnings]
         return warnings + [Text(f"note: {note}") for note in self.notes]
 
@@ -184,7 +184,7 @@ def _amounts(*seconds: float) -> tuple[str, ...]:
 
 
 def amount(seconds: float) -> str:
-    """Return seconds as text; less than a nanosecond is rounding error."""
+    """Return seconds as text; less than a nanosecond is a rounding error, and counts as 0."""
     return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 

@@ -11,7 +11,8 @@ from gspmd.annotate.errors import PlanError
 from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference from one device, relative to the largest number of the array; other dtypes have to be equal."""
+"""Largest allowed difference from one device, relative to the largest value of the array. Arrays of other dtypes have
+to be equal."""
 
 
 def partition_of(leaf: Any) -> jax.P:
@@ -21,7 +22,7 @@ def partition_of(leaf: Any) -> jax.P:
 
 
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Return normal numbers; integers and booleans are 0 or 1."""
+    """Return an array of normally distributed values; integers and booleans are 0 or 1."""
     rng = np.random.default_rng([seed, *shape])
     if jnp.issubdtype(dtype, jnp.inexact):
         return rng.normal(size=shape).astype(dtype)
@@ -31,7 +32,9 @@ def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 def values_and_gradients(
     fn: Callable, args: Any, mesh: jax.sharding.Mesh, gradients: bool, seed: int
 ) -> dict[str, jax.Array]:
-    """Return the results of a function, and the gradients of floating-point arguments for random cotangents, by path.
+    """Return, by path, the results of a function, and the gradients of its floating-point arguments.
+
+    The cotangents are random.
 
     Raises:
         PlanError: a result is a partial sum.

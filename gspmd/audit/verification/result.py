@@ -14,9 +14,9 @@ class Parting:
         lowering: the name of the lowering.
         where: path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
         absolute: largest difference.
-        relative: that difference over the largest number in one device's array.
+        relative: that difference divided by the largest value in the array on one device.
         tolerance: largest `relative` allowed; 0 if the arrays have to be equal.
-        index: index of the first element that differs by more.
+        index: index of the first element that differs by more than is allowed.
         error: the error that the function raised.
     """
 
@@ -36,19 +36,19 @@ class Parting:
             return printable(f"{self.lowering}: raises {self.error}")
         at = f", first at {list(self.index)}" if self.index else ""
         return printable(
-            f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest number "
+            f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest value, "
             f"where {self.tolerance:.2g} is allowed{at}"
         )
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `gspmd.audit.verify`; true if every lowering gives what one device gives.
+    """The result of `gspmd.audit.verify`; true if the results under every lowering agree with those on one device.
 
     Attributes:
         name: the name of the function.
         lowerings: the lowerings under which it ran.
-        arrays: number of arrays compared under each.
+        arrays: number of arrays compared under each lowering.
         partings: the differences, in the order of the lowerings and of the results.
         equations: (lowering, equation) for each of the function's equations that differs by itself.
     """

@@ -27,12 +27,14 @@ def verify(
     """Compare a function under each lowering, on the current mesh, with the same function on one device.
 
     On one device the mesh has the same axes, each of size 1, so that the same equations hold. Floating-point arrays may
-    differ by `TOLERANCE` of their largest number; all others have to be equal. Every copy of an array is compared.
+    differ by at most `TOLERANCE` of their largest value; all other arrays have to be equal. Every copy of an array is
+    compared.
 
     Args:
-        fn: any function of arrays that `jax.jit` takes.
-        args: its arguments; for a `jax.ShapeDtypeStruct`, random numbers under its sharding (integers are 0 or 1).
-        lowerings: their names; equations of `fn` that name a lowering keep it.
+        fn: any function of arrays that `jax.jit` accepts.
+        args: its arguments; a `jax.ShapeDtypeStruct` is replaced by random values with its sharding (integers are 0 or
+            1).
+        lowerings: names of lowerings; equations of `fn` that name a lowering themselves keep it.
         gradients: whether to compare the gradients of all floating-point arguments too, for random cotangents.
         seed: seed of all random numbers.
 
@@ -133,7 +135,7 @@ def _on(one: jax.sharding.Mesh, args: Any) -> Any:
 
 
 def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str, seed: int) -> list[str]:
-    """Return the equations of a function that differ from one device by themselves, on random numbers."""
+    """Return the equations of a function that, alone and on random values, differ from one device."""
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -155,7 +157,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
 
 
 def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
-    """Return whether an equation is right by itself; one that cannot run alone counts as right."""
+    """Return whether an equation, run alone, is right; an equation that cannot run alone counts as right."""
     try:
         equation = parse_equation(text)
     except SpecError:  # Another planned operation.

@@ -15,7 +15,7 @@ from gspmd.training.run.folder import newest_run
 from gspmd.training.syntax import AUTO, lines_searched
 
 FILE = "layout.toml"
-"""The name of its file in the folder of a run."""
+"""The name of the layout's file in the folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class FoundLayout:
     """A layout that was found for a run.
 
     Attributes:
-        text: the text of its file.
-        mesh: axes and sizes, `x=2,y=4`, as `--mesh` takes them; empty to leave the run's own.
-        seconds: predicted seconds, by the program that takes them; empty if not known.
+        text: the text of the layout's file.
+        mesh: axes and sizes, such as `x=2,y=4`, in the form of `--mesh`; empty to leave the run's own mesh.
+        seconds: predicted seconds of each program, by its name; empty if they are not known.
         chip: the chip whose seconds are assumed.
         took: seconds of the search.
         before: whether an earlier run found it.
@@ -42,14 +42,14 @@ class FoundLayout:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout, under the name that was given as --layout."""
+        """Return the layout, with the name that was given as --layout."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             path.write_text(self.text, encoding="utf-8")
             return replace(Layout.load(path), name=AUTO)
 
     def write(self, folder: Path) -> None:
-        """Write the file into the folder of a run, whole or not at all."""
+        """Write the file into the folder of a run, either completely or not at all."""
         write_whole(folder / FILE, self.text)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
         doing: the beginning of the message.
 
     Raises:
-        ConfigError: the flag names a file of lines.
+        ConfigError: the flag names a file of lines, which are for custom models.
     """
     if lines_searched(layout):
         fault = f"--layout {layout} is for a custom model; the lines of this one are known."
@@ -77,8 +77,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
 
 
 def own(folder: Path) -> FoundLayout | None:
-    """Return the layout found when the run in this folder began; None if there was no search, or its file is
-    missing."""
+    """Return the layout found when the run in this folder began; None if none was, or its file is missing."""
     path = folder / FILE
     if not os.path.lexists(path):
         return None

@@ -1,4 +1,4 @@
-"""Layouts that were found, kept on disk between runs: a layout file, and a file with its description beside it."""
+"""Layouts that were found, kept on disk between runs: a layout file, and next to it a file with its description."""
 
 import hashlib
 import json
@@ -27,14 +27,14 @@ def load(key: str) -> FoundLayout | None:
 
 
 def _is_whole(found: FoundLayout) -> bool:
-    """Return whether a layout that was read has everything that `save` writes."""
+    """Return whether a layout that was read has all parts that `save` writes."""
     if not (isinstance(found.mesh, str) and isinstance(found.chip, str) and isinstance(found.seconds, dict)):
         return False
     return all(type(each) in (int, float) and 0 <= each < 1e15 for each in (found.took, *found.seconds.values()))
 
 
 def save(key: str, found: FoundLayout) -> FoundLayout:
-    """Keep a layout if the disk allows it, and return it with its place."""
+    """Keep a layout on disk if possible, and return it with the path of its file, or the reason why it has none."""
     path = _path(key)
     known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}
     try:

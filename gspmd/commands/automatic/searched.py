@@ -48,7 +48,7 @@ from gspmd_models.search.workload import STEPS, Stored, Workload
 Tell = Callable[[str], None]
 
 SHARE = 0.9
-"""The share of a device's memory that a layout may fill."""
+"""The fraction of a device's memory that a layout may fill."""
 _OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FILE."
 
 
@@ -57,11 +57,11 @@ class LayoutQuestion:
     """The question that a search for a layout answers.
 
     Attributes:
-        model: its configuration; for a custom model, the model.
+        model: the configuration of the model; for a custom model, the model.
         parameters: number of its parameters.
         chip: the chip whose seconds and bytes are assumed.
         meshes: the meshes that are tried.
-        sizes: batch, length, dtype and everything else that the answer depends on.
+        sizes: batch, length, dtype and everything else on which the answer depends.
         listed: whether the devices are in the table of chips; if not, `chip` stands in for them.
     """
 
@@ -79,7 +79,7 @@ class LayoutQuestion:
 
     @property
     def devices(self) -> str:
-        """The devices that the seconds and bytes are for."""
+        """The devices for which seconds and bytes are predicted, as text."""
         return self.chip.name if self.listed else f"{self.chip.name}, which stands in for devices that are not listed"
 
     @property
@@ -92,8 +92,10 @@ class LayoutQuestion:
 
 @cache
 def _code() -> str:
-    """Return a digest of the sources: a layout's cost depends on the programs that they build, so any change of them
-    drops the kept layouts."""
+    """Return a digest of the source code.
+
+    A layout's cost depends on the programs that the code builds, so after any change of it no kept layout is used.
+    """
     roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
     files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
     digest = hashlib.sha256(gspmd.__version__.encode())
@@ -104,9 +106,9 @@ def _code() -> str:
 
 
 def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> FoundLayout:
-    """Return the layout in which a run begins: its own if it is resumed, otherwise a kept or newly found one.
+    """Return the layout in which a run begins: its own if it is resumed, otherwise a kept or a newly found layout.
 
-    The console reports it. If there are several processes, the first one searches.
+    The layout is reported on the console. If there are several processes, the first one searches.
 
     Args:
         console: the console for messages.
@@ -116,7 +118,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
 
     Raises:
         PlanError: the model has parts that are not searched.
-        ConfigError: the step has settings that would be priced wrong, or nothing fits in the devices' memory.
+        ConfigError: the step has settings that would be priced wrong, or no layout fits in the devices' memory.
     """
     model, training = file.model, file.training
     if training.resume and (found := own_of(training.out)):
@@ -126,7 +128,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     sizes: dict[str, Any] = {name: getattr(training, name) for name in names}
     frozen, dtype = tuple(training.frozen), training.parameter_dtype
     sizes["update"] = Update(file.optimizer, STEPS, frozen=frozen, parameter_dtype=dtype)
-    remedy = "Take more devices, or a smaller batch."
+    remedy = "Use more devices, or a smaller batch."
     if is_own(file):
         sizes["lines"] = lines_searched(file.sharding.layout)
         count = Own(model).num_parameters(Layout.load(sizes["lines"]))
@@ -134,7 +136,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     if faults := [*unpriced(file, True, ".")]:
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     if model.remat != "full":
-        remedy = "Take more devices, a smaller batch, or --model.remat full."
+        remedy = "Use more devices, a smaller batch, or --model.remat full."
     if model.encoder_layers:
         sizes["source_length"] = source_length_of(file)
     count = model.num_parameters
@@ -184,7 +186,7 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout of a generation: the lines for decoding, and those that differ for sources and prompts.
+    """Return the layout of a generation: the lines for decoding, and the lines that differ for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.
@@ -210,7 +212,7 @@ def for_serving(
         "prompts": len(begun), "samples": samples, "beams": beams, "room": room, "dtype": dtype, "chunk": part,
         "source": source, "weights": weights, "cache": cache,
     }  # fmt: skip
-    remedy = "Take more devices, fewer texts, or a shorter cache."
+    remedy = "Use more devices, fewer texts, or a shorter cache."
     return _answered(console, _question(model, model.num_parameters, mesh, devices, sizes), _serve, remedy)
 
 
@@ -236,7 +238,7 @@ def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 def _read_beside(
     question: LayoutQuestion, finding: SearchResult, workload: Workload, tell: Tell
 ) -> tuple[dict[str, float], str]:
-    """Return the seconds of each phase, and the sections of the lines in which sources and prompts are read."""
+    """Return the seconds of each phase, and the sections with the lines for reading sources and prompts."""
     decode, answer, source, chunk = (
         finding.best.phase,
         finding.answer,
@@ -275,7 +277,7 @@ def _read_beside(
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return the result. If an interrupt stopped the search before the proof, raise it again, to stop the run."""
+    """Return the result; if an interrupt stopped the search before the proof, raise it again, to stop the run."""
     if not finding.complete:
         raise KeyboardInterrupt
     return finding
@@ -330,16 +332,16 @@ def _answered(
     Args:
         console: the console for messages.
         question: the question.
-        search: the function that answers it.
-        remedy: advice for the case that nothing fits.
+        search: the function that answers the question.
+        remedy: advice if no layout fits.
     """
 
     def searched() -> FoundLayout:
         began = time.monotonic()
-        with Progress(console, "Searching the layout") as progress:
+        with Progress(console, "Searching for a layout") as progress:
             try:
                 with remedied(_OWN):
-                    found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
+                    found = search(question, lambda text: progress.begin(f"Searching for a layout: {text}"))
             except NoneFits as fault:
                 raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
             finally:
@@ -362,7 +364,7 @@ def _say(console: Console, found: FoundLayout) -> None:
 def _nothing_fits(fault: NoneFits, question: LayoutQuestion) -> str:
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         tried = "the mesh" if len(question.meshes) == 1 else "any mesh of the devices"
-        return f"the sizes of model and batch have none on {tried}."
+        return f"the sizes of model and batch have no layout on {tried}."
     held, over, limit = map(amount_of_bytes, (fault.nearest.bytes, fault.over, question.limit))
     fact = f"the smallest, on mesh {fault.candidate.named}, holds {held} on each device, {over} more than the {limit}"
     return f"{fact} that may be used of a {question.chip.name}."

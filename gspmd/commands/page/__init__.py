@@ -1,4 +1,4 @@
-"""`gspmd page`: the command, and what its pages ask of the other commands: searches and compilations."""
+"""`gspmd page`: the command, and the searches and compilations, of other commands, that its pages ask for."""
 
 from gspmd.commands.page.command import make_parser, parse, run
 

@@ -2,7 +2,7 @@
 
     gspmd page
 
-It is served by this machine to this machine alone, until Ctrl-C ends it. Nothing runs on a device.
+The page is served only to this machine, until Ctrl-C ends it. Nothing runs on a device.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LONG = "gspmd.commands.page.tasks:LongTasks"
 """The tasks of the page that take minutes."""
 _PORT = 8765
 _PORTS = 20
-"""Number of ports that are tried in turn, from `_PORT` on, if none is given."""
+"""If no port is given, the number of ports that are tried in turn, from `_PORT` on."""
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
@@ -37,11 +37,11 @@ def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Serve the page until it is interrupted; return the exit code: 2 for bad input or what is not installed.
+    """Serve the page until an interrupt; return the exit code: 2 for bad input, or if a package is not installed.
 
     Args:
         argv: the flags.
-        script: unused, as for `parse`.
+        script: unused; see `parse`.
         settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv)
@@ -72,7 +72,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         address = f"http://127.0.0.1:{port}/"
 
         class Server(uvicorn.Server):
-            """A server that prints its address, and opens the browser, only once it answers."""
+            """A server that prints its address and opens the browser once it answers requests."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
@@ -94,7 +94,7 @@ def make_parser() -> Parser:
     parser.add_argument("--port", type=_port, help=f"the port to listen on (default: the first free one from {_PORT})")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
     parser.add_argument(
-        "--layouts", type=_folder, metavar="FOLDER", help="a folder of layouts to offer beside the presets"
+        "--layouts", type=_folder, metavar="FOLDER", help="a folder of layouts to offer along with the presets"
     )
     return parser
 
@@ -114,7 +114,7 @@ def _folder(text: str) -> Path:
 
 
 def _listen(port: int | None) -> socket.socket:
-    """Listen on a port of this machine's own address, or on the first free one."""
+    """Listen on a port of this machine's own address: the given port, or the first free one."""
     for number in [port] if port else range(_PORT, _PORT + _PORTS):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

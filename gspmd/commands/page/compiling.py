@@ -1,4 +1,4 @@
-"""The compilation that a page asks for: `gspmd compile` of the layout that is shown, with its ledger and timeline."""
+"""The compilation that a page asks for: `gspmd compile` of the page's layout, with its ledger and timeline."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class CompileRequest(LayoutRequest):
-    """A shown layout, to be compiled for a slice."""
+    """A page's layout, to be compiled for a slice."""
 
     topology: str = ""
 
@@ -32,8 +32,8 @@ def compiled(request: CompileRequest, shelf: Shelf, tell: Tell) -> dict[str, Any
     """Compile the training step of a request, and return the report.
 
     Raises:
-        NotationError, ConfigError: the request names something that does not exist or does not fit, or a chip that has
-            no compiler here.
+        NotationError, ConfigError: the request names something that does not exist or does not fit, or a chip whose
+            compiler is not installed.
     """
     shown = LayoutAnswer(request, shelf)
     name = Slice.named(request.topology).name
@@ -59,7 +59,7 @@ def compiled(request: CompileRequest, shelf: Shelf, tell: Tell) -> dict[str, Any
 
 
 def report_record(report: Report) -> dict[str, Any]:
-    """Return a report as plain data; its tables as `gspmd compile` prints them."""
+    """Return a report as plain data, with its tables as `gspmd compile` prints them."""
     line = report.timeline
     facts = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in report.summary().columns]
     answer: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The search that a page asks for: `gspmd search` from the layout that is shown, answered part by part."""
+"""The search that a page asks for: `gspmd search`, compared with the page's layout, answered part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,10 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class SearchRequest(LayoutRequest):
-    """A search from a shown layout: on a slice, on the shown mesh or on every one, in any number of microbatches."""
+    """A search, compared with the page's layout.
+
+    It is on the mesh of that layout or on every mesh of a slice, in one number of microbatches or in any.
+    """
 
     topology: str = ""
     meshes: str = "this"
@@ -38,7 +41,7 @@ class SearchRequest(LayoutRequest):
 
 @dataclass(frozen=True)
 class WhyRequest(Texts):
-    """A question about a line of the layout that was found; `token` says by which search."""
+    """A question about a line of the layout that was found; `token` identifies the search."""
 
     token: str = ""
     key: str = ""
@@ -46,7 +49,7 @@ class WhyRequest(Texts):
 
 
 class Searcher:
-    """The searches of a process: the last one stays, so that its lines can be asked about.
+    """The searches of a process; the last search is kept, for questions about its lines.
 
     Args:
         shelf: the models and layouts that a page may name.
@@ -78,7 +81,7 @@ class Searcher:
         except NoneFits as fault:
             raise PlanError(nothing_fits(fault, settings, target, every, say)) from None
         self._token, self._found = f"{next(self._tokens)}", finding
-        say("what the shown layout costs in the same space")
+        say("the cost of this layout in the same space")
         beside = placed(finding, shown)
         tell({"found": self._told(finding, beside, settings, target)})
         say("the cost of each line, and of the next best")
@@ -114,18 +117,18 @@ class Searcher:
         }
 
     def why(self, request: WhyRequest) -> dict[str, Any]:
-        """Return the cost of another spec in a line, part by part.
+        """Return the cost of a different spec for a line, part by part.
 
         Raises:
-            LayoutError: the search is no longer kept, there is no such line, or the spec is none of its options.
+            LayoutError: the search is no longer kept, there is no such line, or the spec is not one of its options.
         """
         if self._found is None or request.token != self._token:
-            raise LayoutError("this search has ended, and another process answers now.\n  Search again, then ask.")
+            raise LayoutError("this search is no longer kept.\n  Search again, then ask.")
         return why_record(why(self._found.best, request.key.strip(), request.spec.strip()))
 
 
 def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
-    """Return the flags of `gspmd search` for a request, after --config; no text of the request is copied unread."""
+    """Return the flags of `gspmd search` for a request, after --config; no text of the request is copied unchecked."""
     flags = ["--topology", Slice.named(request.topology).name]
     if request.meshes == "this":
         flags += ["--mesh", mesh_text({axis: size for axis, size in shown.mesh.items() if size > 1} or {"x": 1})]
@@ -146,7 +149,7 @@ def cost(answer: Answer) -> dict[str, Any]:
 
 
 def written(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """Return the lines of an answer, key to text; a key includes the section in which it is overridden."""
+    """Return the lines of an answer, as key -> text; a key includes the section in which it is overridden."""
     return {_key(line.section, line.key): line.text for line in ordered(candidate.phase.lines(answer.picks))}
 
 
@@ -155,8 +158,7 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the shown layout as a search prices it: on its own mesh if that was searched, or on the mesh that is best
-    for it."""
+    """Return the page's layout as a search prices it: on its own mesh if that was searched, else on the best for it."""
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:
@@ -173,7 +175,7 @@ def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
 
 
 def placed_record(placed: Placed) -> dict[str, Any]:
-    """Return the shown layout as the search prices it, or the reason why it is not in the space."""
+    """Return the page's layout as the search prices it, or the reason why it is not in the space, as plain data."""
     if placed.answer is None:
         return {"reason": placed.reason}
     candidate = placed.candidate

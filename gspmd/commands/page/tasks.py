@@ -1,4 +1,4 @@
-"""The tasks of a page that take minutes, search and compilation, for the processes that run them."""
+"""The tasks of a page that take minutes: search and compilation. Separate processes run them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The search, once its settings are read: the answer, the file that is written, and what is printed."""
+"""The search, once its settings are read: it finds the answer, writes the file, and prints the results."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,12 +41,12 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if nothing fits, 2 for bad input, 130 for an interrupt.
+    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 for an interrupt.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help.
+        settings: the settings, if the flags are read already.
     """
 
     def begin(argv: Sequence[str]) -> int:
@@ -86,10 +86,11 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
-    """Refuse models that are not searched, and chips that have no compiler here, before minutes of searching.
+    """Refuse models that are not searched, and chips whose compiler is not installed, before minutes of searching.
 
     Raises:
-        PlanError: the model, or with --stages its stages, are not searched; or with --compile nothing can be compiled.
+        PlanError: the search does not support the model, or with --stages its stages; or with --compile nothing can be
+            compiled.
     """
     if settings.compile:
         topology(settings.topology)
@@ -97,7 +98,7 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
         return
     workload = workload_of(settings, target, settings.model)
     use = "gspmd train" if settings.phase == "train" else "gspmd generate"
-    with remedied(f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."):
+    with remedied(f"{use} uses a layout of your own with --layout FILE, and gspmd compile reports its cost."):
         problem_of(workload, {"x": 1})
     if settings.stages:
         with remedied("Leave --stages out: without stages it is searched."):
@@ -105,17 +106,19 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
 
 
 def said(progress: Progress, text: str) -> None:
-    """Report what is being searched; without a terminal in a line that stays."""
+    """Report which part of the space is being searched; without a terminal, in a line that stays."""
     progress.begin(text)
     progress.say(text)
 
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
-    """Return a function from a slice to every mesh of it, with every possible choice of remat, in the given number of
-    microbatches or in all numbers. The programs of a custom model are read once, whatever the slice.
+    """Return a function from a slice to the spaces to search: its meshes, with every possible choice of remat.
+
+    The number of microbatches is the given one, or all are searched. The programs of a custom model are read once,
+    whatever the slice.
 
     Raises:
-        LayoutError: the layout lacks lines of a custom model, or a fixed line.
+        LayoutError: the layout lacks lines of a custom model, or a line of --fixed.
     """
     given = [parse_mesh(settings.mesh)] if settings.mesh else []
     if is_own(settings):
@@ -139,7 +142,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
 
 
 def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
-    """Return the workload of the model with a choice of remat; in one microbatch if their number is searched."""
+    """Return the workload of the model with a choice of remat, in one microbatch if the number of them is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
     stored = {"weights": settings.weights, "cache": settings.cache}
@@ -157,20 +160,21 @@ def limit_of(settings: SearchSettings, target: Slice) -> float:
 
 @dataclass
 class CommandResults:
-    """The results of a command, to which every step of `look_closer` adds.
+    """The results of a command; every step of `look_closer` adds some.
 
     Attributes:
         finding: the answer.
         planned: the answer before anything was compiled.
         said: the comment on each choice.
         asked: the answers to --why.
-        presets, beside: the presets and the layouts of --beside with their costs, in the space or outside of it.
+        presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
+            outside.
         front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
             mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: questions of --why that name no line on this mesh; the answer is printed all the same.
+        faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
         interrupted: whether some results are missing.
     """
 
@@ -192,12 +196,12 @@ class CommandResults:
 
     @property
     def fastest(self) -> compiling.Listed | None:
-        """The fastest of the compiled programs that fit, apart from those of --beside."""
+        """The fastest of the compiled programs that fit, except those of --beside."""
         return next((each for each in self.shortlist if each.fits and not each.own), None)
 
 
 def look_closer(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Answer all further questions about the answer, until an interrupt."""
+    """Answer all questions of the flags about the answer, until an interrupt."""
     best = found.finding.best
     try:
         for key, _, text in (asked.partition("=") for asked in settings.why):
@@ -242,7 +246,7 @@ def comment(found: CommandResults, progress: Progress) -> None:
 
 
 def compile_best(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Compile the shortlist, and make the layout of the fastest program the answer, which may be a preset's."""
+    """Compile the shortlist, and make the layout of the fastest program, which may be a preset, the answer."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
         listed = shortlist.trained(finding, found.said, found.presets, count)
@@ -259,7 +263,7 @@ def compile_best(found: CommandResults, settings: SearchSettings, progress: Prog
 def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) -> None:
     """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
 
-    Comments on another layout are dropped then.
+    The comments on the previous answer are then dropped.
     """
     for each in programs:
         found.shortlist = compiling.fastest([*found.shortlist, each])
@@ -270,10 +274,10 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If the fastest program is a preset's, compile it with other lines: each by itself, then the faster ones together.
+    """If a preset is fastest, compile it with different lines: each change alone, then all faster ones together.
 
-    Of the lines in which the answer differs from the preset, one may save time and another cost more. These layouts are
-    written as the search writes them, with its mesh axes, norms and biases, and not as the preset has them.
+    Of the lines in which the answer differs from the preset, one may save time and another may cost more. These layouts
+    are written as the search writes them, with its mesh axes, norms and biases, not those of the preset.
     """
     first = found.fastest
     if not first or not first.preset:
@@ -287,7 +291,7 @@ def improve_preset(found: CommandResults, settings: SearchSettings, progress: Pr
 
 
 def report(found: CommandResults, settings: SearchSettings, target: Slice, argv: Sequence[str]) -> None:
-    """Write the files of the flags, and print the rest."""
+    """Write the files that flags name, and print the other results."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
     text = document(finding.best, finding.answer, top, found.said, found.lowering)
@@ -324,14 +328,14 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
 def of_stages(
     found: CommandResults, table: pipelines.Table, settings: SearchSettings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
-    """Yield the table of pipelines, and write the best one beside the layout without stages."""
+    """Yield the table of pipelines, and write the best pipeline next to the layout without stages."""
     if not table.rows:
         divided = "the GPUs" if target.chip.is_switch else "an axis of the slice"
         yield f"pipelines: no number of stages divides the stacked layers and {divided}."
         return
     yield pipelines.sheet(table)
     if settings.mesh:
-        yield f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
+        yield f"--mesh {settings.mesh} is for the layout without stages; pipelines have meshes of their own."
     best = table.best
     if settings.out and best and best.answer:
         path, than = beside(settings.out), found.finding.answer.seconds

@@ -1,4 +1,4 @@
-"""Layouts as programs for the slice: traced, to see what loops hide, and compiled."""
+"""Layouts as programs for the slice: they are traced, to find the seconds that loops hide, and compiled."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
@@ -30,12 +30,12 @@ class Listed:
 
     Attributes:
         name: what distinguishes it, such as "another ffn.w_in", or the preset's name.
-        candidate, answer: the mesh, and the layout's place in the space.
-        mesh: sizes by the names of the layout's own mesh axes.
+        candidate, answer: the mesh, and the layout as an answer in the search space.
+        mesh: sizes of the mesh axes, by the names that the layout uses.
         preset: whether it is a preset.
-        own: whether it is a layout of --beside, which is compared with the others and never written.
-        lowering: the lowering under which it is compiled; it is planned under `blocking`.
-        hidden: seconds that the loops of that lowering hide, by the model of `auto`.
+        own: whether it is a layout of --beside, which is compared with the other layouts but never written.
+        lowering: the lowering under which the layout is compiled; it is always planned under `blocking`.
+        hidden: seconds that the loops of that lowering hide, according to the cost model of `auto`.
         report: the compiler's report.
     """
 
@@ -51,17 +51,17 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, with the lowering if that is not the planned one."""
+        """The name, with the lowering if that differs from the planned one."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
     def expected(self) -> float:
-        """Planned seconds, minus those that loops hide."""
+        """Planned seconds, minus the seconds that loops hide."""
         return self.answer.seconds - self.hidden
 
     @property
     def fits(self) -> bool:
-        """Whether it is compiled and fits."""
+        """Whether the layout is compiled and fits."""
         return self.report is not None and self.report.fits
 
     @property
@@ -77,8 +77,9 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
     Args:
         settings: the settings of the search.
         listed: the layouts.
-        both: compile each under `blocking`, and again under `auto` if that loops any product, because a program shows
-            better than a plan what loops hide. If false, compile each only under the lowering that it is listed with.
+        both: whether to compile each layout under `blocking`, and again under `auto` if that loops any product: a
+            program shows better than a plan how much loops hide. If false, each is compiled only under the lowering
+            with which it is listed.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -95,12 +96,12 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
 
 
 def fastest(listed: Iterable[Listed]) -> list[Listed]:
-    """Sort compiled layouts, the fastest program first, those that do not fit last."""
+    """Sort compiled layouts by the seconds of their programs; layouts that do not fit come last."""
     return sorted(listed, key=lambda each: (each.seconds, each.answer.seconds))
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """Return a layout under `blocking`, in which it is priced, and also under `auto` if that loops any product."""
+    """Return a layout under `blocking`, for which it is priced, and also under `auto` if that loops any product."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
@@ -110,7 +111,7 @@ def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder
 
 
 def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[Listed]:
-    """Yield layouts under `auto`, with the seconds that its loops hide.
+    """Yield layouts under `auto`, each with the seconds that its loops hide.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -155,10 +156,10 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 
 
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
-    """Return presets; those outside the search space get the seconds of `gspmd.trace`, if the compiler is installed.
+    """Return presets; those outside the search space have the seconds of `gspmd.trace`, if the compiler is installed.
 
     A preset that the step refuses, for example because it cuts blocks of int8 moments, is not `usable`. Pipelines are
-    not traced: their step has idle slots, which a trace does not count as a plan does.
+    not traced: their step has idle slots, which a trace counts differently from a plan.
     """
     every = [*presets]
     outside = [(each, stages_axes(Layout.load(each.name))) for each in every if each.answer is None and each.usable]

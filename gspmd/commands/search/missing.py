@@ -1,4 +1,4 @@
-"""The message if nothing fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
+"""The message if no layout fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,11 +18,11 @@ def nothing_fits(
     """Return the message.
 
     Args:
-        fault: the error of `find`.
+        fault: the error that `find` raised.
         settings: the settings of the search.
         target: the slice.
-        spaces: makes the spaces of a slice.
-        tell: receives the slice that is tried.
+        spaces: a function that makes the spaces of a slice.
+        tell: called with a text about each slice that is tried.
     """
     remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)
     if fault.nearest and fault.nearest.bytes <= target.chip.hbm_bytes:
@@ -31,25 +31,25 @@ def nothing_fits(
     remedies += ["more --microbatches"] * (settings.microbatches is not None)
     smaller = ", or ".join(remedies or ["a smaller model"])
     if fault.candidate is None or fault.nearest is None or fault.over is None:
-        fact = f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
-        return f"{fact}\n  Take another slice, or {smaller}."
+        fact = f"No layout fits {target.name}: none divides the sizes of this model and batch on any of its meshes."
+        return f"{fact}\n  Use a different slice, or {smaller}."
     limit = fault.candidate.limit
     where = f"{fault.candidate.named} {fault.candidate.in_microbatches}".strip()
     fact = (
-        f"Nothing fits {target.name}: the smallest layout, on mesh {where}, holds "
+        f"No layout fits {target.name}: the smallest, on mesh {where}, holds "
         f"{amount_of_bytes(fault.nearest.bytes)} on each device, {amount_of_bytes(fault.over)} more than the "
         f"{amount_of_bytes(limit)} that may be used, {100 * settings.memory:.3g}% of "
         f"{amount_of_bytes(target.chip.hbm_bytes)}."
     )
     if settings.mesh:
-        return f"{fact}\n  Leave --mesh out, or take a larger slice, or {smaller}."
+        return f"{fact}\n  Leave --mesh out, or use a larger slice, or {smaller}."
     larger = next_slice(target, limit, spaces, tell)
     remedy = f"It would fit on {larger.name}" if larger else f"No slice of {target.chip.name} is large enough"
-    return f"{fact}\n  {remedy}. Otherwise take {smaller}."
+    return f"{fact}\n  {remedy}. Otherwise use {smaller}."
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """Return the smallest larger slice of the chip on which something fits, in some space."""
+    """Return the smallest of the larger slices of the chip on which some layout fits."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
         every = [*spaces(larger)][::-1]  # More axes have more layouts.

@@ -23,16 +23,15 @@ _NEAR = 0.02, 0.03
 _LETTER, _LINE = 0.0077, 0.042
 """Width and height of a letter of a label, as fractions of the picture's width and height."""
 _STEEP = 1.5
-"""The axis of seconds is logarithmic if the largest is more than this many times the smallest."""
+"""The axis of seconds is logarithmic if the largest value is more than this many times the smallest."""
 
 _Box = tuple[float, float, float, float]
-"""Left, right, bottom and top of a label, as parts of the picture's width and height."""
+"""Left, right, bottom and top of a label, as fractions of the picture's width and height."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The visible part of the plane: bytes from left to right, seconds from bottom to top, and the units of
-    both."""
+    """The visible part of the plane: bytes from left to right, seconds from bottom to top, and their units."""
 
     left: float
     right: float
@@ -53,7 +52,7 @@ class _Frame:
         return 0 <= x <= 1 and 0 <= y <= 1 - 1.5 * _LINE
 
     def place(self, held: float, took: float) -> tuple[float, float]:
-        """Return a point's place as parts of the picture's width and height."""
+        """Return the position of a point, as fractions of the picture's width and height."""
         over = log(took / self.bottom) / log(self.top / self.bottom) if self.steep else None
         height = (took - self.bottom) / (self.top - self.bottom) if over is None else over
         return (held - self.left) / (self.right - self.left), height
@@ -106,8 +105,11 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 
 
 def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
-    """Return a frame from the smallest layout to beyond the limit or the largest, and from the cheapest to those that
-    cost not much more."""
+    """Return a frame for the layouts that are of interest.
+
+    It extends from the smallest layout to beyond the limit or the largest layout, and from the cheapest to layouts that
+    do not cost much more.
+    """
     least, most = front[0].answer.bytes, max(front[-1].answer.bytes, finding.answer.bytes)
     right = max(finding.answer.bytes, min(1.05 * most, SEEN * finding.best.limit))
     right += 0.05 * (right - least)
@@ -137,7 +139,7 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
-    """Draw a mark for each preset that fits; presets at nearly the same place share a label, which names the first."""
+    """Draw a mark for each preset that fits; those at nearly the same position share a label, which names the first."""
     places: list[tuple[float, float, list[str]]] = []
     for each in presets:
         if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):
@@ -158,7 +160,7 @@ def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_B
 
 
 def _found(axes: Any, frame: _Frame, finding: SearchResult) -> _Box:
-    """Draw the answer, and the memory that it may use; return the place of its label."""
+    """Draw the answer, and the memory that it may use; return the position of its label."""
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:
         axes.axvline(frame.x(limit), color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
@@ -183,7 +185,7 @@ def _label(
     taken: Sequence[_Box],
     below: bool = False,
 ) -> _Box:
-    """Write a name beside a mark, on the right while there is room, and above any label that is in the way."""
+    """Write a name next to a mark, on its right if there is room, and above any label that is in the way."""
     x, y = frame.place(held, took)
     width, right = _LETTER * len(text), x < 0.55
     left = x + 0.008 if right else x - 0.008 - width

@@ -1,4 +1,4 @@
-"""The best layout of a model on a TPU slice or on GPUs, searched exactly: a file to read, to change and to train with.
+"""Find the best layout of a model on a TPU slice or on GPUs, by exact search: a file to read, change and train with.
 
     gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
     gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
@@ -6,7 +6,7 @@
 Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes; on GPUs, on every mesh of at most
 three axes. The answer states by how much any other layout that fits in memory could be faster: usually by 0.05% at
 most. For a custom model, every line of --layout is searched. Nothing runs, and nothing is compiled unless --compile
-asks for it. Exit code 1 if nothing fits.
+asks for it. Exit code 1 if no layout fits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,18 +45,18 @@ COMMON = (
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The model and slice to find a layout for, and the files for the answer."""
+    """The model and the slice for which to find a layout, and the files for the answer."""
 
     config: str = DEFAULT
     """TOML file with a table [model], and perhaps [training], [optimizer] and, for a custom model, [sharding]
     layout."""
     topology: str = "tpu-v5p:4x8x8"
-    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
-    such as h100:8, h100:16x8 or gb200:2x72."""
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or the GPUs of a node, such as h100:8; or
+    the number of nodes and the GPUs of each, such as h100:16x8 or gb200:2x72."""
     phase: Literal["train", "encode", "prefill", "decode"] = "train"
     """Program to search for. train: a whole update, as `gspmd train` makes it. The others are what `gspmd generate`
     runs: encode reads --source-length tokens of every row, prefill reads --length tokens of every row into a cache, and
-    decode reads one token of every row with a full cache. Each phase is searched by itself."""
+    decode reads one token of every row with a full cache. Each phase is searched separately."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
@@ -78,21 +78,22 @@ class SearchSettings:
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
     """What the backward pass recomputes; if not given, the best choice."""
     memory: float = 0.9
-    """Share of a device's memory that may be used."""
+    """Fraction of a device's memory that may be used."""
     layout: str = ""
     """TOML file whose lines are searched, for a custom model; only the dimensions of its specs are used."""
     fixed: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line that is fixed to a spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A line to ask about, such as ffn.w_in=EF_x: its cost, and the lines that would change with it; repeatable."""
+    """A line to ask about, such as ffn.w_in=EF_x; its cost is printed, and the lines that would change with it.
+    Repeatable."""
     beside: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A layout file to price beside the presets, on the mesh that is best for it; repeatable."""
+    """A layout file to price along with the presets, on the mesh that is best for it; repeatable."""
     stages: bool = False
     """Also search pipelines, on every mesh of the devices of a stage, regardless of --mesh: print a table with the best
     pipeline for each number of stages and of microbatches."""
     compile: int = 0
-    """Number of layouts to compile: the best different ones, beside the best preset. If the preset is fastest, it is
-    also compiled with other lines. 0 for a planned answer only."""
+    """Number of layouts to compile, the best ones that differ from each other; the best preset is compiled too. If the
+    preset is fastest, it is also compiled with different lines. 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""
@@ -111,7 +112,7 @@ class SearchSettings:
 
     @property
     def subject(self) -> "Own":
-        """The custom model, as the builder of training steps takes it."""
+        """The custom model, in the form that the builder of training steps expects."""
         import jax.numpy as jnp  # flags are read without JAX
 
         from gspmd.training.model import Own
@@ -163,10 +164,10 @@ class SearchSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
-    """Return the settings: those of the file, replaced by flags.
+    """Return the settings of the file, overridden by flags.
 
     Raises:
-        ConfigError: settings are faulty; lists every fault.
+        ConfigError: settings are faulty; the message lists every fault.
     """
     file, name = file_of(argv, DEFAULT)
     training, own = file.training, is_own(file)
@@ -199,7 +200,7 @@ def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
 
 
 def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
-    """Yield what is missing for a custom model, and which settings do not apply to it."""
+    """Yield a fault for all that is missing for a custom model, and for settings that do not apply to it."""
     if not settings.layout:
         yield "its lines come from a layout file; give --layout FILE, of which only dimensions are used."
     if file.lora.rank:
@@ -289,7 +290,7 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
 
 
 def _is_known(key: str) -> bool:
-    """Return whether a layout of the models that come with gspmd may have a line, or override it in a section."""
+    """Return whether layouts of the models that come with gspmd may have this line, or override it in a section."""
     section, _, rest = key.partition(".")
     return key in KEYS or (section in OVERRIDES and rest in KEYS)
 
@@ -297,7 +298,7 @@ def _is_known(key: str) -> bool:
 def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
     """Yield the faults of the slice, its mesh, its memory, or the file for the layout."""
     if not 0 < settings.memory <= 1:
-        yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
+        yield f"--memory is the fraction of memory that may be used, above 0 and at most 1, not {settings.memory}."
     yield from files.faults_of("out", settings.out, ".toml", "a TOML file")
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:

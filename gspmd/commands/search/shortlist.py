@@ -13,18 +13,19 @@ from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd.search.phase import name_of
 
 APART = 0.01
-"""The smallest share of a step by which layouts are different, so that compiling both tells more than compiling one."""
+"""Layouts count as different if they differ by at least this fraction of a step: compiling both then tells more than
+compiling one."""
 SAME = 1e-6
-"""Layouts that differ by less than this share of a step are the same."""
+"""Layouts that differ by less than this fraction of a step count as the same."""
 
 MORE = 0.15
-"""The share by which a layout for serving may be slower than the cheapest plan, since its loops may hide more."""
+"""The fraction by which a layout for serving may be slower than the cheapest plan, since its loops may hide more."""
 
 
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
-    """Return the answer and the cheapest layouts that are different, and the cheapest preset.
+    """Return the answer, the cheapest layouts that are different from it, and the cheapest preset.
 
-    The others have another option of one choice, another mesh, another choice of remat, or another number of
+    The different layouts have a different option of one choice, or a different mesh, choice of remat or number of
     microbatches; each is the best of its kind.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
@@ -35,8 +36,8 @@ def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Pl
     """Return the answer, the layouts that are fastest when loops under `auto` hide communication, and the best presets.
 
     Only layouts that cost at most `MORE` more than the answer are traced: on each mesh the cheapest, the cheapest for
-    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, and then the
-    fastest traced preset, if it is another one or on another mesh.
+    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, and after it
+    the fastest traced preset, if that is a different preset or on a different mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -50,7 +51,7 @@ def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Pl
 
 
 def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Listed]:
-    """Return `count` layouts that change one choice of a preset, those that gain the most by the plan."""
+    """Return the `count` layouts that change one choice of a preset and gain the most according to the plan."""
     before = preset.answer
     found = []
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
@@ -62,7 +63,7 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
 
 
 def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
-    """Return the preset with all of these changes; nothing for fewer than two, or if that does not fit."""
+    """Return the preset with all of these changes; nothing for fewer than two, or if the result does not fit."""
     before = preset.answer.picks
     others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
     if len(faster) > 1:
@@ -73,7 +74,7 @@ def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed])
 
 
 def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
-    """Return a preset with another line, to be compiled under the lowering of the preset."""
+    """Return a preset with a different line, to be compiled under the lowering of the preset."""
     mesh = preset.candidate.phase.case.mesh
     return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
 
@@ -85,14 +86,14 @@ def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
 
 
 def found(finding: SearchResult) -> Listed:
-    """Return the answer."""
+    """Return the answer as a layout of the shortlist."""
     return Listed("found", finding.best, finding.answer, finding.best.phase.case.mesh)
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
-    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from all taken before it.
+    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from all chosen before it.
 
-    If there are not enough, the first of the others follow, except those that cost the same.
+    If these are fewer than `count`, the first of the remaining layouts follow, except those that cost the same.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -130,11 +131,10 @@ def _line(candidate: Candidate, name: str, answer: Answer) -> str:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """Return the share of a step by which two layouts differ in the parts of the cost, or in what loops hide; 0 if only
-    axes are renamed.
+    """Return the fraction of a step by which two layouts differ, in parts of the cost or in seconds that loops hide.
 
-    It is also 0 if they cost and hide the same: such layouts differ by swapped mesh axes of equal sizes in a part of
-    the model, and the compiler made one program of them.
+    The result is 0 if only axes are renamed. It is also 0 if both cost and hide the same seconds: such layouts differ
+    by swapped mesh axes of equal sizes in a part of the model, and the compiler made one program of them.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):
@@ -145,7 +145,7 @@ def _apart(one: Listed, other: Listed) -> float:
 
 
 def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
-    """Return the presets that fit, in their order; only the first of those that are one layout."""
+    """Return the presets that fit, in their order; of presets that are the same layout, only the first."""
     found: dict[tuple, Listed] = {}
     for each in presets:
         if each.answer and each.fits:
@@ -155,7 +155,7 @@ def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
 
 
 def beside(layouts: Iterable[Placed]) -> list[Listed]:
-    """Return the layouts of --beside, all that are in the space: the compiler says whether they fit."""
+    """Return all layouts of --beside that are in the space, even if they may not fit: the compiler decides that."""
     return [Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer]
 
 

@@ -1,4 +1,4 @@
-"""The output of `gspmd search`: the answer beside every preset, the cost of another line, and missing presets."""
+"""The output of `gspmd search`: the answer next to every preset, the cost of a different line, and missing presets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""The share of the slowest layout's seconds below which a part of the cost has no separate column."""
+"""A part of the cost has no column of its own below this fraction of the slowest layout's seconds."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
@@ -33,8 +33,10 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = "found") -> Sheet:
-    """Return the answer beside presets and layouts of the user, by the parts of the cost; `written` is its name among
-    the compiled ones."""
+    """Return the answer next to presets and layouts of the user, by the parts of the cost.
+
+    `written` is the name of the answer among the compiled layouts.
+    """
     own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
     rows = [(own_name, finding.best, finding.best.named, finding.answer)]
     others = [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
@@ -64,7 +66,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
 
 
 def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
-    """Return the seconds of a layout as a fraction of ours, and in words why it is not the answer if it is cheaper."""
+    """Return the seconds of a layout as a multiple of ours and, if it is cheaper, why it is not the answer."""
     ratio = answer.seconds / ours.seconds
     if abs(ratio - 1) <= NEAR:
         less = answer.bytes < ours.bytes and amount_of_bytes(answer.bytes) != amount_of_bytes(ours.bytes)
@@ -84,7 +86,7 @@ def _trained(candidates: Iterable[Candidate]) -> list[str]:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """Return the columns for parts of the cost; the last are dropped first if the terminal is narrow."""
+    """Return the columns for parts of the cost; if the terminal is narrow, the last ones are dropped first."""
     kept = dict.fromkeys(("layout", "a step", "of found", "of written", "memory", "fits"), 0)
     kept |= dict.fromkeys(("mesh", "remat", "microbatches"), 1)
     return [
@@ -117,7 +119,7 @@ def outside(presets: Iterable[Placed]) -> list[str]:
 
 
 def reasons(asked: Why) -> list[Sheet]:
-    """Return the cost of another line, by term, and the other lines that would change."""
+    """Return the cost of a different line, by term, and the other lines that would change."""
     ours, theirs = asked.best.seconds, asked.answer.seconds
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
@@ -179,20 +181,20 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def uncompiled(beside: Iterable[Placed]) -> list[str]:
-    """Return a line for each layout of --beside that --compile leaves out: it is not in the space."""
+    """Return a line for each layout of --beside that is not compiled, because it is not in the space."""
     return [
         f"{each.name} is not compiled: gspmd compile --layout {each.name} does." for each in beside if not each.answer
     ]
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
-    """Return a line for everything in the compiled programs that costs more than necessary."""
+    """Return a line for every part of the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 
 
 def answer_line(finding: SearchResult, settings: SearchSettings) -> str:
-    """Return the answer in one line, with whether it was compiled."""
+    """Return the answer as one line of output, which says whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     cost = f"{seconds(finding.answer.seconds)}{plus_or_minus(settings)}"
     proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""

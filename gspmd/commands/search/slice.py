@@ -1,4 +1,4 @@
-"""The slice, slices or nodes that are searched for: chip and shape, read from the name without the compiler."""
+"""The slice, slices or nodes for which a layout is searched: chip and shape, read from a name without the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ class Slice:
     """TPU slices, or nodes of GPUs.
 
     Attributes:
-        topology: the meaning of its name.
+        topology: the chip, the shape and the number of slices, as read from the name.
     """
 
     topology: Named
@@ -29,24 +29,23 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of one device; for one slice of TPUs with its shape, by which mesh axes are priced."""
+        """The figures of one device; for one slice of TPUs they include its shape, by which mesh axes are priced."""
         chip, alone = self.topology.chip, self.topology.slices == 1 and self.topology.cores == 1
         return chip if chip.is_switch or not alone else replace(chip, slice_shape=tuple(n for n in self.shape if n > 1))
 
     @property
     def name(self) -> str:
-        """Its canonical name."""
+        """The canonical name."""
         return self.topology.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of one slice; for GPUs the nodes, if there are several, and the GPUs in a
-        node."""
+        """Chips along each torus axis of one slice; for GPUs, the nodes (if several) and the GPUs in a node."""
         return self.topology.shape
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Devices along each axis of the torus; the devices of one chip are another axis. For GPUs the shape."""
+        """Devices along each axis of the torus; the devices of one chip are a further axis. For GPUs, the shape."""
         return (*self.shape, self.topology.cores)
 
     @property
@@ -61,7 +60,7 @@ class Slice:
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 
     def larger(self) -> Iterator["Slice"]:
-        """Return the slices of this chip with more devices, the smallest first, and with the same number of slices."""
+        """Yield the topologies of this chip with more devices and the same number of slices, the smallest first."""
         of = CHIPS[self.chip.name]
         every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of, self.topology.slices))
         return (each for each in every if each.devices > self.devices)

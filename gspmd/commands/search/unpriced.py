@@ -1,4 +1,4 @@
-"""Settings of a configuration file that change what a step holds or sends, and have no price in a search."""
+"""Settings of a configuration file that change the bytes that a step holds or sends, but have no price in a search."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from gspmd_models.search.workload import Unsearched
 
 @contextmanager
 def remedied(remedy: str) -> Iterator[None]:
-    """Add the remedy, in the flags of the command, to the error for a model that is not searched.
+    """Add a remedy, in terms of the command's flags, to the error for a model that is not searched.
 
     Raises:
         ConfigError: in place of `Unsearched`.
@@ -31,9 +31,9 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
     """
     lora = file.model.lora or (file.lora if file.lora.rank else None)
     if lora and not trains:
-        yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged, they hold nothing){remedy}"
+        yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged adapters need no memory){remedy}"
     if file.model.int8:
         served = "" if trains else ": --weights int8 searches for them"
-        yield f"[model] int8 is of weights that are stored so{served}{remedy}"
+        yield f"[model] int8 is for weights that are stored in int8{served}{remedy}"
     if not file.model.stacked:
         yield f"[model] stacked is off, and only stacked blocks have a price{remedy}"

@@ -19,10 +19,10 @@ from gspmd.training.config import ConfigError
 from gspmd_models.search.stages import PipelineRow
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why", "--beside")
-"""Flags that do not change the answer."""
+"""Flags that do not affect the answer."""
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
               "--source-length", "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
-"""Flags that `gspmd train` does not have, or that are written out for it."""
+"""Flags that `gspmd train` does not have, or that are written out in full for it."""
 
 
 def header(
@@ -75,7 +75,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
         title: what was found.
         facts: the facts about it, by name.
         argv: the flags of the search.
-        used: the command that uses it, or its flags.
+        used: the command that uses the layout, or its flags.
     """
     width = max(map(len, facts))
     return [
@@ -89,7 +89,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
 
 
 def beside(out: str) -> Path:
-    """Return the path of the best pipeline beside a layout.
+    """Return the path of the best pipeline, next to that of a layout.
 
     >>> beside("layouts/found.toml").as_posix()
     'layouts/found-stages.toml'
@@ -104,9 +104,9 @@ def header_of_stages(
     """Return the lines of the comment on a pipeline's file.
 
     Args:
-        settings, target: those of the search.
+        settings, target: the settings and the slice of the search.
         row: the best pipeline, which fits.
-        than: seconds of the layout without stages.
+        than: seconds of the layout without stages, with which the pipeline is compared.
         argv: the flags.
     """
     assert row.answer is not None
@@ -158,26 +158,28 @@ def where(best: Candidate) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Return seconds to five digits, since layouts differ by thousandths. A part of the cost is negative if it corrects
-    others that count the same steps."""
+    """Return seconds to five digits, since layouts differ by thousandths.
+
+    A part of the cost is negative if it corrects other parts that count the same steps.
+    """
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
 
 
 def error_to_expect(settings: SearchSettings) -> float | None:
-    """Return the error to expect of planned seconds, a share; None for custom models and where none was measured."""
+    """Return the expected error of planned seconds, as a fraction; None for custom models, or if none was measured."""
     return None if is_own(settings) else expected_error(settings.phase, Slice.named(settings.topology).chip.name)
 
 
 def plus_or_minus(settings: SearchSettings) -> str:
-    """Return the error to expect, ` ± 12%`; empty if it is not known."""
+    """Return the expected error, such as ` ± 12%`; empty if it is not known."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
 
 
 def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
-    """Return the flags that the answer depends on, or all except some others.
+    """Return the flags on which the answer depends, or all flags except the given ones.
 
     >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
     ['--batch', '8']
@@ -194,7 +196,7 @@ def save(text: str, out: str) -> None:
     """Write a layout that was found, or print it if there is no name.
 
     Raises:
-        ConfigError: the file cannot be written; the layout is printed then, so that no search is lost with it.
+        ConfigError: the file cannot be written; the layout is then printed, so that the search is not lost.
     """
     if not out:
         print(text)

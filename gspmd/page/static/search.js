@@ -123,7 +123,7 @@ export function searching(question, use) {
   }
 
   return {
-    /** Offer the slice of the shown mesh, unless another one has been typed. */
+    /** Offer the slice of the page's mesh, unless a different one has been typed. */
     offer(slice) {
       if (!typed) topology.value = slice;
     },

@@ -1,4 +1,7 @@
-"""A mesh with its problem and answer: first bounded without a limit on memory, and solved only if it may win."""
+"""A mesh with its problem and answer.
+
+The problem is first bounded without a limit on memory, and it is solved only if it may win.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from gspmd.search.answers.options import Options
 from gspmd.search.phase import PhaseProblem
 
 NEAR = 5e-4
-"""The fraction of a step's seconds by which an answer may be slower than the cheapest, if it holds less."""
+"""The fraction of a step's seconds by which an answer may be slower than the cheapest, if it holds fewer bytes."""
 TOLERANCE = 1e-4
 """The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
-"""Number of times that the search for an answer, or for one of the other options, may ask whether to stop. It counts
-calls instead of seconds, so that the same question always has the same answer."""
+"""The most times that a search may ask whether to stop: the search for an answer, and the search for the best answer
+with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
 
 
 class StepBudget:
@@ -35,23 +38,23 @@ class StepBudget:
 
 
 TIE = 1e-9
-"""The relative difference of two costs that count as equal: their sums are taken in different orders."""
+"""The relative difference up to which two costs count as equal: they may be added up in different orders."""
 HALVINGS = 6
-"""Number of bisections between the fewest bytes and the bytes of the cheapest answer."""
+"""Number of bisections between the fewest possible bytes and the bytes of the cheapest answer."""
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, work besides
+"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, work other than
 products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
 
 
 Outcome = Literal["solved", "not better", "nothing fits", "not solved"]
-"""The end of the search on a mesh: an answer; none, since its lower bound is no better than the best; none, since no
-layout fits; or none yet, after an interrupt."""
+"""How the search on a mesh ended: with an answer; without one, since the mesh's lower bound is no better than the best
+answer; without one, since no layout fits; or without one yet, since it was interrupted."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:
-    """Return the seconds below which a step in several microbatches is better than a known one."""
+    """Return the seconds below which a step in several microbatches is better than a known step."""
     return seconds * (1 - GAIN) if microbatches == 1 else seconds
 
 
@@ -82,11 +85,11 @@ class Candidate:
         self.outcome: Outcome = "not solved"
 
     def within(self, limit: float) -> Problem:
-        """Return the problem with another limit."""
+        """Return the problem with a different limit."""
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:
-        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds little.
+        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds few bytes.
 
         Raises:
             NothingFits: no layout fits within the limit.
@@ -103,7 +106,7 @@ class Candidate:
         return self.answer
 
     def _holding_less(self, cheapest: Answer) -> Answer:
-        """Find by bisection the smallest limit on memory under which an answer is as cheap."""
+        """Find by bisection the answer of the smallest limit on memory under which an answer is (almost) as cheap."""
         found, least = cheapest, self.least.bytes
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
@@ -137,7 +140,7 @@ class Candidate:
         return Options(self.phase)
 
     def best(self, without: Mapping[str, Collection[int]]) -> Answer:
-        """Find the cheapest answer that fits without some options; it is not `complete` if the search was cut short.
+        """Find the cheapest fitting answer without some options; it is not `complete` if the search was cut short.
 
         Raises:
             NothingFits: no layout fits without these options.
@@ -148,7 +151,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """Find the cheapest answer as `best` does, or with some options fixed, in a search that gives up sooner.
+        """Find the cheapest answer as `best` does, or with some options fixed, by a search that gives up sooner.
 
         Raises:
             NothingFits: nothing was found.
@@ -157,9 +160,9 @@ class Candidate:
         return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
-        """Find the cheapest fitting answer with another option of one choice that is not a renaming of mesh axes.
+        """Find the cheapest fitting answer with a different option of one choice, by more than the names of mesh axes.
 
-        If that takes long, return the best found so far, which is not `complete`.
+        If that takes long, return the best answer found so far, which is not `complete`.
         """
         self.budget.left = LESS
         return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
@@ -189,7 +192,7 @@ class Candidate:
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of the batch, computed one after the other; 1 if nothing is trained."""
+        """Number of parts of the batch that are computed one after the other; 1 if nothing is trained."""
         return self.phase.case.microbatches
 
     @property

@@ -2,9 +2,9 @@
 
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
-The seconds are the sum of all terms of the cost that depend on the choice: for a weight its moves and its update, for
-an activation its products and moves, for a via both. The next best is the cheapest layout that fits with another option
-of this choice, and with the best options of all other choices for it.
+The seconds are the sum of all terms of the cost that depend on the choice: the moves and the update of a weight, the
+products and moves of an activation, and all of these for a via. The next best is the cheapest fitting layout with a
+different option of this choice; the options of all other choices are then the best for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspmd.search.phase import Case, LayoutLine
 PRICED = "blocking"
 """The lowering that the search prices."""
 _SAME = 1e-9
-"""The fraction of a step's seconds within which two layouts cost the same."""
+"""The fraction of a step's seconds up to which a difference counts as none."""
 _LATER = ("gradients", "optimizer")
 _SECTIONS = (PIPELINE, *PARTS, *_LATER, *(name for name in OVERRIDES if name not in _LATER))
 
@@ -34,10 +34,11 @@ class LineCost:
     Attributes:
         seconds: the seconds of the terms that depend on the choice.
         next: the text of the next best option, with its section if that overrides a part of the model; empty if no
-            other option fits.
+            other option of the choice fits.
         more: the fraction of a step's seconds by which the next best is slower.
-        other: the layout with the next best; if it is not complete, there may be a cheaper one.
-        alone: whether there is no other option at all, for example on one device.
+        other: the layout with the next best option; if it is not complete, there may be a cheaper layout with such an
+            option.
+        alone: whether the choice has only one option, as on one device.
     """
 
     seconds: float
@@ -54,7 +55,7 @@ class LineCost:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
-    """Yield the comment on each choice that has lines; every comment needs a search."""
+    """Yield the comment on each choice that has lines; each comment needs a search."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
         if not any(candidate.options.texts[choice.name]):
@@ -78,9 +79,9 @@ def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> 
 
 
 def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield section and key, and text, of each line of a choice that differs in the other answer.
+    """Yield, for each line of a choice that differs in the other answer, its section and key, and its text there.
 
-    If the other answer lacks the line in an overriding section, the text is the parameter's.
+    If the other answer lacks the line in an overriding section, the text is that of the parameter.
     """
     texts = candidate.options.texts[name]
     ours, theirs = texts[answer.picks[name]], texts[other.picks[name]]
@@ -110,7 +111,7 @@ def document(
         candidate: the mesh and its problem.
         answer: the answer found on it.
         header: lines of the comment at the top.
-        said: the comment on each choice; a missing choice has none.
+        said: the comment on each choice; choices that are missing here have no comment.
         lowering: the lowering that the file sets; `lowering_of` if not given.
 
     Returns:
@@ -129,10 +130,10 @@ def of_lines(
     lowering: str = PRICED,
     mesh: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """Return the text of a layout file from its lines, for example of a pipeline, which is no candidate.
+    """Return the text of a layout file from its lines, for example for a pipeline, which is not a candidate.
 
     Args:
-        lines: the lines, in any order; lines of a custom model are written as they are.
+        lines: the lines, in any order; lines of a custom model are written in the order given.
         case: the phase of a model.
         header, said: as in `document`.
         lowering: the lowering that the file sets.
@@ -145,7 +146,7 @@ def of_lines(
 
 
 def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
-    """Return lines in the order of a file: sections and keys as in the presets; those of a custom model as they are."""
+    """Return lines in the order of a file: that of the presets; lines of a custom model keep their order."""
     kept = [*lines]
     if all(line.key in KEYS for line in kept):
         order = {name: number for number, name in enumerate(KEYS)}
@@ -154,18 +155,19 @@ def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
 
 
 def lowering_of(phase: str) -> str:
-    """Return the lowering that a layout sets if no compiler has compared any.
+    """Return the lowering that a layout sets if lowerings have not been compared by compiling them.
 
-    For prompts it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
-    PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The model covers forward passes
-    only; training was slower with it. So was decoding, whose products have few rows: on 16 TPU v5e the loops of a step
-    of Qwen2 72B with 64 rows cut weights into pieces that they first copy, and the step takes 75.9 ms instead of 46.1.
+    For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error.
+    Compiled, PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The cost model covers
+    forward passes only; training was slower with `auto`. So was decoding, whose products have few rows: on 16 TPU v5e
+    the loops of a step of Qwen2 72B with 64 rows cut weights into pieces that they first copy, and the step takes 75.9
+    ms instead of 46.1 ms.
     """
     return "auto" if phase == "prefill" else PRICED
 
 
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
-    """Yield the comment of each line: the cost on a choice's first line, and a reference to it on the others."""
+    """Yield the comment of each line: the cost, or a reference to the first line of the same choice, which has it."""
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:
@@ -176,4 +178,4 @@ def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iter
 
 
 DERIVED = ("embedding.tokens",)
-"""Keys that are sharded as another key which is written later."""
+"""Keys that are always sharded like a key that is written later."""

@@ -1,4 +1,7 @@
-"""The best layout over several meshes, choices of remat and numbers of microbatches, each solved only if it may win."""
+"""The best layout over several meshes, choices of remat and numbers of microbatches.
+
+A combination of these is solved only if it may win.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ class Space:
     """A part of the search space: one mesh, and in training one choice of remat.
 
     Attributes:
-        phase: makes the problem of this part.
-        several: makes the range of microbatch numbers above one, given the bytes that a device may hold; None if only
-            one microbatch is searched.
+        phase: a function that makes the problem of this part.
+        several: a function that makes the range of numbers of microbatches above one, given the bytes that a device may
+            hold; None if the batch is not divided.
     """
 
     phase: Callable[[], PhaseProblem]
@@ -58,12 +61,12 @@ class SearchResult(Printed):
         best: the mesh of the cheapest answer that fits.
         answer: the answer on that mesh.
         candidates: all meshes that were tried, in the order of their costs or of lower bounds on them.
-        bound: a lower bound on the cost of all layouts of the candidates; if the answer is in one microbatch, of all
-            layouts in one microbatch.
-        several: if the answer is in one microbatch, a lower bound on the cost in several.
-        ranges: the further numbers of microbatches that were searched.
+        bound: a lower bound on the cost of all layouts on the candidates; if the answer has one microbatch, on the cost
+            of all layouts with one microbatch.
+        several: if the answer has one microbatch, a lower bound on the cost with several microbatches.
+        ranges: the ranges of numbers of microbatches above one that were searched.
         complete: whether the search was not interrupted.
-        refused: meshes that cannot be searched, with the reason.
+        refused: the meshes that cannot be searched, with the reason.
     """
 
     best: Candidate
@@ -92,7 +95,7 @@ class SearchResult(Printed):
         return sheet
 
     def figure(self) -> Figure:
-        """Draw a bar for every mesh: the seconds of its cheapest layout, or, pale, a lower bound."""
+        """Draw a bar for every mesh: the seconds of its cheapest layout, or a pale bar for a lower bound."""
         from gspmd.figures.bars import Bar, bars_figure
 
         bars = []
@@ -126,7 +129,7 @@ class SearchResult(Printed):
 
     @property
     def proof(self) -> str:
-        """The proof of the answer, in words."""
+        """The statement, in words, that is proved about the answer."""
         count, remats = len({each.named for each in self.candidates}), len({each.remat for each in self.candidates})
         where = "this mesh" if count == 1 else f"{count} meshes"
         chosen = [f"{remats} choices of remat"] * (remats > 1)
@@ -142,11 +145,11 @@ class SearchResult(Printed):
         more = ""
         if len(numbers) > 1 and self.best.microbatches == 1:
             least = max(GAIN, 1 - self.several / self.answer.seconds)
-            more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {least:.2%}"
+            more = f"; in {numbers[1]} to {numbers[-1]} microbatches, none is faster by {least:.2%}"
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
-        """Return the search with another of its layouts as the answer, and the bound proved for that layout."""
+        """Return the search with a different one of its layouts as the answer, and the bound proved for that layout."""
         bound = self.bound
         if best.microbatches > 1 and self.best.microbatches == 1:  # bounds of several are incomplete
             bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
@@ -159,21 +162,21 @@ class SearchResult(Printed):
 
 
 class NoneFits(ValueError):
-    """Nothing fits on any mesh.
+    """No layout fits on any mesh.
 
     Attributes:
         candidate: the mesh that lacks the least memory; None if no layout is possible at all.
-        nearest: the picks that hold the fewest bytes there.
-        over: the bytes by which they exceed the limit.
+        nearest: the picks that hold the fewest bytes on that mesh.
+        over: the bytes by which these picks exceed the limit.
     """
 
     def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):
         self.candidate, self.nearest, self.over = candidate, nearest, over
         if candidate is None:
-            fact = "no layout is possible on any mesh of the slice: the sizes, or the fixed lines, leave none."
-            super().__init__(f"{fact}\n  Fix fewer lines, or take another slice or batch.")
+            fact = "no layout is possible on any mesh of the slice: the sizes, or the fixed lines, exclude all."
+            super().__init__(f"{fact}\n  Give fewer fixed lines, or use a different slice or batch.")
         else:
-            super().__init__("nothing fits on any mesh of the slice.\n  Take a larger slice, or a smaller batch.")
+            super().__init__("no layout fits on any mesh of the slice.\n  Use a larger slice, or a smaller batch.")
 
 
 Tell = Callable[[str], None]
@@ -182,16 +185,16 @@ Tell = Callable[[str], None]
 def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) -> SearchResult:
     """Find the cheapest layout that fits.
 
-    An interrupt ends the search with the best so far, if there is one.
+    An interrupt ends the search with the best answer so far, if there is one.
 
     Args:
         spaces: the parts of the search space.
         limit: bytes that a device may hold.
-        tell: receives a text about the progress.
+        tell: called with a text about the progress.
 
     Raises:
         NoneFits: no layout fits within the limit.
-        KeyboardInterrupt: an interrupt came before anything that fits was found.
+        KeyboardInterrupt: the search was interrupted before it found a layout that fits.
     """
     search, every = BestFirstSearch(limit, tell), [*spaces]
     try:
@@ -239,12 +242,12 @@ class BestFirstSearch:
             raise next(iter(self.refused.values()))
 
     def solve(self) -> None:
-        """Solve the candidates in the order of their bounds, while they may win."""
+        """Solve the candidates in the order of their bounds, as long as they may win."""
         for each in sorted(self.candidates, key=_rank):
             self._try(each)
 
     def divide(self, spaces: Iterable[Space]) -> None:
-        """Bound ranges of microbatches; halve those that may win until one number is left, and solve that."""
+        """Bound ranges of numbers of microbatches; halve those that may win until one number is left, and solve it."""
         heap: list[tuple[float, int, int, int, Range]] = []
 
         def push(each: Range) -> None:
@@ -282,7 +285,7 @@ class BestFirstSearch:
             self._best = candidate
 
     def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
-        """Return whether a candidate is cheaper than the best, or as cheap with fewer axes or fewer microbatches."""
+        """Return whether a candidate is cheaper than the best, or as cheap and with fewer axes or microbatches."""
         if self._best is None:
             return True
         if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
@@ -299,7 +302,7 @@ class BestFirstSearch:
         """Return the result.
 
         Raises:
-            NoneFits: nothing fits on any mesh.
+            NoneFits: no layout fits on any mesh.
         """
         best = self._best
         if best is None:
@@ -330,7 +333,7 @@ class BestFirstSearch:
 
 
 def _proved(candidate: Candidate, answer: Answer) -> float:
-    """Return a lower bound on the cost on a mesh, which may be below its prices; infinite if none is known."""
+    """Return a lower bound on the cost on a mesh, which may be below the priced seconds; infinite if none is known."""
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
     # The mesh was left out because of its lower bound, or because nothing fits.

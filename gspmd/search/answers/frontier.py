@@ -12,7 +12,7 @@ from gspmd.search.answers.candidate import TIE, TOLERANCE, Candidate, StepBudget
 
 SEARCHES = 12
 _NARROW = 1e-3
-"""The fraction of bytes below which an interval is not divided further."""
+"""An interval is not divided further if it is a smaller fraction of its bytes than this."""
 SEEN = 3.0
 """The largest multiple of the cheapest layout's seconds, and of the limit's bytes, that is of interest."""
 
@@ -21,8 +21,8 @@ SEEN = 3.0
 class Point:
     """A layout that is the cheapest for all limits from its own bytes to `limit`.
 
-    No layout within these limits costs less than `answer.bound`, which is its own seconds up to `TOLERANCE`, unless the
-    search was stopped with the best so far.
+    No layout within these limits costs less than `answer.bound`. Unless the search was stopped early, this bound is the
+    layout's own seconds, up to `TOLERANCE`.
     """
 
     answer: Answer
@@ -34,9 +34,9 @@ def frontier(
 ) -> list[Point]:
     """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
-    Each search has a limit between two known layouts, in the interval where the most is unknown. Between the limit of
-    one point and the bytes of the next, there may be layouts whose seconds lie between those of the two points.
-    The candidate's own answer, if it is known, is one of the points.
+    The limit of each search lies between the bytes of two known layouts, in the interval where the most is unknown.
+    Between the limit of one point and the bytes of the next, there may be layouts whose seconds lie between those of
+    the two points. The candidate's own answer, if it is known, is one of the points.
 
     Returns:
         Points by ascending bytes, each cheaper than all points before it.
@@ -68,7 +68,7 @@ def _within(candidate: Candidate, limit: float) -> Point:
 
 
 def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
-    """Return the size of the unknown part between two points: the area of a rectangle over logarithms."""
+    """Return the size of the unknown part between two points: the area of the rectangle between them, in logarithms."""
     ratio = min(after.answer.bytes, largest) / before.limit
     slower = min(before.answer.seconds, slowest) / after.answer.seconds
     return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0

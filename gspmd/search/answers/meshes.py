@@ -1,4 +1,4 @@
-"""The meshes of a slice whose axes are whole torus axes, and all meshes of a number of devices."""
+"""The meshes of a slice whose axes consist of whole torus axes, and all meshes of a number of devices."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
@@ -17,10 +17,10 @@ def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list
     Args:
         torus: devices along each torus axis; the devices of one chip count as an axis.
         slices: number of slices; the first mesh axis extends over them, alone or together with torus axes.
-        most: the largest number of mesh axes.
+        most: the largest allowed number of mesh axes.
 
     Returns:
-        Sizes of x, y and z, meshes of fewer axes first.
+        Meshes, as sizes of x, y and z; those with fewer axes first.
 
     Example:
         >>> for mesh in meshes((4, 8, 8)):
@@ -58,7 +58,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[list[int]]]:
 def factorings(devices: int, of: Chip) -> list[dict[str, int]]:
     """List every factorization of a number of devices into at most three mesh axes.
 
-    The order of axes only matters if the last ones are within a node and the first ones between nodes.
+    The order of axes matters only if the last axes are within a node and the first ones between nodes.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -74,7 +74,7 @@ def factorings(devices: int, of: Chip) -> list[dict[str, int]]:
 
 
 def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as a product of at most `most` factors, ascending, of at least `least`."""
+    """Yield the ways to write a number as a product of at most `most` ascending factors, each at least `least`."""
     if number >= least:
         yield (number,)
     for first in range(least, number if most > 1 else least):

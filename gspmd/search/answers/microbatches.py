@@ -1,4 +1,4 @@
-"""Numbers of microbatches, bounded many at a time: a bound excludes most numbers without tables for each of them."""
+"""Numbers of microbatches, bounded many at a time: one bound may exclude many numbers, without their tables."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class Range:
         self.bound = 0.0
 
     def tighten(self, enough: float) -> None:
-        """Raise the lower bound, until it is above `enough`."""
+        """Raise the lower bound until it is above `enough`, or cannot be raised further."""
         self.bound = max(self.bound, self.search.at_least(enough))
 
     @cached_property
     def search(self) -> Search:
-        """The search whose layouts cost and hold no more than those in any of these numbers, within the limit."""
+        """The search of a relaxed problem: with any of these numbers, a layout costs and holds at least as much."""
         return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Size of every dimension in one microbatch, or in the whole batch if the number is not known yet."""
+        """Size of every dimension in one microbatch; in the whole batch while the number of microbatches is open."""
         return (self.make(*self.counts) if len(self.counts) == 1 else self.phase).case.sizes
 
     @cached_property
     def least(self) -> float:
-        """A lower bound on the bytes of every layout, in any of these numbers; infinite if none is possible."""
+        """A lower bound on the bytes of every layout with any of these numbers; infinite if no layout is possible."""
         try:
             return Search(self.phase.between(self.counts[0], self.counts[-1], -1.0)).best().bytes
         except NothingFits as fault:
@@ -74,7 +74,7 @@ class Range:
 
     @cached_property
     def halves(self) -> list[Range | Candidate]:
-        """Return the lower and the upper half; for a single number its problem, or nothing if no picks are allowed."""
+        """Return the lower and the upper half; for one number its candidate, or nothing if no picks are allowed."""
         if len(self.counts) == 1:
             try:
                 return [Candidate(self.make(*self.counts), self.limit)]
@@ -95,7 +95,7 @@ class Range:
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
-    """Return the candidate with the layout that holds the fewest bytes, ranges included; None if there is none."""
+    """Return the candidate, from ranges too, with the layout that holds the fewest bytes; None if there is none."""
     heap: list[tuple[float, int, Candidate | Range]] = []
 
     def push(each: Candidate | Range) -> None:

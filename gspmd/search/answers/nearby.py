@@ -22,7 +22,7 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
         most: seconds; layouts that cost more are left out.
 
     Yields:
-        The choice, and the answer; only the first of answers with the same seconds and bytes.
+        The choice and the answer; of several answers with the same seconds and bytes, only the first.
 
     Raises:
         NothingFits: no layout fits.
@@ -43,14 +43,15 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
 
 
 def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, Answer]]:
-    """Find, for every choice that writes lines, the cheapest layout that changes only these lines.
+    """Find, for every choice that has lines, the cheapest layout that changes only these lines.
 
     Args:
         candidate: the mesh.
         picks: the layout, which fits.
 
     Returns:
-        The choices with the cheapest layouts that fit; the cheapest first, without gains of less than 0.05% of a step.
+        The choices with their cheapest layouts that fit, the cheapest first; gains of less than 0.05% of a step are
+        left out.
     """
     enough = with_picks(candidate, picks).seconds * (1 - NEAR)
     found = [
@@ -60,7 +61,7 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
 
 
 def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[str] = ()) -> Answer:
-    """Find the cheapest fitting layout with these options, which leaves free choices and choices without lines open.
+    """Find the cheapest fitting layout with these options; the free choices and those without lines are not fixed.
 
     Raises:
         NothingFits: no such layout fits.

@@ -9,11 +9,11 @@ from gspmd.annotate import Spec
 from gspmd.search.phase import PhaseProblem
 
 Texts = Mapping[tuple[str, str], str]
-"""A table from section (empty for a part of the model) and key to the text there."""
+"""The text of each line, by section (empty for a line in a part of the model) and key."""
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
-    """Return an option's text in a line; by default the text in the part of the model that a section overrides."""
+    """Return the text that an option gives to a line; by default that of the line that the section overrides."""
     if (section, key) in texts or not section:
         return texts.get((section, key))
     text = texts.get(("", key))
@@ -51,7 +51,7 @@ class Options:
         return {where: name for name, options in self.texts.items() for texts in options for where in texts}
 
     def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
-        """Find the options of a choice that have these specs in a line: one spec, or both of a via."""
+        """Find the options of a choice that give a line these specs: one spec, or both specs of a via."""
         where = name, section, key
         if where not in self._having:
             found: dict[tuple[Spec, ...], set[int]] = {}
@@ -64,8 +64,8 @@ class Options:
     def alike(self, name: str, number: int) -> list[int]:
         """Find the options equal to this one up to the order of axes on a dimension, or swaps of axes of one size.
 
-        Such options differ only relative to other tensors, so one of them as the next best would not be another way to
-        shard.
+        Such options differ only in relation to other tensors, so as the next best option they would not be a different
+        way to shard.
         """
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]

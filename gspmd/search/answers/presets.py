@@ -28,10 +28,10 @@ class Placed:
         name: the name of the layout.
         candidate: the mesh.
         mesh: sizes of the layout's own mesh axes.
-        answer: its cost; None if it is not in the space.
+        answer: the layout as an answer, with its cost; None if it is not in the space.
         reason: why it is not in the space, or cannot be used.
         usable: whether the sizes allow the layout on this mesh.
-        traced: its seconds by `gspmd.trace`, if it is not in the space and was traced.
+        traced: seconds of the layout by `gspmd.trace`, if it is not in the space and was traced.
     """
 
     name: str
@@ -53,11 +53,11 @@ def placed_presets(
 ) -> list[Placed]:
     """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
 
-    Presets that are the same layout under two names appear twice.
+    Two presets that are the same layout both appear.
 
     Args:
         candidates: the meshes.
-        ranges: further numbers of microbatches, searched for presets that fit.
+        ranges: further numbers of microbatches, which are searched for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
     # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
@@ -77,7 +77,7 @@ def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
 
 
 def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
-    """Return the best of the known placement and the layout in all numbers of microbatches in which it fits."""
+    """Return the best of the known placement and of the layout with all numbers of microbatches with which it fits."""
     heap: list[tuple[float, int, Range]] = []
     number = count()
 
@@ -110,7 +110,7 @@ def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> floa
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if it has fewer axes."""
+    """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if the mesh has fewer axes."""
     mesh = of.phase.case.mesh
     for names in permutations(layout.axes, len(mesh)):
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
@@ -133,14 +133,14 @@ def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[P
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can have it."""
+    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can use the layout."""
 
     reason: str
     usable: bool
 
 
 class _Known:
-    """The layouts that were read, which are the same for all choices of remat."""
+    """The layouts read so far, which are the same for all choices of remat."""
 
     def __init__(self) -> None:
         self._checked: dict[tuple, Layout | _Refused] = {}
@@ -175,7 +175,7 @@ class _Known:
 
 
 _PRICE = "Price it with gspmd.trace."
-"""The remedy for a layout outside the space; `_short` removes it where only the reason is shown."""
+"""The remedy for a layout outside the space; `_short` removes it if only the reason is to be shown."""
 
 
 def _short(error: LayoutError) -> str:
@@ -191,7 +191,7 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
         candidate: the candidate with the space.
         search: the search of its problem.
         layout: the layout, resolved.
-        renamed: mesh axes of the layout, to those of the candidate; the others have size 1.
+        renamed: mesh axis of the layout -> mesh axis of the candidate; all other axes of the layout have size 1.
 
     Raises:
         LayoutError: a line is not in the space.
@@ -236,7 +236,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
-    """Return the first line that no option has; or all lines, if each of them occurs in some option."""
+    """Describe the first line whose text no option has; or all lines, if each text occurs in some option."""
     alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
     odd = next(([where] for where in alone), list(wanted))
     return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)
@@ -245,7 +245,7 @@ def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tup
 def _wanted(
     layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
 ) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
-    """Return the layout's text in these lines, in the candidate's mesh axes; `loss` has the gradients of its step."""
+    """Yield these lines with the layout's specs, in the candidate's mesh axes; `loss` has the gradients of its step."""
     for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
         text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
         if text and not _follows(key):
@@ -266,7 +266,7 @@ def _follows(key: str) -> bool:
 
 
 def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
-    """Specs in the candidate's mesh axes, without those of size 1."""
+    """Return the specs in the candidate's mesh axes, without axes of size 1."""
     return tuple(_renamed(Spec.parse(part), names) for part in text.split(", "))
 
 

@@ -12,16 +12,16 @@ from gspmd.search.answers.frontier import SEEN, Point
 
 _WIDE, _HIGH = 360.0, 210.0
 _STEEP = 1.5
-"""The axis of seconds is logarithmic if the largest is more than this many times the smallest."""
+"""The axis of seconds is logarithmic if the largest value is more than this many times the smallest."""
 _DOT = 5.0
 
 
 def frontier_figure(front: Sequence[Point], beside: Sequence[tuple[str, Answer]], limit: float, where: str) -> Figure:
-    """Draw the seconds of the cheapest layouts over their bytes, and other layouts beside them.
+    """Draw the seconds of the cheapest layouts over their bytes, and mark other layouts.
 
     Args:
         front: the points of `frontier`.
-        beside: other layouts with their names; the one named "found" stands out.
+        beside: other layouts with their names; the layout named "found" stands out.
         limit: bytes that a device may hold.
         where: the mesh, for the title.
 
@@ -71,7 +71,7 @@ def _dot(canvas: Canvas, x: float, y: float, name: str, held: float, took: float
 
 
 class _Scale:
-    """Map a value to its place on an axis, from 0 to 1 with room at both ends, and back."""
+    """A map from values to positions on an axis, from 0 to 1 with room at both ends, and back."""
 
     def __init__(self, least: float, most: float, logarithmic: bool):
         self._log = logarithmic
@@ -83,6 +83,6 @@ class _Scale:
         return ((log(value) if self._log else value) - self._low) / self._span
 
     def at(self, share: float) -> float:
-        """Return the value at a place."""
+        """Return the value at a position."""
         value = self._low + share * self._span
         return exp(value) if self._log else max(value, 0.0)

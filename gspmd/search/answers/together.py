@@ -1,4 +1,4 @@
-"""One layout for all phases of serving: weights and cache are best for decoding, and texts are read with these."""
+"""One layout for all phases of serving: weights and cache are those best for decoding, and texts are read with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reading:
     Attributes:
         candidate: the problem of reading, on the mesh of the layout.
         answer: the cheapest layout with the same stored arrays.
-        lines: its activations and vias, key to text.
+        lines: its activations and vias, as key -> text.
         tied: the lines without a tensor in the program, which are only sharded like other lines.
     """
 
@@ -32,7 +32,7 @@ class Reading:
     tied: frozenset[str] = frozenset()
 
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
-        """Return the lines of both readings; lines of this reading's program win."""
+        """Return the lines of both readings; lines of tensors in this reading's program take precedence."""
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 
@@ -50,7 +50,7 @@ def read_beside(
         decode: the problem of decoding.
         answer: the answer of decoding.
         limit: bytes that a device may hold.
-        kept: activations that another reading phase has decided, key to text.
+        kept: activations that a different reading phase has decided, as key -> text.
 
     Raises:
         NoneFits: no layout that stores the same arrays fits.
@@ -76,13 +76,13 @@ def read_beside(
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
-    """Return whether a line places a weight or the cache; vectors are sharded like the tensors that they change."""
+    """Return whether a line is that of a weight or the cache; vectors are sharded like the tensors that they change."""
     section, key = at
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
 
 def activations(phase: PhaseProblem, answer: Answer) -> dict[str, str]:
-    """Return the activations and vias of a layout, key to text, in the order of the presets."""
+    """Return the activations and vias of a layout, as key -> text, in the order of the presets."""
     found = {line.key: line.text for line in phase.lines(answer.picks) if not line.section}
     return {key: found[key] for key in KEYS if key in found and KEYS[key].kind != "parameter"}
 
@@ -92,7 +92,7 @@ def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> s
 
     Args:
         name: the name of the section.
-        lines: its lines, key to text.
+        lines: its lines, as key -> text.
         before: the lines of the layout that it overrides.
     """
     changed = {f"{name}.{key}": text for key, text in lines.items() if before.get(key) != text}

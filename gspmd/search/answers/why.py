@@ -1,4 +1,4 @@
-"""The cost of another spec in one line, with the best choice of all other lines for it."""
+"""The cost of a different spec for one line of a layout, with the best choice of all other lines for it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Why:
-    """An answer with one line given, beside the best one.
+    """The best answer with one line given, compared with the best answer of all.
 
     Attributes:
         key, text: the given line.
         candidate: the mesh.
         best: the best answer.
-        answer: the best answer with this line; without a limit on memory if `over` is not 0.
-        over: the bytes by which every layout with this line exceeds the limit.
+        answer: the best answer with this line; if `over` is not 0, the best without a limit on memory.
+        over: the bytes by which every layout with this line exceeds the limit; 0 if some layout fits.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """The terms that differ: name, seconds in the best answer and in this one; the greatest change first."""
+        """The terms that differ: name, seconds in `best` and in `answer`; the greatest change first."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
@@ -49,14 +49,14 @@ class Why:
 
     @property
     def lines(self) -> list[tuple[str, str, str]]:
-        """The lines that differ: key, text in the best answer and in this one; empty where an answer lacks the line."""
+        """The lines that differ: key, text in `best` and in `answer`; empty if an answer lacks the line."""
         ours, theirs = (self.candidate.phase.written(answer.picks) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
 
 
 def why(candidate: Candidate, key: str, text: str) -> Why:
-    """Solve with one line given.
+    """Find the best answer with one line given, and compare it with the best answer of all.
 
     Args:
         candidate: the mesh, solved.
@@ -64,7 +64,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
         text: its spec; for a via, both specs.
 
     Raises:
-        LayoutError: the line does not exist, or the text is not one of its options; the message names fault and
+        LayoutError: the line does not exist, or the text is not one of its options; the message names the fault and the
             options.
     """
     options, best = candidate.options, candidate.solve()
@@ -80,13 +80,13 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
         return Why(key, text, candidate, best, candidate.best(without))
     except NothingFits as fault:
         if fault.nearest is None or fault.over is None:
-            raise LayoutError(f"no options of the other lines fit {key} = '{text}'.") from None
+            raise LayoutError(f"no layout has {key} = '{text}': it fits no options of the other lines.") from None
         answer = candidate.unlimited_search.best(without=without)
         return Why(key, text, candidate, best, answer, fault.over)
 
 
 def _line(candidate: Candidate, key: str) -> tuple[str, str]:
-    """Section and key of a line.
+    """Return section and key of a line.
 
     Raises:
         LayoutError: the search has no such line.
@@ -114,7 +114,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """Return every fault of a text that is not an option, and the possible options."""
+    """Return a message with every fault of a text that is not an option, and the possible options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
     fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not fit the other lines of this part"
     distinct = list(dict.fromkeys(texts))
@@ -126,18 +126,18 @@ def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: 
 
 def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, ...]) -> Iterator[str]:
     if len(wanted) != len(option):
-        yield f"it has {counted(len(wanted), 'spec')}, and needs {len(option)}."
+        yield f"it has {counted(len(wanted), 'spec')}, but needs {len(option)}."
         return
     for spec, other in zip(wanted, option):
         if spec.dims != other.dims:
-            yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
+            yield f"'{spec}' has dimensions {''.join(spec.dims)}, but needs {''.join(other.dims)}."
         sizes = dict.fromkeys(spec.dims, 0) | dict(candidate.phase.case.sizes)  # a missing size was reported above
         for fault in spec.faults(sizes, candidate.phase.case.mesh):
             yield fault.fact
 
 
 def _alike(option: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> int:
-    """Return the number of mesh axes that are placed as requested."""
+    """Return the number of mesh axes that shard the dimension that was asked for."""
     return sum(
         spec.dims == other.dims and axis in other.axes_of(dim)
         for spec, other in zip(option, wanted)

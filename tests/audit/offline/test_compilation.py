@@ -168,7 +168,7 @@ def test_a_mesh_of_other_devices_is_refused(slice64):
     with pytest.raises(gspmd.PlanError) as refused:
         compile_offline(layer, x, w, topology="tpu-v5p:4x4x4")
     assert str(refused.value) == (
-        "cannot compile for tpu-v5p:4x4x4: an argument, or mesh=, is on a mesh of 64 other devices.\n"
+        "cannot compile for tpu-v5p:4x4x4: an argument, or mesh=, has a mesh of 64 devices that are not its own.\n"
         "  Make the mesh with topology('tpu-v5p:4x4x4').mesh(...), over all 64."
     )
     with pytest.raises(gspmd.PlanError, match="there are two meshes, x=4,y=4,z=4 and x=64"):

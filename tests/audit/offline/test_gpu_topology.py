@@ -66,7 +66,7 @@ def test_a_cluster_that_no_memory_could_describe():
     with pytest.raises(PlanError) as error:
         topology("h100:99999999x8")
     assert str(error.value).startswith(
-        "there is no topology 'h100:99999999x8': gspmd describes 262,144 GPUs or fewer, and 99999999x8 "
+        "there is no topology 'h100:99999999x8': gspmd describes at most 262,144 GPUs, but 99999999x8 "
         "has 799,999,992.\n"
         "  Did you mean 'h100:32768x8'? Known: "
     )
@@ -174,8 +174,8 @@ def test_a_plugin_without_its_compiler(monkeypatch, compiler, fact):
 
 UNKNOWN = NotImplementedError("topology not implemented for cuda")
 FAULTS = {
-    "started before": (UNKNOWN, False, "JAX was started before gspmd was imported, and gave up its plugin for CUDA"),
-    "a GPU without CUDA": (UNKNOWN, True, "this machine has a GPU, and JAX gave up its plugin for CUDA: CUDA is"),
+    "started before": (UNKNOWN, False, "JAX was started before gspmd was imported, and did not load its plugin for"),
+    "a GPU without CUDA": (UNKNOWN, True, "this machine has a GPU, but JAX did not load its plugin for CUDA: CUDA is"),
     "not implemented": (NotImplementedError("UNIMPLEMENTED: no fabric"), False, "refuses h100: no fabric\n  gspmd is"),
     "refused": (RuntimeError("INVALID_ARGUMENT: no card\nat line 3"), False, "refuses h100: no card\n  gspmd is"),
 }
@@ -226,7 +226,7 @@ def test_a_plugin_that_jax_has_given_up_is_named():
     unset = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     bare = {name: value for name, value in os.environ.items() if name not in unset}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare)
-    assert "JAX was started before gspmd was imported, and gave up its plugin for CUDA" in out.stderr
+    assert "JAX was started before gspmd was imported, and did not load its plugin for CUDA" in out.stderr
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

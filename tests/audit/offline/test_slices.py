@@ -62,7 +62,7 @@ def test_a_name_says_how_many_slices():
         ("v5e*2", "it lacks a chip|no chip is called", ""),
         ("h100:2x8*4", "only TPUs come in slices", "'h100:8x8'"),
         ("h100:4*2", "only TPUs come in slices", "'h100:8'"),
-        ("tpu-v5p:4x4x4*9999", "262,144 devices or fewer, and this has 639,936", r"'tpu-v5p:4x4x4\*4096'"),
+        ("tpu-v5p:4x4x4*9999", "at most 262,144 devices, but this has 639,936", r"'tpu-v5p:4x4x4\*4096'"),
     ],
 )
 def test_names_of_slices_that_do_not_exist(name, fact, remedy):

@@ -128,7 +128,7 @@ def test_axis_types():
     assert slice_.mesh({"x": 2, "y": 2}, AxisType.Auto) == slice_.mesh({"x": 2, "y": 2}, axis_type="auto")
     with pytest.raises(PlanError) as error:
         slice_.mesh({"x": 4}, "manual")
-    assert str(error.value) == "no mesh axis has the type 'manual'.\n  Take 'explicit' or 'auto'."
+    assert str(error.value) == "no mesh axis has the type 'manual'.\n  Use 'explicit' or 'auto'."
 
 
 @needs_libtpu
@@ -150,10 +150,10 @@ ERRORS = {
     "h1000:8": ("no chip is called 'h1000'", "Did you mean 'h100'? "),
     "quadro:8": ("no chip is called 'quadro'", ""),
     "h100": ("it lacks a shape", "Did you mean 'h100:8'? "),
-    "h100:16": ("a node of h100 has 8 GPUs, and 16 takes 16 of one node", "Did you mean 'h100:2x8'? "),
-    "h100:8x3": ("a node of h100 has 8 GPUs, and 8x3 takes only 3 of each node", "Did you mean 'h100:3x8'? "),
+    "h100:16": ("a node of h100 has 8 GPUs, but 16 uses 16 of one node", "Did you mean 'h100:2x8'? "),
+    "h100:8x3": ("a node of h100 has 8 GPUs, but 8x3 uses only 3 of each node", "Did you mean 'h100:3x8'? "),
     "h100:2x2x8": ("GPUs come as nodes x GPUs of a node, and 2x2x8 has 3 dimensions", "Did you mean 'h100:4x8'? "),
-    "gb200:100": ("a node of gb200 has 72 GPUs, and 100 takes 100 of one node", "Did you mean 'gb200:2x72'? "),
+    "gb200:100": ("a node of gb200 has 72 GPUs, but 100 uses 100 of one node", "Did you mean 'gb200:2x72'? "),
     ":4x4": ("it lacks a chip", ""),
     "v4": ("it lacks a shape", "Did you mean 'tpu-v4:4x4x4'? "),
     "v4:4xx4": ("'4xx4' is not a shape", "Did you mean 'tpu-v4:4x4x4'? "),
@@ -162,7 +162,7 @@ ERRORS = {
     "v5p:64": ("tpu-v5p is a 3D torus, and 64 has 1 dimension", "Did you mean 'tpu-v5p:4x4x4'? "),
     "tpu-v6e:4x4x4": ("tpu-v6e is a 2D torus, and 4x4x4 has 3 dimensions", "Did you mean 'tpu-v6e:4x4'? "),
     "v5e:8x32": ("a tpu-v5e pod is 16x16, and 8x32 is not a part of it", "Did you mean 'tpu-v5e:4x4'? "),
-    "v4:16x16x20": ("a tpu-v4 pod has 4096 chips, and 16x16x20 takes 5120", "Did you mean 'tpu-v4:4x4x4'? "),
+    "v4:16x16x20": ("a tpu-v4 pod has 4096 chips, but 16x16x20 has 5120", "Did you mean 'tpu-v4:4x4x4'? "),
 }
 
 

@@ -56,7 +56,7 @@ def test_it_says_which_lowering_which_array_and_where(make_mesh):
     assert (parting.lowering, parting.where, parting.index) == ("looped", "value[1]", (1, 3))
     assert (parting.absolute, parting.relative) == (2.0, 0.25)
     assert repr(found) == "Verification(wrong: 1 wrong)"
-    message = r"looped: value\[1\] is off by 2, 0.25 of its largest number where 5e-05 is allowed, first at \[1, 3\]"
+    message = r"looped: value\[1\] is off by 2, 0.25 of its largest value, where 5e-05 is allowed, first at \[1, 3\]"
     with pytest.raises(gspmd.PlanError, match=message):
         found.raise_if_wrong()
 
