@@ -42,7 +42,8 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None for none.
+        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None if there are
+            none.
 
     Returns:
         [..., k] int32.
