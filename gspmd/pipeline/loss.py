@@ -111,7 +111,7 @@ def pipelined(
         raise PlanError(f"cannot make a pipeline: {fact}.\n  Pass in stream= one spec for each Stages.")
     for number, stack in enumerate(stacks, 1):
         if (stack.last is None) == (number == len(stacks)):
-            fault = "has no last() to compute the loss" if stack.last is None else "has last(), but is not the last stack"
+            fault = "has no last() to compute the loss" if stack.last is None else "has last(), but a stack follows it"
             remedy = "Give Stages(last=...)." if stack.last is None else "Leave it out."
             raise PlanError(f"stack {number} of {len(stacks)} {fault}.\n  {remedy}")
     shared = jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)

@@ -37,7 +37,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """Split a function into two parts, one for each of its two results.
 
     An operation that both parts need runs in the first part. If the parts need different results of an operation that
-JAX can split, such as the gradient of an equation, each part computes the results that it needs.
+    JAX can split, such as the gradient of an equation, each part computes the results that it needs.
 
     Args:
         f: (fixed, moving) -> (early, late).

@@ -50,7 +50,7 @@ def encode_step(
         ValueError: the model has no encoder.
     """
     if not model.config.encoder_layers:
-        raise ValueError("this model is decoder-only, and encodes no source.\n  Take its prefill_step.")
+        raise ValueError("this model is decoder-only, and encodes no source.\n  Use its prefill_step.")
     layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
     key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
 

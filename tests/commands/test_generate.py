@@ -348,7 +348,7 @@ def test_a_checkpoint_with_nan_is_one_message(capsys, public, flags, tmp_path):
     assert "Traceback" not in said
     assert said.endswith(
         f"CheckpointError: cannot load LlamaForCausalLM from '{folder}':\n"
-        "  model.layers.1.mlp.up_proj.weight has 1 of 2,048 values that are NaN or infinite; take an intact copy.\n"
+        "  model.layers.1.mlp.up_proj.weight has 1 of 2,048 values that are NaN or infinite; use an intact copy.\n"
     )
 
 

@@ -490,7 +490,7 @@ def test_presets_that_are_not_in_the_space_are_traced_after_a_program_was_read(t
     assert "context-parallel on x=2,y=2: " in done.stdout
     assert "by gspmd.trace" in done.stdout
     # Its state's blocks lie over four devices: a step that refuses a preset is no reason to lose the answer.
-    assert "zero-1: not possible, moments in int8 have blocks of 32 numbers, but a device has 8" in done.stdout
+    assert "zero-1: not possible, moments in int8 have blocks of 32 values, but a device has 8" in done.stdout
 
 
 @pytest.mark.turns(1)

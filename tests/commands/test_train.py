@@ -256,7 +256,7 @@ BAD = {
     ),
     "frozen parameters in stages": (
         [*IN_STAGES, "--model.layers", "4", "--frozen", "embedding.*"],
-        "the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.",
+        "the stages of a pipeline train all parameters; leave out [lora] and frozen, or the stages.",
     ),
     "lowering xla in stages under Auto axes": (
         [*IN_STAGES, "--model.layers", "4", "--axis-types", "auto", "--set", "lowering.attention=xla"],

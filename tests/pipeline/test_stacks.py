@@ -159,7 +159,7 @@ def test_the_last_stack_alone_has_a_loss():
     schedule, (first, last) = Schedule.of("1f1b", 2, 2), (stack_of(number, 2, True) for number in range(2))
     with pytest.raises(PlanError, match=r"stack 1 of 1 has no last\(\) to compute the loss"):
         pipelined(first, schedule, axis="p", stream="BLE_x", shared={})
-    with pytest.raises(PlanError, match=r"stack 1 of 2 has last\(\), but is not the last stack"):
+    with pytest.raises(PlanError, match=r"stack 1 of 2 has last\(\), but a stack follows it"):
         pipelined([last, last], schedule, axis="p", stream=["BLE_x"] * 2, shared={})
 
 

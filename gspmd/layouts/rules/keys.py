@@ -82,7 +82,7 @@ class Key:
       meaning: one line for docs/layouts.md.
       default: the key whose spec, restricted to the dimensions of this key, is used if this key is absent; None if
         there is no default.
-      local: dimensions that must not be sharded, because the code between einsums needs them whole.
+      local: dimensions that must not be sharded, because the code between einsums needs all of them on each device.
       optional: whether the key may be absent without a default; the planner then chooses.
     """
 
@@ -431,7 +431,7 @@ def is_override(name: str) -> bool:
 
 
 class UnresolvedError(LayoutError):
-    """An error for a key that has alternatives, none of which has been chosen yet."""
+    """The error for a key that has alternatives, none of which has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
@@ -445,7 +445,7 @@ def one_spec(text: Text, key: str) -> str:
         raise UnresolvedError(
             f"cannot read {key}: sizes and mesh choose one of its {len(text)} alternatives "
             f"({', '.join([*first, *['...'] * more])}).\n"
-            "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+            "  Call layout.resolved(sizes, mesh) first, with the sizes that you pass to layout.check."
         )
     return text
 
@@ -488,7 +488,9 @@ def _same_name(section: str, name: str, known: Iterable[str]) -> str:
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
-    """Return the text of a key, or its default's text in the key's own dimensions; None if absent and optional.
+    """Return the text of a key; if the table lacks the key, the spec of its default, with this key's dimensions.
+
+    The default of a via is returned unchanged. The result is None if the key is optional and has no default.
 
     Raises:
       LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
@@ -511,7 +513,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec of other dimensions: common ones are sharded as in `spec`, T like its L, the others not at all."""
+    """Return a spec of `dims`: dimensions of `spec` are sharded as in `spec`, T like L, and others not at all."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)
