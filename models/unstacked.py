@@ -1,4 +1,4 @@
-"""Weights of blocks as separate arrays, which a TPU loads before the block that multiplies by them runs."""
+"""Weights of blocks as separate arrays: a TPU loads these before it runs the block that multiplies by them."""
 
 from __future__ import annotations
 

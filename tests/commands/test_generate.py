@@ -270,7 +270,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         ),
         (
             ["--cache-length", "9"],
-            "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
+            "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, but it has room for 9; "
             "shorten them, or raise cache_length",
         ),
         (
@@ -364,7 +364,7 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     assert said.endswith(
         "GenerationError: cannot continue text 1 after 0 new tokens: the model's logits are NaN.\n"
         f"  blocks.0.attention.{'s_v' if flags else 'w_v'} has NaN or infinity: "
-        "take a model whose weights are finite.\n"
+        "use a model whose weights are finite.\n"
     )
 
 

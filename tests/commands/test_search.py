@@ -422,8 +422,8 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
     ("table", "flags", "said"),
     [
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
-         "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
-         "not there yet. gspmd generate takes"),
+         "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that "
+         "do not exist yet. gspmd generate takes"),
         ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
          "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: "),
         ("[lora]\nrank = 4", ["--stages"],

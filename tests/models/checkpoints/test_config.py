@@ -264,7 +264,11 @@ NLLB = M2M_100 | {
 SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2}
 
 REFUSED_WITH_ENCODER = {
-    "stacks of different widths": (M2M_100, {"decoder_ffn_dim": 40}, "decoder_ffn_dim is 40, and encoder_ffn_dim 20;"),
+    "stacks of different widths": (
+        M2M_100,
+        {"decoder_ffn_dim": 40},
+        "decoder_ffn_dim is 40, and encoder_ffn_dim is 20",
+    ),
     "stacks of different heads": (M2M_100, {"decoder_attention_heads": 6}, "decoder_attention_heads is 6, and encoder"),
     "another padding token": (M2M_100, {"pad_token_id": 0}, "pad_token_id is 0, which is not supported; 1 is"),
     "tokens that are not scaled": (M2M_100, {"scale_embedding": False}, "scale_embedding is false"),

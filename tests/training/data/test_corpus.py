@@ -105,13 +105,14 @@ def test_standard_library_without_installed_packages():
 def test_missing(pattern, fault):
     with pytest.raises(ConfigError) as error:
         data.load([pattern])
-    assert str(error.value) == f"cannot find the data:\n  {fault}"
+    remedy = "Name other files, or none for Python's standard library."
+    assert str(error.value) == f"cannot find the data:\n  {fault} {remedy}"
 
 
 def test_every_missing_pattern_is_named(folder):
     with pytest.raises(ConfigError) as error:
         data.load(["a", f"{folder}/*.txt", "b"])
-    assert error.value.faults == ("no file matches 'a'.", "no file matches 'b'.")
+    assert [fault.partition(". ")[0] for fault in error.value.faults] == ["no file matches 'a'", "no file matches 'b'"]
 
 
 def test_folder_suggests_a_pattern(folder):
