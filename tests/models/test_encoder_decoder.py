@@ -342,9 +342,9 @@ def test_tokens_of_padding_change_no_bit(model):
         ("t5", {}, "this model has an encoder, but there is no source for it."),
         ("decoder", {"source": (2, 4)}, "this model is decoder-only and reads no source."),
         ("t5", {"source": (2, 4), "segments": (2, 8)}, "targets have segments, but the source has none."),
-        ("t5", {"source": (2, 4), "source_segments": (2, 5)}, "source_segments have shape (2, 5), and their tokens"),
-        ("t5", {"source": (1, 4)}, "the source has shape (1, 4), and tokens (2, 8)."),
-        ("decoder", {"segments": (2, 7)}, "segments have shape (2, 7), and their tokens (2, 8)"),
+        ("t5", {"source": (2, 4), "source_segments": (2, 5)}, "source_segments have shape (2, 5), but their tokens"),
+        ("t5", {"source": (1, 4)}, "the source has shape (1, 4), and tokens have shape (2, 8)."),
+        ("decoder", {"segments": (2, 7)}, "segments have shape (2, 7), but their tokens (2, 8)"),
     ],
 )
 def test_refuses_inputs_that_do_not_belong_together(model, given, message):

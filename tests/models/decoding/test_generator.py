@@ -328,7 +328,7 @@ def test_finite_weights_whose_products_overflow_are_an_error_too(faulty, alone):
 
 def test_a_layout_that_pads_otherwise_is_refused(alone):
     layout = alone.model.layout.override({"padding.F": 96})
-    with jax.set_mesh(alone.mesh), pytest.raises(LayoutError, match="would have other shapes"):
+    with jax.set_mesh(alone.mesh), pytest.raises(LayoutError, match="would have different shapes"):
         models.Generator(alone.model, layout)([[1, 2]], 2)
 
 
