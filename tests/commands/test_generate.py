@@ -245,7 +245,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         *(
             (
                 ["--temperature", value],
-                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number, and "
+                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number that is "
                 "not negative (0 takes the likeliest token)\n",
             )
             for value in ("-1", "nan", "inf")
@@ -259,7 +259,7 @@ def test_explain_shows_the_encoder(capsys, translator):
             ["--min-p", "inf"],
             "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
         ),
-        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and a batch has at most"),
+        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, but a batch has at most"),
         (
             ["--cache-length", "1" + "0" * 12],
             "GenerationError: cache_length is 1000000000000; it must be at most 1048576, the number of positions",
@@ -318,7 +318,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
         (
             ["--prefill-layout", "own.toml"],
-            "LayoutError: layout 'own.toml' cannot store parameters as layout 'megatron-1d': they have other mesh axes",
+            "LayoutError: layout 'own.toml' cannot store parameters as layout 'megatron-1d': their mesh axes differ",
         ),
     ],
     ids=lambda value: "-".join(value) or "no checkpoint" if isinstance(value, list) else "",
