@@ -78,7 +78,7 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
         stacked = f"{layers} stacked layers" + f" after the first {config.lead}" * (config.lead > 0)
         if inner:
             stacked = f"{inner} stacked layers of the encoder and {layers} of the decoder"
-        what = "their numbers have to be multiples" if inner else "their number has to be a multiple"
+        what = "their numbers must be multiples" if inner else "their number must be a multiple"
         raise PlanError(
             f"{stacked} do not make {rounds} round{'s' * (rounds > 1)} of {stages} stages.\n"
             f"  {what.capitalize()} of {stages * rounds}: change layers, rounds or mesh."

@@ -215,7 +215,7 @@ class Layout(LayoutTable):
 
         Args:
           devices: number of devices.
-          sizes: the sizes of the dimensions, as for `check`.
+          sizes: the sizes of the dimensions, see `check`.
 
         Raises:
           LayoutError: no mesh of `devices` devices divides the sizes. The message lists the faults of the first mesh,

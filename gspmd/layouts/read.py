@@ -80,7 +80,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
     try:
         return parse_toml(text_of(name))
     except ReadError as error:
-        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It has to be TOML.") from None
+        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It must be TOML.") from None
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:

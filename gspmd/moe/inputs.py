@@ -61,8 +61,8 @@ def array(
         name: the name of the argument, for the error message.
         value: the argument.
         notation: the dimensions of the argument, one letter each.
-        real: whether to accept only floating-point numbers, as for values that are multiplied and differentiated.
-        whole: whether to accept only integers, as for counts.
+        real: whether to accept only floating-point numbers, such as values that are multiplied and differentiated.
+        whole: whether to accept only integers, such as counts.
 
     Raises:
         SpecError: the value is not an array of this rank, or its elements are not of the kind that is accepted.

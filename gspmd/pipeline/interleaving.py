@@ -84,7 +84,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     if x.shape[0] % (rounds * stages):
         raise PlanError(
             f"{x.shape[0]} stacked layers do not make {rounds} rounds of {stages} stages.\n"
-            f"  Their number has to be a multiple of {rounds * stages}."
+            f"  Their number must be a multiple of {rounds * stages}."
         )
     form = _Interleaved(spec, rounds)
     if ctx.compiler_chooses and not spec.reduced:

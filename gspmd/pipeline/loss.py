@@ -262,7 +262,7 @@ def _check(
     for x in jax.tree.leaves(weights):
         if (reduced := _partition(x).reduced) != {*data}:
             raise PlanError(
-                f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights have to be "
+                f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights must be "
                 f"reduced over these axes, and one is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
                 "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
             )

@@ -122,7 +122,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
     Hence the seconds for the fewest microbatches with the bytes for the most bound all numbers between them. The
-    choices are as for two microbatches; they include the choices for any larger number. The global norm of the
+    choices are those for two microbatches; they include the choices for any larger number. The global norm of the
     gradients is left out, which only lowers the bound.
 
     Args:

@@ -313,7 +313,7 @@ def test_explain_shows_the_encoder(capsys, translator):
             "ConfigError: cannot generate text:\n  --target-prompt is for models with an encoder, and this model is "
             "decoder-only",
         ),
-        (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be at most 64"),
+        (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be from 0 to 64"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
         (

@@ -49,7 +49,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield, for every section, the layout with the first spec of each of its lists, with the second, and so on.
 
     Lists of all other sections are left out, because the sizes decide which alternatives of two sections occur
-    together. In an overriding section, other lists are kept as they are.
+    together. In an overriding section, other lists are left unchanged.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))

@@ -133,8 +133,8 @@ _ALL = (
     _parameter("attention.w_q", "EHD", "Query projection."),
     _parameter("attention.w_k", "EKD", "Key projection."),
     _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
-    _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="D"),
-    _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="D"),
+    _activation("attention.query", "BLHD", "Queries, as the attention core reads them, and its result.", local="D"),
+    _activation("attention.key", "BLKD", "Keys and values, as the attention core reads them.", local="D"),
     _parameter("attention.b_q", "HD", "Bias of the queries; scales of an int8 w_q.", default="attention.query"),
     _parameter("attention.b_k", "KD", "Bias of the keys; scales of an int8 w_k.", default="attention.key"),
     _parameter("attention.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="attention.key"),
@@ -207,14 +207,14 @@ _ALL = (
     _activation(
         "cross.query",
         "BLHD",
-        "Queries as the core of cross-attention takes them, and its result.",
+        "Queries, as the core of cross-attention reads them, and its result.",
         default="attention.query",
         local="D",
     ),
     _activation(
         "cross.key",
         "BTKD",
-        "Keys and values of the encoder's output, as the core of cross-attention takes them.",
+        "Keys and values of the encoder's output, as the core of cross-attention reads them.",
         default="attention.key",
         local="D",
     ),
@@ -265,7 +265,7 @@ _ALL = (
         "Bias of the scores by which experts are chosen, which has no gradient.",
         default="moe.router",
     ),
-    _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
+    _activation("moe.groups", "GLE", "The residual in token groups; all of a group is on one device.", local="LE"),
     _activation(
         "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they are sent.", local="XCE"
     ),

@@ -147,7 +147,7 @@ class Watch(threading.Thread):
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
         """Make the first process print a fault of this one, once, and end all others.
 
-        It returns only if this process has to end by itself; otherwise the process ends inside this call.
+        It returns only if this process must end by itself; otherwise the process ends inside this call.
 
         Args:
             message: the fault.
