@@ -64,7 +64,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     made = [var.aval.sharding.mesh for each in ours for var in each.outvars]
     if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):
         raise PlanError(
-            "cannot split a backward pass: an operation has lowering 'xla'.\n  Use 'blocking', or a different schedule."
+            "cannot split a backward pass: an operation has lowering 'xla'.\n  Use 'blocking', or another schedule."
         )
     early: Any
     late: Any
