@@ -59,7 +59,7 @@ def over(axes: Sequence[str]) -> str:
     """Describe how a dimension is sharded, in words that follow "is".
 
     >>> over(("x", "y")), over(())
-    ('sharded over x and y', 'whole')
+    ('sharded over x and y', 'not sharded')
     """
     return f"sharded over {listed(axes)}" if axes else "not sharded"
 
