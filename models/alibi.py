@@ -41,7 +41,7 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
 
 def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
-    """Return the slopes of a model's query heads, as `gspmd.ops.attention` takes them.
+    """Return the slopes of a model's query heads, in the form that `gspmd.ops.attention` reads.
 
     Args:
         config: the model.

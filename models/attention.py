@@ -30,7 +30,7 @@ class Past(Protocol):
     """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the rotary angles of the new tokens, for a kind of layer; sharded as B and L of `spec`."""
+        """Return the rotary angles of the new tokens for a kind of layer, sharded as `spec` shards B and L."""
 
     def growth(self) -> jax.Array:
         """Return the factors [B, L, 1, 1] that scale queries up with the position, for the new tokens."""
@@ -48,9 +48,9 @@ class Past(Protocol):
         """Whether no token is cached, so that the new ones attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them as the cache keeps them.
+        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them in the dtype of the cache.
 
-        The first `rank` numbers are the latent.
+        The first `rank` elements of Z are the latent.
         """
 
     def attend_latents(
@@ -59,17 +59,18 @@ class Past(Protocol):
         """Attend with queries [B, L, H, Z] to the cached latents and to the latents [B, L, Z] of the new tokens.
 
         Returns:
-            [B, L, H, `rank`], the weighted sums of latents. The options are as for `attend`.
+            [B, L, H, `rank`], the weighted sums of latents. The options are those of `attend`.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of an encoded source, which stay as they are."""
+        """Attend with queries to the keys and values of an encoded source, which do not change."""
 
 
 class Attention(Layer):
     """Self-attention on the residual stream, causal in a decoder.
 
-    The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
+    The parallel block calls only `core`, and computes the products around it itself, to share collectives with
+    feed-forward.
 
     Args:
         kind: full, sliding, chunked or unrotated, see `ModelConfig.layer_kinds`.
@@ -139,7 +140,7 @@ class Attention(Layer):
         return query_growth(zigzag_positions(length, ring)[None], self.config)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
+        """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D]; the result is placed as the queries.
 
         With a `past`, the tokens follow it. Without one, sequences begin here, and their tokens are in zigzag order if
         attention is causal and shards L of the keys.
@@ -237,7 +238,7 @@ class CrossAttention(Layer):
 
 
 def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
-    """Divide each head [D] by its root mean square. D is whole on every device, so nothing is sent."""
+    """Divide each head [D] by its root mean square. D is not sharded, so nothing is sent."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
 

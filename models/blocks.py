@@ -24,10 +24,10 @@ from .placement import moved
 
 
 class Block(nnx.Module):
-    """x + Attention(norm x), then x + CrossAttention(norm x) after an encoder, then x + FeedForward(norm x).
+    """x + Attention(norm x), then x + CrossAttention(norm x) if there is an encoder, then x + FeedForward(norm x).
 
-    With `ModelConfig.norms` "after", each part reads the residual stream as it is, and its output is normalised before
-    it is added; with "both", each part has a norm before it and one after it.
+    With `ModelConfig.norms` "after", each part reads the residual stream without a norm, and the part's output is
+    normalised before it is added; with "both", each part has a norm before it and a norm after it.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
@@ -104,7 +104,7 @@ class ParallelBlock(Layer):
     def both(
         self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
     ) -> jax.Array:
-        """Return attention of y plus feed-forward of z, both normed [B, L, E], added before partial sums are reduced.
+        """Return attention of y plus feed-forward of z, both normed [B, L, E], added before they are reduced.
 
         If both inputs are the same array, they are multiplied by all weights in one product.
         """

@@ -32,7 +32,7 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 class LatentConfig:
     """Multi-head latent attention: keys and values of all heads come from one latent vector of each token.
 
-    A cache keeps that vector, and one rotated key that all heads share: rank + rotary numbers for each token.
+    A cache keeps that vector, and one rotated key that all heads share: rank + rotary elements for each token.
 
     Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
     """
@@ -40,13 +40,13 @@ class LatentConfig:
     rank: int = 512
     """Width of the latent of keys and values."""
     query_rank: int = 0
-    """Width of the latent of queries; 0 for queries straight from the residual stream."""
+    """Width of the latent of queries; 0 if queries are made of the residual stream directly."""
     rotary: int = 64
     """Number of elements at the end of a query that are rotated by position, and width of the rotated key."""
     values: int = 128
     """Width of a head's values."""
     norm_epsilon: float = 1e-6
-    """The number added to the mean square in the norms of the latents."""
+    """Number that is added to the mean square in the norms of the latents."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelConfig:
         8632537088
 
     Raises:
-        ValueError: listing every fault, if the sizes do not fit one another.
+        ValueError: the settings have faults, such as sizes that do not fit one another; the message lists all of them.
     """
 
     vocabulary: int = 256
@@ -81,8 +81,8 @@ class ModelConfig:
     head_size: int = 16
     """Width of one head."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention of `heads` heads, with queries of `head_size`; None for keys and values straight from
-    the residual stream."""
+    """Multi-head latent attention of `heads` heads, with queries of `head_size`; None for keys and values made of
+    the residual stream directly."""
     qkv_bias: bool = False
     """Whether queries, keys and values have biases."""
     out_bias: bool = False
@@ -98,7 +98,7 @@ class ModelConfig:
     score_softcap: float | None = None
     """Bound c of the scores of attention, which become c · tanh(score / c) (Gemma 2); None for no bound."""
     sliding_window: int | None = None
-    """Number of last tokens, itself included, to which a token attends in sliding layers."""
+    """Number of tokens to which a token attends in sliding layers: the token itself and those just before it."""
     attention_chunk: int | None = None
     """Number of tokens in each chunk of a text in chunked layers, where a token attends to the tokens of its own chunk
     up to itself (Llama 4)."""
@@ -118,7 +118,7 @@ class ModelConfig:
     ffn_bias: bool = False
     """Whether the matrices of feed-forward layers, and of experts, have biases."""
     norms: str = "before"
-    """Place of the norms of serial blocks: before (on the inputs of attention and feed-forward), after (on their
+    """Position of the norms of serial blocks: before (on the inputs of attention and feed-forward), after (on their
     outputs, OLMo 2) or both (Gemma 2)."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
@@ -155,7 +155,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of wavelengths, for texts longer than those first trained on; None for none."""
+    """Stretching of wavelengths, for texts longer than those first trained on; None for no stretching."""
     local_rope_base: float | None = None
     """Base of the rotary position embedding in sliding layers, whose wavelengths are not stretched (Gemma 3); None if
     they are rotated like all other layers."""
@@ -168,13 +168,13 @@ class ModelConfig:
     norm_bias: bool = False
     """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
-    """The number added to the mean square, or to the variance, in every norm."""
+    """Number that is added to the mean square, or to the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
     """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
-    weights; dots-except-hidden: as dots, and also the feed-forward layer's hidden activations, and keys and values made
-    of latents; selective: only attention (`gspmd_models.remat`). True means full, and False none."""
+    weights; dots-except-hidden: the same as dots, and also the feed-forward layer's hidden activations, and keys and
+    values made of latents; selective: only attention (`gspmd_models.remat`). True means full, and False none."""
     context_length: int | None = None
-    """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
+    """Number of tokens of the longest text for which a public checkpoint says that it was made; longer texts are not
     generated. None for no limit."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`), for serving."""
@@ -183,7 +183,7 @@ class ModelConfig:
     block has separate arrays, which TPUs load while they wait for collectives, and programs contain the blocks one
     after the other."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward layer of every nth block; None for none."""
+    """Experts in place of the feed-forward layer of every nth block; None for a model without experts."""
     lora: LoraConfig | None = None
     """Low-rank adapters of some weights; only the adapters are trained. None for no adapters."""
 
@@ -246,7 +246,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
-        """Return the number of last tokens to which a token attends in a layer of this kind; None for all."""
+        """Return the number of last tokens to which a token attends in a layer of this kind; None for all tokens."""
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
@@ -262,7 +262,7 @@ class ModelConfig:
         return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
-        """Return the config whose rotary embedding layers of this kind have; None if they are not rotated."""
+        """Return the config of the rotary embedding in layers of this kind; None if these layers are not rotated."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
@@ -326,7 +326,7 @@ class ModelConfig:
         """Return the layers of each stack: one stack for each layer of `lead`, then one for each block of the pattern.
 
         Args:
-            layers: of the encoder or the decoder; None for the decoder.
+            layers: number of layers of the encoder or the decoder; None for the decoder.
 
         >>> ModelConfig(layers=7, moe=MoEConfig(every=1, dense_layers=(0,))).stacks()
         (range(0, 1), range(1, 7))
@@ -336,7 +336,7 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the layers whose weights are in one array: as in `stacks`, or each layer alone if not `stacked`."""
+        """Return the layers whose weights are in one array: those of `stacks`, or each layer alone if not `stacked`."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
@@ -352,7 +352,7 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """Position in the pattern of the block whose feed-forward layer is a mixture of experts; -1 for none."""
+        """Position in the pattern of the block whose feed-forward layer is a mixture of experts; -1 without experts."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
@@ -368,7 +368,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, with all experts, without padding of the tables."""
+        """Number of parameters, including all experts, without padding of the tables."""
         return self._parameters(self.moe.experts if self.moe else 0)
 
     @property
@@ -394,7 +394,7 @@ class ModelConfig:
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
             scores, with the window in place of the length in sliding layers, and the chunk in chunked ones; the
-            embedding look-up is not counted, the logits are.
+            embedding look-up is not counted, but the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
@@ -457,7 +457,7 @@ class ModelConfig:
         slots in both stacks.
 
         Args:
-            batch, length, source_length: as for `sizes`.
+            batch, length, source_length: see `sizes`.
 
         Example:
             >>> sizes = ModelConfig(encoder_layers=4).common_sizes(batch=8, length=96, source_length=512)
@@ -507,7 +507,7 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the number of layers before the repeating ones, and the length of their pattern, with the smallest sum.
+    """Return the number of layers before the repeating ones and the length of the pattern, where their sum is smallest.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
@@ -560,20 +560,20 @@ def _faults(config: ModelConfig):
     if config.parallel_norms not in (1, 2):
         yield f"parallel_norms is {config.parallel_norms}; it must be 1 or 2"
     elif config.parallel_norms == 2 and config.block != "parallel":
-        yield 'parallel_norms is 2, and block is serial, which has two norms anyway; set block = "parallel"'
+        yield 'parallel_norms is 2, but block is serial, which has two norms anyway; set block = "parallel"'
     if config.norm_bias and config.norm == "rms":
-        yield 'norm_bias is set, and an RMS norm has none; set norm = "layer"'
+        yield 'norm_bias is set, but an RMS norm has no bias; set norm = "layer"'
     if config.kv_heads > 0 and config.heads % config.kv_heads:
         yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
     if config.lora:
         lacks = [key for key in config.lora.targets if not _has(config, key)]
         if lacks:
             there = ", ".join(key for key in TARGETS if _has(config, key))
-            yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight; it has {there}"
+            yield f"lora.targets has {', '.join(lacks)}, but this model has no such weight; it has {there}"
         if config.int8:
-            yield "lora is set, and a model with int8 weights cannot be trained; merge the adapters first"
+            yield "lora is set, but a model with int8 weights cannot be trained; merge the adapters first"
     if config.encoder_layers and not config.stacked:
-        yield "stacked is off, and encoder_layers is set; blocks of an encoder–decoder are stacked"
+        yield "stacked is off, but encoder_layers is set; blocks of an encoder–decoder are stacked"
     yield from _kind_faults(config)
     yield from _latent_faults(config)
     for name in ("layers", "encoder_layers"):
@@ -582,7 +582,7 @@ def _faults(config: ModelConfig):
     if config.moe and config.moe.dense_layers:
         dense = ", ".join(map(str, config.moe.dense_layers))
         if config.moe.dense_layers[-1] >= config.layers > 0:
-            yield f"moe.dense_layers has {config.moe.dense_layers[-1]}, and the last layer is {config.layers - 1}"
+            yield f"moe.dense_layers has {config.moe.dense_layers[-1]}, but the last layer is {config.layers - 1}"
         elif config.layers > 0 and not config.expert_layers:
             yield f"moe.dense_layers are {dense}, so none of the {config.layers} layers has experts; leave some out"
         elif already := [each for each in config.moe.dense_layers if each % config.moe.every != config.expert_place]:
@@ -591,7 +591,7 @@ def _faults(config: ModelConfig):
         if config.encoder_layers:
             yield "moe.dense_layers is set, but both stacks of an encoder–decoder have one pattern; leave it out"
     if config.moe and config.moe.dense_feed_forward and not config.has_dense_layers:
-        yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, and every layer has experts; leave it out"
+        yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, but every layer has experts; leave it out"
     yield from _position_faults(config)
     yield from _scaling_faults(config)
     yield from _encoder_faults(config)
@@ -612,29 +612,29 @@ def _kind_faults(config: ModelConfig):
     for kind, name in (("sliding", "sliding_window"), ("chunked", "attention_chunk")):
         size = getattr(config, name)
         if kind in config.layer_kinds and size is None:
-            yield f"layer_kinds has {kind!r}, and there is no {name}; set it"
+            yield f"layer_kinds has {kind!r}, but there is no {name}; set it"
         if config.layer_kinds and kind not in config.layer_kinds and size is not None:
-            yield f"{name} is {size}, and layer_kinds has no {kind!r}; leave it out"
+            yield f"{name} is {size}, but layer_kinds has no {kind!r}; leave it out"
     if not config.layer_kinds and config.sliding_window is not None and config.attention_chunk is not None:
-        yield "sliding_window and attention_chunk are set, and layer_kinds is not, which assigns them to layers; set it"
+        yield "sliding_window and attention_chunk are set, but layer_kinds does not assign them to layers; set it"
     if not 0 <= config.query_growth < inf:
         yield f"query_growth is {config.query_growth}; it must not be negative"
     elif config.query_growth and "unrotated" not in config.layer_kinds:
-        yield f"query_growth is {config.query_growth}, and layer_kinds has no 'unrotated'; leave it out"
+        yield f"query_growth is {config.query_growth}, but layer_kinds has no 'unrotated'; leave it out"
     if config.growth_interval < 1:
         yield f"growth_interval is {config.growth_interval}; it must be at least 1"
     elif config.growth_interval != ModelConfig.growth_interval and not config.query_growth:
-        yield f"growth_interval is {config.growth_interval}, and query_growth is 0; leave it out"
+        yield f"growth_interval is {config.growth_interval}, but query_growth is 0; leave it out"
     if config.qk_norm == "rotated" and (config.positions != "rotary" or {*config.kinds} == {"unrotated"}):
-        yield "qk_norm is 'rotated', and no layers are rotated; leave it out"
+        yield "qk_norm is 'rotated', but no layers are rotated; leave it out"
     if config.local_rope_base is not None and (config.sliding_window is None or config.positions != "rotary"):
-        yield "local_rope_base is set, and there are no sliding layers that are rotated; leave it out"
+        yield "local_rope_base is set, but there are no sliding layers that are rotated; leave it out"
     if config.local_rope_base is not None and config.rope_scaling is not None and {*config.kinds} == {"sliding"}:
-        yield "rope_scaling is set, and all layers are sliding and rotated by local_rope_base; leave one out"
+        yield "rope_scaling is set, but all layers are sliding and rotated by local_rope_base; leave one out"
     if "unrotated" in config.layer_kinds and config.positions != "rotary":
-        yield f"layer_kinds has 'unrotated', and positions are {config.positions}; write 'full'"
+        yield f"layer_kinds has 'unrotated', but positions are {config.positions}; write 'full'"
     if config.norms != "before" and config.block != "serial":
-        yield f'norms are {config.norms!r}, and a parallel block has norms only before it; set norms = "before"'
+        yield f'norms are {config.norms!r}, but a parallel block has norms only before it; set norms = "before"'
 
 
 def _latent_faults(config: ModelConfig):
@@ -651,7 +651,7 @@ def _latent_faults(config: ModelConfig):
     if latent.rotary % 2 or not latent.rotary < config.head_size:
         yield f"latent.rotary is {latent.rotary}; it must be even, and less than head_size ({config.head_size})"
     if config.kv_heads != config.heads:
-        yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
+        yield f"kv_heads is {config.kv_heads}, but latent attention has keys for each of {config.heads} heads; set both"
     unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
               "sliding_window": None, "attention_chunk": None, "layer_kinds": (), "positions": "rotary",
               "block": "serial", "encoder_layers": 0, "qkv_clip": None}  # fmt: skip
@@ -678,7 +678,7 @@ def _position_faults(config: ModelConfig):
     for kind, names in of.items():
         for name in names if config.positions != kind else ():
             if getattr(config, name) != getattr(ModelConfig, name):
-                fact = f"{name} is {getattr(config, name)}, and positions are {config.positions}"
+                fact = f"{name} is {getattr(config, name)}, but positions are {config.positions}"
                 yield f'{fact}; set positions = "{kind}"'
     if config.positions == "learned" and config.context_length is None:
         yield "positions are learned, with one vector for each position; set context_length, their number"
@@ -693,9 +693,9 @@ def _scaling_faults(config: ModelConfig):
     pairs = len(scaling.short_factors)
     if scaling.kind == "longrope" and pairs != config.rotary // 2:
         fact = f"rope_scaling has {pairs} short_factors and long_factors"
-        yield f"{fact}, and a head has {config.rotary // 2} rotated pairs; give one of each for every pair"
+        yield f"{fact}, but a head has {config.rotary // 2} rotated pairs; give one of each for every pair"
     if scaling.kind == "dynamic" and config.rotary <= 2:
-        yield "rope_scaling is dynamic, and a head has only one rotated pair, whose wavelength it never changes"
+        yield "rope_scaling is dynamic, but a head has only one rotated pair, whose wavelength is never changed"
 
 
 def _encoder_faults(config: ModelConfig):
@@ -703,14 +703,14 @@ def _encoder_faults(config: ModelConfig):
         yield f"encoder_layers is {config.encoder_layers}; it must not be negative"
     if not config.encoder_layers:
         if config.start_token:
-            yield f"start_token is {config.start_token}, and a decoder-only model begins with text; set encoder_layers"
+            yield f"start_token is {config.start_token}, but a decoder-only model begins with text; set encoder_layers"
         return
     if not 0 <= config.start_token < config.vocabulary:
         yield f"start_token is {config.start_token}, which is not a token of {config.vocabulary}"
     if config.block != "serial":
-        yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
+        yield 'block is parallel, but cross-attention has a norm of its own; set block = "serial"'
     if config.qk_norm != "none":
-        yield "qk_norm is set, and cross-attention has no norms of heads; leave it out"
+        yield "qk_norm is set, but cross-attention has no norms of heads; leave it out"
     for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
             yield f"{name} is {getattr(config, name)}, which no attention of an encoder–decoder has; leave it out"
@@ -724,7 +724,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has the weight `key`, one of those that may have an adapter."""
+    """Return whether the model has the weight `key`, which is one of those that may have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

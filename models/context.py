@@ -25,21 +25,21 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads beside the residual stream; None for an array that a model or a batch lacks.
+    """The arrays that attention reads besides the residual stream; None for an array that a model or a batch lacks.
 
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
         angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
             in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
-        chunks: as `segments`, but a new segment also begins with every chunk of a text, for chunked layers.
+        chunks: the same as `segments`, but every chunk of a text begins a new segment, for chunked layers.
         growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
             queries are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
         memory_segments: the segments of the targets [B, L], placed as the queries of cross-attention, and of the source
             [B, T], placed as its keys.
-        real: [B, L] booleans, False for padding, placed and ordered as experts take them.
+        real: [B, L] booleans, False for padding, placed and ordered as experts read them.
     """
 
     causal: bool = True
@@ -56,7 +56,7 @@ class Context:
 def context_of(
     config: ModelConfig, layout: Layout, segments: jax.Array | None, relative: jax.Array | None, *, causal: bool
 ) -> Context:
-    """Place the segments of a stack's tokens where its attention and its experts take them.
+    """Place the segments of a stack's tokens as its attention and its experts read them.
 
     Args:
         config: the model.
@@ -131,27 +131,27 @@ def check_inputs(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> None:
-    """Refuse inputs that do not fit together; values of segments are checked unless they are traced.
+    """Refuse inputs that do not fit together; the values of segments are checked, unless they are traced.
 
     Raises:
-        ValueError: with the first fault.
+        ValueError: the inputs do not fit together; the message names the first fault.
     """
     if source is None and config.encoder_layers:
-        raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
+        raise ValueError("this model has an encoder, but there is no source for it.\n  Pass source=, integers [B, T].")
     if source is not None and not config.encoder_layers:
-        raise ValueError("this model is decoder-only and reads no source.\n  Leave it out, or set encoder_layers.")
+        raise ValueError("this model is decoder-only and reads no source.\n  Leave source out, or set encoder_layers.")
     if source is None and source_segments is not None:
-        raise ValueError("there are source_segments, and no source.\n  Pass source=, or leave source_segments out.")
+        raise ValueError("there are source_segments, but no source.\n  Pass source=, or leave source_segments out.")
     if source is not None and segments is not None and source_segments is None:
-        raise ValueError("targets have segments, and the source has none.\n  Pass source_segments= too.")
+        raise ValueError("targets have segments, but the source has none.\n  Pass source_segments= too.")
     if source is not None and source.shape[:1] != tokens.shape[:1]:
-        rows = f"the source has shape {source.shape}, and tokens {tokens.shape}"
+        rows = f"the source has shape {source.shape}, and tokens have shape {tokens.shape}"
         raise ValueError(f"{rows}.\n  Pass a row of source for each row of tokens.")
     for name, given, text in (("segments", segments, tokens), ("source_segments", source_segments, source)):
         if given is None or text is None:
             continue
         if given.shape != text.shape:
-            raise ValueError(f"{name} have shape {given.shape}, and their tokens {text.shape}; they must be the same.")
+            raise ValueError(f"{name} have shape {given.shape}, but their tokens {text.shape}; these must be equal.")
         known = not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
         if known and (row := _unordered(np.asarray(given))) is not None:
             raise ValueError(
@@ -159,7 +159,7 @@ def check_inputs(
                 "  Number the texts of a row 1, 2 and so on."
             )
         if known and segments is None and np.asarray(given).max(initial=0) > 1:
-            raise ValueError("a row has several sources, and its targets have no segments.\n  Pass segments= too.")
+            raise ValueError("a row has several sources, but its targets have no segments.\n  Pass segments= too.")
 
 
 def _unordered(segments: np.ndarray) -> int | None:
@@ -204,7 +204,7 @@ def lengths_in(segments: jax.Array) -> jax.Array:
 
 
 def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> np.ndarray | jax.Array:
-    """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` takes them.
+    """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` reads the tokens.
 
     Args:
         layout: the layout of the decoder.

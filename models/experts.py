@@ -109,7 +109,7 @@ class Experts(Layer):
 
 
 def shared_section(layout: Layout) -> Section:
-    """Return the lines of the shared experts in a layout, under the names that a feed-forward layer uses.
+    """Return the lines of the shared experts in a layout, by the names that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
@@ -124,10 +124,10 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     The leading dimension has the same mesh axes before and after, so each device reshapes its own shard.
 
     Raises:
-        ValueError: the tokens do not divide into the groups of `shape`.
+        ValueError: the tokens cannot be divided into the groups of `shape`.
     """
     if math.prod(shape) != x.size:
-        fact = f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size"
+        fact = f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of equal size"
         raise ValueError(f"{fact}; moe.groups must divide the number of tokens")
     if x.shape == shape:
         return x

@@ -26,7 +26,7 @@ class LatentAttention(Attention):
     Z is the sum of the latent's rank and the width of one rotated key, which all heads share. A query's first elements
     are multiplied by keys made of the latent, and its last elements by the rotated key. In training, and where a prompt
     is read in one chunk, keys and values of all heads are computed. With a cache, w_k_up is multiplied into the queries
-    instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached latents: Z numbers
+    instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached latents: Z elements
     per token for all heads.
 
     Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
@@ -60,7 +60,7 @@ class LatentAttention(Attention):
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries may have a latent [B, L, U] of their own."""
+        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries may be made of a latent [B, L, U]."""
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -98,8 +98,8 @@ class LatentAttention(Attention):
             q: [B, L, H, D], rotated.
             latent: [B, L, Z].
             context: the context of the step.
-            in_order: whether tokens are in the order of the text, as in a prompt, and not in the order of a ring; if
-                so, and if L is sharded, the keys are gathered.
+            in_order: whether tokens are in the order of the text, as in a prompt, not in the order of a ring; if so,
+                and if L is sharded, the keys are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
@@ -131,7 +131,7 @@ class LatentAttention(Attention):
         return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
-        """Attend to cached latents; arguments and result are as for `expanded`."""
+        """Attend to cached latents; see `expanded` for arguments and result."""
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
         # The product sums over the channels of w_k_up, so the queries are multiplied by the channels' scales first.
@@ -147,6 +147,6 @@ class LatentAttention(Attention):
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention`, with the scale of a whole query."""
+        """Return the arguments of `gspmd.ops.attention`, with the scale for the width of a complete query."""
         scale = self.config.head_size**-0.5 if self.config.attention_scale is None else self.config.attention_scale
         return super().scores(context) | {"scale": scale}

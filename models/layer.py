@@ -1,8 +1,8 @@
-"""The base class of all layers: parameters by the names of lines, and adapters, scales and biases of products.
+"""The base class of all layers: it looks up parameters by name, and applies adapters, scales and biases to products.
 
 Each layer writes its own equations, such as `at.einsum("hidden, w_out -> residual", ...)`. This base has the operations
-around them: the norm before, and after it the product of a low-rank adapter, the scales of an int8 weight, and a bias,
-if the model has them.
+around an equation: the norm before it and, if the model has them, the low-rank adapter, the scales of an int8 weight
+and the bias after it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Layer(nnx.Module):
         dtype: compute dtype of the products.
 
     Args:
-        weights: its parameters by name, each an attribute; `w_q_a` and `w_q_b` are the adapter of `w_q`. Entries that
-            are mappings belong to other layers, and are not read.
+        weights: the layer's parameters by name; each becomes an attribute. `w_q_a` and `w_q_b` are the adapter of
+            `w_q`. Entries that are mappings belong to other layers, and are not read.
     """
 
     def __init__(self, config: ModelConfig, at: Section, weights: Mapping[str, Any], dtype: Any):
@@ -96,7 +96,7 @@ class Layer(nnx.Module):
         return self.adapted_by(weight, self.at.equation(names), product, x)
 
     def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and a weight's adapter, as `adapted`, for an equation whose specs are not lines."""
+        """Add the product of x and a weight's adapter, like `adapted`, for an equation whose specs are not lines."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:

@@ -49,7 +49,7 @@ from .vectors import cast_matrices
 Values = dict[str, jax.Array]
 
 Chunk = tuple[jax.Array, jax.Array, Values]
-"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and their figures."""
+"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and the experts' figures."""
 
 SCALAR = Spec((), ())
 """The spec of a scalar."""
@@ -89,9 +89,9 @@ def loss(
         rounds: chunks of layers per stage: each microbatch passes through the stages this many times.
         masked: whether some tokens, such as those of a prompt, are read but not predicted. They are given as their
             complement `~t`, which is negative, and the mean is over the other tokens.
-        total: number of tokens that the mean is over; by default the number predicted in `tokens`. For a part of a
-            batch, pass the number of the whole batch divided by the number of parts: then the mean over the parts is
-            the mean over the batch, however unevenly the predicted tokens are distributed.
+        total: number of tokens over which the mean is taken; by default the number that is predicted in `tokens`. For a
+            part of a batch, pass the number of the whole batch divided by the number of parts: then the mean over the
+            parts is the mean over the batch, however unevenly the predicted tokens are distributed.
 
     Returns:
         A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, summed over their layers, and
@@ -147,7 +147,7 @@ def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
     """Mark padding, and tokens that follow a token of another text, as read but not predicted.
 
     Args:
-        tokens, segments: [B, L+1], as for `loss`.
+        tokens, segments: [B, L+1], see `loss`.
 
     Example:
         >>> only_within(jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])).tolist()
@@ -157,7 +157,7 @@ def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
         ValueError: segments and tokens have different shapes.
     """
     if segments.shape != tokens.shape:
-        raise ValueError(f"segments have shape {segments.shape}, but tokens {tokens.shape}; they must be the same.")
+        raise ValueError(f"segments have shape {segments.shape}, but tokens have {tokens.shape}; these must be equal.")
     within = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) | (tokens[:, 1:] < 0)
     return jnp.concatenate([tokens[:, :1], jnp.where(within, tokens[:, 1:], ~tokens[:, 1:])], axis=1)
 
@@ -319,7 +319,7 @@ def _stacked(values: Values, prefix: str, lead: int) -> Values:
 
 
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
-    """Return the weights of a stack's blocks [R, N, ...], by place in the period, for `pipelined`."""
+    """Return the weights of a stack's blocks [R, N, ...], by position in the period, for `pipelined`."""
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
     stacked = nested({short[path]: value for path, value in values.items()})
@@ -352,7 +352,7 @@ def _of_layers(x: jax.Array, axis: str) -> jax.Array:
 
 
 def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Split tokens [B, L+1] into inputs and labels [B, L], placed and ordered as `Transformer.hidden` takes them."""
+    """Split tokens [B, L+1] into inputs and labels [B, L], placed and ordered as `Transformer.hidden` reads them."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))
     inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)

@@ -33,7 +33,7 @@ class ParameterRow:
         spec: the parameter's spec; layers of a scan are stacked in a leading N, which only a pipeline shards.
         shape: the parameter's shape, N first if layers are stacked, with the padding that the layout asks for.
         initialise: function from a random key and the shape to float32 values, the same on every mesh.
-        padding: for each dimension its padding; None if it has none.
+        padding: for each dimension its padding; None for a dimension that is not padded.
     """
 
     key: str
@@ -60,7 +60,7 @@ def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
 
     Raises:
         LayoutError: some layers have no experts, and the layout has no lines for dense layers.
-        ValueError: a spec of the layout has other dimensions than the model's tensor.
+        ValueError: a spec of the layout has different dimensions from the model's tensor.
     """
     _check_dense(config, layout)
     return dict(_rows(config, layout, lambda of, key: of[key]))
@@ -74,7 +74,7 @@ def _check_dense(config: ModelConfig, layout: Layout) -> None:
         lines = (f'{key.partition(".")[2]} = "{dims_of(key)}"' for key in missing)
         raise LayoutError(
             f"cannot use layout '{layout.name}': {layers - config.expert_layers} of the model's {layers} "
-            f"layers have no experts, and {listed(missing)} are not written.\n"
+            f"layers have no experts, but {listed(missing)} are not written.\n"
             f"  Write {listed(lines)} in [ffn], with their mesh axes."
         )
 
@@ -180,7 +180,7 @@ def _rows(
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
-        """Yield A and B of a weight; their product is 0 at first."""
+        """Yield the adapter matrices A and B of a weight; their product is 0 at first."""
         key = tensor.key
         _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None

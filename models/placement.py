@@ -16,7 +16,7 @@ def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
 
 
 def batch_spec(layout: Layout) -> Spec:
-    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens` with L whole, since few meshes divide L+1."""
+    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens`, but L is unsharded: few meshes divide L+1."""
     return layout.spec("embedding.tokens").with_axes("L", ())
 
 

@@ -1,4 +1,4 @@
-"""Scalings of the rotary position embedding, for sequences longer than in a model's first training."""
+"""Scalings of the rotary position embedding, for sequences longer than those of a model's first training."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of the rotary position embedding's wavelengths, for sequences longer than in the first training.
+    """A scaling of the rotary position embedding's wavelengths, for sequences longer than those of the first training.
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
       original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
       high_frequency are the same, as in Llama 4 Scout, nothing lies in between.
-    - `yarn`: as `llama3`, but interpolated by the number of the pair. Cosines and sines are multiplied by
+    - `yarn`: the same as `llama3`, but interpolated by the number of the pair. Cosines and sines are multiplied by
       `attention_factor`.
     - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
       (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
@@ -41,7 +41,7 @@ class RopeScaling:
     tokens.
 
     Raises:
-        ValueError: listing every fault, if the fields do not fit the kind.
+        ValueError: the fields do not fit the kind; the message lists every fault.
 
     Example:
         >>> scaling = RopeScaling("yarn", factor=32.0, original_length=4096)
@@ -63,7 +63,7 @@ class RopeScaling:
     high_frequency: float | None = None
     """Turns within the original length above which a wavelength is unchanged; None for 4 (llama3) or 32 (yarn)."""
     original_length: int = 8192
-    """Length of the sequences first trained on."""
+    """Length of the sequences of the first training."""
     truncate: bool = True
     """Whether yarn rounds the numbers of the two pairs between which it interpolates."""
     attention_factor: float | None = None
@@ -113,7 +113,7 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     high = scaling.high_frequency
     rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
     if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
-        fact = f"low_frequency is {scaling.low_frequency}, and high_frequency {high}"
+        fact = f"low_frequency is {scaling.low_frequency}, and high_frequency is {high}"
         yield f"{fact}; both must be positive, and high_frequency the larger"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"

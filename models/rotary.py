@@ -44,7 +44,8 @@ def rotate(
         ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
+    Differs: by default a pair has one element from each half of the head, which is a permutation of the head's
+    elements.
     """
     size = config.rotary
     cos, sin = cos_sin(np.arange(x.shape[1]), turns(config, x.shape[1])) if angles is None else angles
@@ -101,7 +102,7 @@ def turns(config: ModelConfig, length: int | None = None) -> Turns:
 
 
 def _exponents(config: ModelConfig) -> np.ndarray:
-    """Return the exponents [R/2] of dynamic scaling, which multiplies turns by a text's growth to these powers.
+    """Return the exponents [R/2] of dynamic scaling, which multiplies turns by the growth of a text to these powers.
 
     The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and the
     turns of the last pair are divided by the growth.
@@ -110,7 +111,7 @@ def _exponents(config: ModelConfig) -> np.ndarray:
 
 
 def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each frequency: 0 below low_frequency turns of the original length, 1 above high."""
+    """Return the unscaled share of each frequency: 0 below low_frequency turns per original length, 1 above high."""
     low, high = scaling.low_frequency, scaling.high_frequency
     assert high is not None
     if low == high:
@@ -173,7 +174,7 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
 
     Args:
         positions: [B, L], integers.
-        config: as for `turns`.
+        config: see `turns`.
         lengths: [B, L], the number of tokens of the text at each position, sharded like the positions; needed if the
             scaling depends on the length (`RopeScaling.by_length`).
     """

@@ -49,7 +49,8 @@ def abstract(
             the model also has the scales that `quantize` makes.
 
     Returns:
-        A model whose `arrays` are abstract arguments for lowering a program, which replaces them with `with_arrays`.
+        A model whose `arrays` are abstract arguments with which a program is lowered; the program replaces them by
+        `with_arrays`.
 
     Raises:
         ValueError: a spec does not fit the model or the mesh.

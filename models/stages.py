@@ -21,7 +21,7 @@ from .config import ModelConfig
 from .parameters import parameters, stages_axes
 
 _SHOWN = 6
-"""The most parameters that one error names."""
+"""The largest number of parameters that one error names."""
 
 
 def schedule_of(
@@ -38,10 +38,10 @@ def schedule_of(
         config: the model.
         layout: a `gspmd.Layout`.
         mesh: sizes of its axes.
-        schedule, microbatches, rounds: as for `loss`.
+        schedule, microbatches, rounds: see `loss`.
 
     Raises:
-        PlanError: as for `Schedule.of`; or stages times rounds does not divide the layers; or groups of tokens span
+        PlanError: `Schedule.of` raises it; or stages times rounds does not divide the layers; or groups of tokens span
             several microbatches.
     """
     if not (axes := stages_axes(layout)):
@@ -78,7 +78,7 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
         stacked = f"{layers} stacked layers" + f" after the first {config.lead}" * (config.lead > 0)
         if inner:
             stacked = f"{inner} stacked layers of the encoder and {layers} of the decoder"
-        what = "their numbers have to be multiples" if inner else "their number has to be a multiple"
+        what = "their numbers must be multiples" if inner else "their number must be a multiple"
         raise PlanError(
             f"{stacked} do not make {rounds} round{'s' * (rounds > 1)} of {stages} stages.\n"
             f"  {what.capitalize()} of {stages * rounds}: change layers, rounds or mesh."
@@ -110,11 +110,11 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
     """Check, before anything is traced, that stages do not use lowering `xla` where it cannot train them.
 
     That lowering needs a region of Auto axes within the shard_map of the stages. A mesh of Auto axes does not allow
-    one, unless gradients are partial sums, which are taken under Explicit axes; and a backward pass in two parts cannot
-    split such a region. Embedding lookups in stages are always planned, whatever the lowering.
+    such a region, unless gradients are partial sums, which are computed under Explicit axes; and a backward pass in two
+    parts cannot split such a region. Embedding lookups in stages are always planned, whatever the lowering.
 
     Raises:
-        LayoutError: lines of [lowering] ask for it; the message names all of them.
+        LayoutError: lines of [lowering] ask for `xla`; the message names all of them.
     """
     stages, data = stages_axes(layout), side_axes(config, layout)
     if not stages or not {*mesh.axis_names} - {*stages, *data}:  # arrays are unsharded within a stage
@@ -150,13 +150,13 @@ def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def for_stages(config: ModelConfig, layout: Layout) -> Any:
-    """Return a layout with parameter specs as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
+    """Return a layout with the parameter specs of a pipeline's loss in training, such as `EF_yz reduced-x`.
 
     Their gradients stay partial sums until the end of the step, over the mesh axes along which pipelines run side by
     side (`side_axes`).
 
     Raises:
-        PlanError: [gradients] has partial sums over other axes.
+        PlanError: [gradients] has partial sums over different axes.
     """
     data = side_axes(config, layout)
     given, faults = {}, []

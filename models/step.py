@@ -109,11 +109,11 @@ class Language:
         return 1 if stages_axes(layout) else microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Any:
-        """Return the layout with parameter specs as the loss takes them; see `Layout.for_loss` and `for_stages`."""
+        """Return the layout with the parameter specs of the loss; see `Layout.for_loss` and `for_stages`."""
         return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens that the mean loss of a batch is over; None for all tokens."""
+        """Return the number of tokens over which the loss of a batch is averaged; None stands for all tokens."""
         # Read from the batch, not from `packed`: `training_step` builds steps that leave this setting out.
         segments = tokens.get("segments") if isinstance(tokens, Mapping) else None
         if segments is not None:
@@ -191,7 +191,7 @@ class Language:
         return Transformer(self.config, layout, nested(params), self.dtype)
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
-        """Split rows [expert layers, X], the encoder's first, into one array [N, X] for each bias, by its path."""
+        """Split rows [expert layers, X], the encoder's first, into an array [N, X] for each bias, by its path."""
         config, found = self.config, {}
         ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
         for path, row in parameters(config, layout).items():
@@ -242,7 +242,7 @@ def check_step(
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         microbatches: the number of parts of the batch.
-        frozen: patterns of parameters that are not trained, as for `trained_paths`.
+        frozen: patterns of parameters that are not trained; see `trained_paths`.
         source_length: tokens per source, if the model has an encoder.
 
     Raises:
@@ -268,12 +268,12 @@ def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, leng
     """Check that the mesh divides the experts' slots as the layout shards them; dropless experts have no slots.
 
     Args:
-        config, layout, mesh, length: as for `check_step`.
+        config, layout, mesh, length: see `check_step`.
         batch: sequences whose tokens are routed together.
-        train: whether to use the experts' capacity of training, not of evaluation.
+        train: whether to use the experts' capacity of training instead of that of evaluation.
 
     Raises:
-        LayoutError: the mesh does not divide them; the message lists every fault.
+        LayoutError: the mesh does not divide the slots; the message lists every fault.
     """
     moe = config.moe
     if moe is None or config.is_dropless:
@@ -314,7 +314,7 @@ def training_step(
             and so are random draws.
         schedule: the pipeline's schedule: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: chunks of layers per stage of a pipeline; with more than one, the schedule is interleaved.
-        frozen: patterns of parameters that are not trained, as for `trained_paths`. They have no gradients and no
+        frozen: patterns of parameters that are not trained; see `trained_paths`. They have no gradients and no
             optimizer state. With adapters (`ModelConfig.lora`), all other parameters are frozen too.
         parameter_dtype: dtype in which matrices are stored; if not float32, the optimizer keeps float32 masters.
 
@@ -368,7 +368,7 @@ def abstract_gradients(
         model: a model, possibly abstract.
         params: the parameters, or their shapes.
         mesh: the mesh.
-        frozen: patterns of parameters that are not trained, as for `training_step`.
+        frozen: patterns of parameters that are not trained; see `training_step`.
     """
     return building.abstract_gradients(_language(model), model.layout, params, mesh, frozen)
 
@@ -379,7 +379,7 @@ def evaluation_step(
     """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
 
     Args:
-        model: a model, possibly abstract, as for `training_step`.
+        model: a model, possibly abstract; see `training_step`.
         microbatches: number of parts of a batch that follow one another through the stages of a pipeline.
         rounds: chunks of layers per stage of a pipeline.
 
@@ -392,7 +392,7 @@ def evaluation_step(
 def forward_step(model: Transformer) -> Callable[..., jax.Array]:
     """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], placed by the layout; no key/value cache.
 
-    An encoder–decoder takes a source [B, T] as a third argument.
+    For an encoder–decoder, a source [B, T] is the third argument.
     """
 
     def forward(params: Parameters, tokens: jax.Array, source: jax.Array | None = None) -> jax.Array:

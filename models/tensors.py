@@ -38,7 +38,7 @@ _OTHER_SIZES = {
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of dimensions in a line; some letters have a different size there than in most lines.
+    """Return the sizes of the dimensions of a line; in some lines, letters have sizes that differ from those elsewhere.
 
     F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
     width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
@@ -108,7 +108,10 @@ class Tensor:
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the dimensions of parameters, without padding, and the named sizes for `line_sizes`."""
+    """Return the unpadded sizes of the dimensions of parameters, by letter and, for `line_sizes`, by name.
+
+    The names (`shared`, `dense`, `rank` and others) are for sizes that a letter has only in some lines.
+    """
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
     dense = config.moe.dense_feed_forward if config.moe else 0
     return sizes | latent_widths(config) | {"shared": width_of_shared(config), "dense": dense or config.feed_forward}
@@ -146,7 +149,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
 def _stack(
     config: ModelConfig, prefix: str, layers: int, sizes: Mapping[str, int], *, cross: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the parameters of the blocks of the encoder or the decoder; `prefix` begins their paths."""
+    """Yield the parameters of the blocks of the encoder or the decoder; their paths begin with `prefix`."""
     if config.positions == "relative":
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
     for place, numbers in enumerate(config.weight_stacks(layers)):

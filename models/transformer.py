@@ -100,7 +100,7 @@ class BlockStack(nnx.Module):
         return run_blocks(self.config, stack, x, context, keys, train=train)
 
     def stacked(self) -> Stack:
-        """Return the blocks as a scan takes them.
+        """Return the blocks in the form that a scan needs.
 
         If a pipeline shards N over stages, the weights are gathered: only `loss` runs in stages.
         """
@@ -132,7 +132,7 @@ class Encoder(BlockStack):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream, which `memory_of` takes, and the experts' figures."""
+        """Return the residual stream, from which `memory_of` makes the memory, and the experts' figures."""
         context = context_of(self.config, self.layout, segments, self.table, causal=False)
         return self.run(x, context, key=key, train=train)
 
@@ -162,7 +162,7 @@ class Transformer(BlockStack):
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`. A compiled program cannot refuse an id outside the
                 vocabulary; such an id is embedded as zeros.
-            source, segments, source_segments: as for `hidden`.
+            source, segments, source_segments: see `hidden`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -225,8 +225,8 @@ class Transformer(BlockStack):
         """Return the memory [B, T, E] of a source, placed as `cross.memory`, and the figures of the encoder's experts.
 
         Args:
-            source, segments: as `source` and `source_segments` of `hidden`.
-            key, train: as for `hidden`.
+            source, segments: the `source` and `source_segments` of `hidden`.
+            key, train: see `hidden`.
         """
         if not self.config.encoder_layers:
             raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
@@ -307,7 +307,7 @@ def run_first(
     train: bool,
     in_loop: bool = True,
 ) -> tuple[jax.Array, list[Figures]]:
-    """Run the blocks before the repeating ones, each recomputed by itself; the arguments are as for `run_blocks`.
+    """Run the blocks before the repeating ones, each recomputed by itself; see `run_blocks` for the arguments.
 
     Returns:
         The residual stream, and the figures of each block that has experts.
@@ -394,7 +394,7 @@ class Embedding(Layer):
             # Only constants are checked: they number the tokens of a whole row. An array has positions in the texts of
             # a packed row, or in a prompt, whose length is checked before; positions of padding do not matter.
             if shape[1] > (most := self.config.context_length or 0):
-                raise ValueError(f"a sequence has {shape[1]} tokens, and this model has {most} learned positions.")
+                raise ValueError(f"a sequence has {shape[1]} tokens, but this model has {most} learned positions.")
             positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), shape)
             batch = Spec(batch.dims, ((), ()))
         placed = moved(positions, batch, self.at.spec("tokens"))
@@ -423,7 +423,7 @@ def embedded_source(
         config: the model.
         layout: the layout of the decoder, including the encoder's section.
         weights: the weights of the embedding.
-        source: [B, T], as for `Transformer.hidden`.
+        source: [B, T], see `Transformer.hidden`.
         segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
     """
@@ -457,7 +457,7 @@ def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spe
     Args:
         config: the model; `position_offset` is added to every position.
         positions: [L] constants, or [B, L] placed as `batch`.
-        batch: the spec of a batch of tokens, with L whole.
+        batch: the spec of a batch of tokens, with L unsharded.
         spec: the spec of the residual stream.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
@@ -577,5 +577,5 @@ def mesh_of(values: Mapping[str, Any]) -> Mesh:
 
 
 def with_arrays(model: Transformer, values: Mapping[str, Any]) -> Transformer:
-    """Return the same model with other parameters, by path; `values` may be tracers, or shapes."""
+    """Return the same model with the parameters `values`, by path, which may be tracers or shapes."""
     return Transformer(model.config, model.layout, nested(values), model.dtype)

@@ -1,4 +1,4 @@
-"""Weights of blocks as separate arrays, which a TPU loads before the block that multiplies by them runs."""
+"""Weights of blocks as separate arrays: a TPU loads these before it runs the block that multiplies by them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
     if not model.config.stacked:
         raise ValueError("the blocks of this model are not stacked.")
     if stages_axes(model.layout):
-        raise ValueError("the blocks of this model are on pipeline stages, which hold stacks; take another layout.")
+        raise ValueError("the blocks of this model are on pipeline stages, which hold stacks; use another layout.")
     config, values = replace(model.config, stacked=False), arrays(model)
     made: dict[str, Any] = {}
     with jax.set_mesh(mesh_of(values)):

@@ -16,7 +16,7 @@ from gspmd.layouts.table import LayoutTable
 
 
 class _Op:
-    """An operation on the way down: its name, the weights that it takes, and the lines of its vias."""
+    """An operation in the figure: its name, the lines of its weights, and the lines of its vias."""
 
     def __init__(self, name: str, *weights: str, vias: tuple[str, ...] = ()):
         self.name, self.weights, self.vias = name, weights, vias
@@ -54,14 +54,14 @@ _FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
 _NAMES, _LIST = 12.0, 128.0
-"""Left edge of names, and least left edge of the specs in a list, to the right of their names."""
+"""Left edge of the names in a list, and smallest left edge of the specs, which stand to the right of the names."""
 _SKIP, _SPINE, _WEIGHTS = 100.0, 168.0, 246.0
-"""Least positions of three columns: the residual stream around a block, the boxes of activations, the weights."""
+"""Smallest x positions of three columns: the residual stream around a block, the boxes of activations, the weights."""
 _NARROW = 300.0
-"""Least width of a panel."""
+"""Smallest width of a panel."""
 _BOX, _WEIGHT, _GAP, _PAD, _BETWEEN, _APART = 24.0, 27.0, 18.0, 10.0, 20.0, 12.0
 _MOST = 8
-"""The most lines of an overriding section that are written."""
+"""The largest number of lines of an overriding section that the figure shows."""
 
 
 def layout_figure(layout: LayoutTable) -> Figure:
@@ -87,7 +87,7 @@ def as_html(layout: LayoutTable) -> str:
 
 
 def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
-    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    """Return as HTML a sentence, and below it the lines and the figure of a layout that a search found."""
     rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
     drawn = layout_figure(layout).document(standalone=False)
     return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
@@ -98,7 +98,7 @@ def _html(text: str) -> str:
 
 
 def _notation(text: str) -> list[Run]:
-    """Return the text of a line with subscripts, or unchanged if it is not a spec, which `Layout.check` reports."""
+    """Return the text of a line with subscripts, or unchanged if it is not a spec (`Layout.check` reports this)."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -265,7 +265,7 @@ class _Drawing:
         return y + _BOX
 
     def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
-        """Draw an operation with the weights that it takes; return its end."""
+        """Draw an operation with its weights; return its end."""
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)
@@ -294,7 +294,7 @@ class _Drawing:
             self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
-        """Draw the sum at which the residual stream joins again, and the stream."""
+        """Draw the residual stream around a block, and the sum at which it joins the result of the block."""
         canvas = self.canvas
         canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
         canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")
@@ -325,7 +325,7 @@ class _Drawing:
 
 
 def _shown(lines: Mapping[str, Text]) -> dict[str, Text]:
-    """Return the lines of an overriding section that are written."""
+    """Return the lines of an overriding section that the figure shows."""
     return dict(list(lines.items())[:_MOST])
 
 

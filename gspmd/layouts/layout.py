@@ -43,7 +43,7 @@ class Layout(LayoutTable):
       dimensions: a mapping from user-defined letter to its meaning.
       own: a mapping from keys of user-defined sections to the dimensions of their specs; None derives it from `table`.
       padding: a mapping from dimension to the multiple that it is padded to.
-      choices: the alternatives that `resolved` took; `chosen` has them as text, one line for each section.
+      choices: the alternatives that `resolved` chose; `chosen` has them as text, one line for each section.
       serves: the phase of this layout (see `phase`); empty for training.
       is_encoder: whether this is the layout of an encoder (see `stack`), whose attention is not causal.
 
@@ -59,7 +59,7 @@ class Layout(LayoutTable):
 
     @classmethod
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
-        """Load a preset by name, or a TOML file by path (anything with a slash or that ends in `.toml`).
+        """Load a preset by its name, or a TOML file by its path (a name with a slash, or one that ends in `.toml`).
 
         A file with `base = "megatron-1d"` holds only the lines that differ; a base that is a path is relative to the
         file.
@@ -120,7 +120,7 @@ class Layout(LayoutTable):
     def phase(self, name: str) -> "Layout":
         """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
 
-        If the layout has no section of that name, it is returned as it is.
+        If the layout has no section of that name, it is returned unchanged.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -155,7 +155,7 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        So both layouts use the same stored weights; the equations of this layout move the weights when they use them.
+        The stored weights then serve both layouts: the equations of this layout move the weights when they use them.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -168,7 +168,7 @@ class Layout(LayoutTable):
         return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
-        """Return this layout for one position of every sequence: L has size 1 and is unsharded in every activation.
+        """Return this layout for one position of every sequence: L has size 1, and is not sharded in any activation.
 
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
@@ -215,7 +215,7 @@ class Layout(LayoutTable):
 
         Args:
           devices: number of devices.
-          sizes: the sizes of the dimensions, as for `check`.
+          sizes: the sizes of the dimensions, see `check`.
 
         Raises:
           LayoutError: no mesh of `devices` devices divides the sizes. The message lists the faults of the first mesh,
@@ -237,7 +237,8 @@ class Layout(LayoutTable):
         below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
         closest = (next((n for n in side if self._dividing_mesh(n, sizes)), 0) for side in (below, above))
         numbers = [str(n) for n in closest if n]
-        others = f"\n  With {' or '.join(numbers)} device{'s' * (numbers != ['1'])} they divide." if numbers else ""
+        counts = f"{' or '.join(numbers)} device{'s' * (numbers != ['1'])}"
+        others = f"\n  With {counts}, the mesh divides them." if numbers else ""
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
@@ -266,14 +267,16 @@ class Layout(LayoutTable):
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
         """Return this layout with one spec for every key: of alternatives, the first whose mesh axes divide the sizes.
 
-        The choice is made for all lists of a section together. A layout without alternatives is returned as it is.
+        The choice is made for all lists of a section together. A layout without alternatives is returned unchanged.
 
         Args:
-          sizes: as for `check`; dimensions without a size are assumed to divide.
+          sizes: sizes of the dimensions, as `check` gets them; mesh axes are assumed to divide dimensions without a
+              size.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None for one device.
 
         Raises:
-          LayoutError: no alternative of some section divides (the message says why), or its lists differ in length.
+          LayoutError: no alternative of some section fits the sizes (the message says why), or the lists of a section
+              differ in length.
 
         Example:
           >>> layout = Layout.load("replicated").override({"attention.query": ("B_xyLHD", "B_yLH_xD", "BLH_xyD")})
@@ -325,9 +328,10 @@ class Layout(LayoutTable):
         """Check the whole table for these sizes on this mesh, and return the layout.
 
         Args:
-          sizes: size of each dimension by letter; dimensions without a size are assumed to divide. The number of token
-              groups G is the number of sequences B unless given. The [moe] section is required only if X is given. M is
-              the number of microbatches of a training step; the mesh must divide the batch of each microbatch.
+          sizes: size of each dimension by letter; mesh axes are assumed to divide dimensions without a size. The number
+              of token groups G is the number of sequences B unless given. The [moe] section is required only if X is
+              given. M is the number of microbatches of a training step; the mesh must divide the batch of each
+              microbatch.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
           dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`): no line may move their rows.
           trained: keys of the parameters that the model has and trains. For biases, norms and tables among them,
@@ -335,8 +339,8 @@ class Layout(LayoutTable):
 
         Raises:
           LayoutError: the layout has faults, and the message lists all of them: unknown or missing keys, unreadable
-            specs, wrong dimensions, undeclared mesh axes, sizes that do not divide, tensors that are not sharded alike
-            though they must be, and vias that prevent a partial sum of [gradients].
+            specs, wrong dimensions, undeclared mesh axes, sizes that the mesh axes do not divide, tensors that are not
+            sharded alike though they must be, and vias that prevent a partial sum of [gradients].
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name

@@ -66,7 +66,8 @@ def read_sizes(sizes: Any) -> Mapping[str, int]:
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):
-        raise LayoutError(f'cannot read sizes from {shown(sizes)}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
+        remedy = 'Pass a mapping from dimensions to sizes, such as {"B": 8, "E": 64}.'
+        raise LayoutError(f"cannot read sizes from {shown(sizes)}.\n  {remedy}")
     for dim, size in sizes.items():
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
             raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number of at least 0.")

@@ -60,7 +60,7 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
     """
     if not isinstance(text, str) or not _REST.fullmatch(_NAME.sub("", text)):
         raise LayoutError(
-            f"cannot read {shown(text)}: an equation of a section has the names of lines.\n"
+            f"cannot read {shown(text)}: an equation of a section consists of the names of lines.\n"
             '  Write it as "residual, w_in -> hidden", with lines of other sections as "attention.query".'
         )
     keys: list[str] = []
@@ -151,7 +151,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec of a weight when it is multiplied by `left`, from the spec of the first weight of its group."""
+    """Return the spec in which a weight is multiplied by `left`, derived from that of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

@@ -1,4 +1,4 @@
-"""Print layouts as text, on one line or whole, and rankings as HTML for notebooks."""
+"""Layouts as text, on one line or in full, and rankings as HTML for notebooks."""
 
 from collections.abc import Iterator, Sequence
 from html import escape

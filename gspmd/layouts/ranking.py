@@ -121,7 +121,7 @@ def rank(
         remedy = f"{suggestion(str(objective), OBJECTIVES)}Rank by {' or '.join(OBJECTIVES)}."
         raise LayoutError(f"cannot rank layouts by {shown(objective)}.\n  {remedy}")
     if not isinstance(gated, bool):
-        raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  It is True or False.")
+        raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  Pass True or False.")
     layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
     plan("E -> E", sizes, mesh, dtype, row)  # raises here if dtype or mesh is invalid, which is not a layout's fault
     ranked = [_measure(layout, sizes, mesh, row, gated, dtype) for layout in layouts]

@@ -80,7 +80,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
     try:
         return parse_toml(text_of(name))
     except ReadError as error:
-        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It has to be TOML.") from None
+        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It must be TOML.") from None
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables, as TOML makes them of an unquoted `ffn.w_in`, into such keys; lists become tuples."""
+    """Flatten the nested tables that TOML makes of an unquoted `ffn.w_in` to keys with dots; lists become tuples."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

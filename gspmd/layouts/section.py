@@ -60,7 +60,7 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the layout's key for a name: `w_in` is in this section, `attention.query` in another one."""
+        """Return the layout's key for a name: `w_in`, or `attention.query` for a line of a different section."""
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:
@@ -87,7 +87,7 @@ class Section:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def equation(self, text: str) -> Equation:
-        """Return the equation with specs for an equation with names of lines.
+        """Return an equation with the names of lines replaced by their specs.
 
         Args:
           text: such as `"residual, w_in -> hidden"`; lines of other sections have the section's name before theirs,
@@ -109,11 +109,11 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation with names of lines, with the via that the layout has for it.
+        """Compute an equation written with names of lines, with the via that the layout has for the equation.
 
         Args:
-          text: as for `equation`.
-          operands: as for `gspmd.einsum`.
+          text: the equation, as `equation` reads it.
+            operands: the operands of `gspmd.einsum`.
           via: the name of the via's line; None for the line that belongs to the weight, such as `in_via` for `w_in`.
           options: further arguments of `gspmd.einsum`.
 

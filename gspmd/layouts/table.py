@@ -13,13 +13,13 @@ from gspmd.layouts.section import Section
 
 @dataclass(frozen=True)
 class ChosenAlternatives:
-    """The alternatives that were taken in one section.
+    """The alternatives that were chosen in one section.
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
       name: the printed name: the overriding section, or the part of the model.
-      place, count: the position of the alternative that was taken, from 0, and the number of alternatives.
-      specs: key to the spec that was taken.
+      place, count: the position of the chosen alternative, from 0, and the number of alternatives.
+        specs: a mapping from key to the spec that was chosen.
     """
 
     section: str
@@ -72,7 +72,7 @@ class LayoutTable:
         return default if spec is None else spec
 
     def spec(self, key: str) -> Spec:
-        """Return the spec of a tensor, parsed. Raises as `layout[key]` does."""
+        """Return the spec of a tensor, parsed; raise the same errors as `layout[key]`."""
         return Spec.parse(self[key])
 
     def section(self, part: str) -> Section:
@@ -137,7 +137,7 @@ class LayoutTable:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The alternatives that `resolved` took and that nothing has overridden since, one line for each section."""
+        """The alternatives that `resolved` chose and that nothing has overridden since, one line for each section."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table
@@ -163,7 +163,7 @@ def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
 
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """Return the error for the name of a part or a phase that no layout has."""
+    """Return the error for the name of a part or a phase that does not exist."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

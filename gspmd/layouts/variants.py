@@ -15,13 +15,14 @@ from gspmd.reading import WHOLE, whole_number
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:
-    """Return a layout with the specs, lowerings and multiples of padding of `specs`; their texts are only parsed.
+    """Return a layout with the specs, lowerings and multiples of padding in `specs`, which are parsed but not checked.
 
     Raises:
       LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
     """
     if not isinstance(specs, Mapping):
-        raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
+        remedy = 'Pass a mapping from keys to specs, such as {"ffn.w_in": "E_xF_y"}.'
+        raise LayoutError(f"cannot override with {shown(specs)}.\n  {remedy}")
     # As in a file, lines for both phases of serving are applied first, so that lines for one phase override them.
     for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
         section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
@@ -41,7 +42,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 
 
 def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
-    """Return a layout with another spec for a key of its table or of an overriding section."""
+    """Return a layout with a different spec for one key of its table or of an overriding section."""
     section, _, rest = key.partition(".")
     if not (section in OVERRIDES or section == SERVING) or key in layout.own:
         return replace(layout, table={**layout.table, key: text})
@@ -51,7 +52,7 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Refuse a spec that cannot be read now, and not only when the layout is checked.
+    """Refuse a spec that cannot be read at once, not only when the layout is checked.
 
     Raises:
       LayoutError: the spec, or one of the alternatives, cannot be read; lists every fault.
@@ -89,8 +90,8 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
     if set(layout.axes) != set(other.axes):
         of = [f"'{each.name}' has {', '.join(each.axes)}" for each in (layout, other)]
         raise LayoutError(
-            f"layout '{layout.name}' cannot store parameters as layout '{other.name}': they have other mesh axes.\n"
-            f"  {of[0]}, and {of[1]}; give both the same, unused ones with size 1."
+            f"layout '{layout.name}' cannot store parameters as layout '{other.name}': their mesh axes differ.\n"
+            f"  {of[0]}, and {of[1]}; declare the same axes in both, and give unused ones size 1."
         )
     caches = {f"cache.{key}": other.cache(key) for key in CACHE}
     stored = dict(parameters_of(other))
@@ -105,7 +106,7 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
-    """Return those specs of a table that shard L, with L whole: one position cannot be divided.
+    """Return those specs of a table that shard L, with L unsharded: one position cannot be divided.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
@@ -177,7 +178,7 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 
 
 def _one_position(text: str, kind: str) -> str:
-    """Return a spec or a via with L whole; the unchanged text if L is whole already."""
+    """Return a spec or a via with L unsharded; return the text unchanged if it does not shard L."""
     if kind == "via":
         activation, weight = parse_via(text).specs
         sharded = "L" in activation.dims and activation.axes_of("L")

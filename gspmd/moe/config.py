@@ -14,7 +14,7 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router on which a config depends.
+    """The properties of a router that determine which settings of a config apply to it, and their defaults.
 
     Attributes:
         choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
@@ -259,20 +259,20 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         return
     kind, name = ROUTERS[config.router], config.router
     if not any(_number_faults(config)) and config.experts < config.choices:
-        yield f"router {name} sends a token to {config.choices} experts; experts is {config.experts}."
+        yield f"router {name} sends a token to {config.choices} experts, but experts is {config.experts}."
     if config.k is not None and (kind.choices or kind.by_experts):
         fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"
-        yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or take router top-k."
+        yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or use router top-k."
     if config.renormalize is False and name != "top-k":
-        yield f"renormalize is false, but that is a setting of router top-k, not of {name}; take router top-k."
+        yield f"renormalize is false, but that is a setting of router top-k, not of {name}; use router top-k."
     for setting in ("shared_width", "shared_mix"):
         if getattr(config, setting) and config.shared == 0:
-            yield f"{setting} is {shown(getattr(config, setting))}, and there are no shared experts; set shared."
+            yield f"{setting} is {shown(getattr(config, setting))}, but there are no shared experts; set shared."
     yield from _score_faults(config, kind)
     if kind.by_experts and config.priority is True:
-        yield f"priority orders tokens that wait for slots, and in router {name} no token waits; leave it out."
+        yield f"priority orders tokens that wait for slots, but in router {name} no token waits; leave it out."
     if kind.by_experts and config.dispatch == "dropless":
-        yield f"router {name} fills the slots of every expert, and dropless has no slots; take dispatch sort."
+        yield f"router {name} fills the slots of every expert, but dropless has no slots; use dispatch sort."
 
 
 def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
@@ -290,7 +290,7 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
         ):
             if getattr(config, name) != getattr(MoEConfig, name):
                 fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
-                yield f"{fact}, not of {config.router}; take router top-k."
+                yield f"{fact}, not of {config.router}; use router top-k."
         return
     if any(_number_faults(config)):
         return
@@ -304,7 +304,7 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
     elif kept * each < config.choices:
         yield f"{kept} groups of {each} experts have fewer than the {config.choices} that a token is sent to."
     if config.bias_rate and not config.choice_bias:
-        yield f"bias_rate is {config.bias_rate}, and there is no bias to change; set choice_bias."
+        yield f"bias_rate is {config.bias_rate}, but there is no bias to change; set choice_bias."
     if config.gate_inputs and config.choices != 1:
         yield f"gate_inputs multiplies an input by one gate, but a token has {config.choices} choices; set k to 1."
     elif config.gate_inputs and config.renormalize:

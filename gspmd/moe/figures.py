@@ -14,7 +14,7 @@ _SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Return the terms that `figures` adds up, for each group: [G, 6 + X].
+    """Return the terms of each group that `figures` adds up: [G, 6 + X].
 
     The first three are the loss, 1 if the group has a real token, and the number of real tokens. The next three are
     sums over real tokens: the share of dropped choices, the entropy of the router's probabilities, and the largest

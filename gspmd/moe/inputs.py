@@ -61,11 +61,11 @@ def array(
         name: the name of the argument, for the error message.
         value: the argument.
         notation: the dimensions of the argument, one letter each.
-        real: whether to accept only floating-point numbers, as for values that are multiplied and differentiated.
-        whole: whether to accept only integers, as for counts.
+        real: whether to accept only floating-point numbers, such as values that are multiplied and differentiated.
+        whole: whether to accept only integers, such as counts.
 
     Raises:
-        SpecError: the value is not an array of this rank and kind of number.
+        SpecError: the value is not an array of this rank, or its elements are not of the kind that is accepted.
     """
     wanted = f"[{', '.join(notation)}]"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -80,12 +80,12 @@ def array(
             remedy = f"Pass an array {wanted}."
             raise SpecError(f"cannot {doing}: {name} is {shown(value)}, which is not an array.\n  {remedy}") from None
     if len(value.shape) != len(notation):
-        fact = f"{name} is {wanted}; found {tuple(value.shape)}"
+        fact = f"{name} must have dimensions {wanted}, but it has shape {tuple(value.shape)}"
         raise SpecError(f"cannot {doing}: {fact}.\n  Pass an array of {len(notation)} dimensions.")
     kinds = ("floating",) if real else ("integer",) if whole else ("floating", "integer", "bool_")
     if not any(jnp.issubdtype(value.dtype, getattr(jnp, kind)) for kind in kinds):
         numbers = "floating-point numbers" if real else "integers" if whole else "real numbers"
-        raise SpecError(f"cannot {doing}: {name} is of {value.dtype}.\n  Cast it: {name} holds {numbers}.")
+        raise SpecError(f"cannot {doing}: {name} has dtype {value.dtype}.\n  Cast it: {name} holds {numbers}.")
     return value
 
 

@@ -64,7 +64,7 @@ def expert_layer(
             if the config has them. If products have biases, also "b_in" [X, F], "b_out" [X, E], and "b_gate" [X, F]; a
             token's gate multiplies an expert's output including its bias. The experts' weights may be int8, with
             float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. Such weights are moved
-            as int8, cast to the tokens' dtype for the products, and have no gradient.
+                as int8, cast to the tokens' dtype for the products, and have no gradient.
         layout: the moe section of a layout, with the lines router, groups, dispatched, expert_input, w_in, w_gate,
             hidden and w_out; b_in and b_out for biases or int8 weights; router_bias and choice_bias if the config has
             them; and optionally router_noise, in_via and out_via.
@@ -142,14 +142,17 @@ def _checked(x, weights, layout, config, key, mask, activation):
     if mask is not None:
         mask = inputs.array(_DOING, "mask", mask, "GL")
         if mask.shape != x.shape[:2]:
-            raise SpecError(f"cannot run experts: a mask of x {x.shape} is {x.shape[:2]}; found {mask.shape}.")
+            raise SpecError(
+                f"cannot run experts: for x of shape {x.shape} the mask must have shape {x.shape[:2]}, but it has "
+                f"{mask.shape}."
+            )
     return *_of_one_dtype(x, _weights(x, weights, config, activation)), mask
 
 
 def _weights(
     x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Return the weights that router and activation need, with their shapes checked."""
+    """Return the weights that router and activation need, after checking their shapes."""
     matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
     quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
     ends = [name.removeprefix("w_") for name in matrices]
@@ -168,12 +171,13 @@ def _weights(
     other = [name for name in matrices if arrays[name].dtype != jnp.int8]
     if quantized and other:
         raise SpecError(
-            f"cannot run experts: w_in is int8, and {', '.join(other)} not.\n  Quantize all of them, or none."
+            f"cannot run experts: w_in is int8, but {', '.join(other)} {'is' if len(other) == 1 else 'are'} not.\n"
+            "  Quantize all of them, or none."
         )
     sizes = {"E": x.shape[-1], "X": config.experts, "F": arrays["w_in"].shape[-1]}
     wanted = {name: tuple(sizes[dim] for dim in _DIMS[name]) for name in needed}
     faults = [
-        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {arrays[name].shape}."
+        f"\n  {name} must have shape [{', '.join(_DIMS[name])}] = {shape}, but has {arrays[name].shape}."
         for name, shape in wanted.items()
         if arrays[name].shape != shape
     ]

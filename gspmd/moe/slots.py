@@ -17,7 +17,7 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""With more choices per slot than this, most have no slot, and one pass over slots beats a gather per choice."""
+"""With more choices per slot than this, most choices have no slot; one pass over slots beats a gather per choice."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
@@ -106,7 +106,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GECM->GSM).
     """
-    doing = "combine the experts' answers"
+    doing = "combine the experts' outputs"
     _check_form(doing, form)
     y = inputs.array(doing, "y", y, "GXCE", real=True)
     _, experts, capacity, _ = y.shape
@@ -116,7 +116,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
 @partial(jax.jit, static_argnames=("form", "together"))
 def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False) -> jax.Array:
-    """Combine the outputs for a device's own groups; `together` as in `to_slots`."""
+    """Combine the outputs for a device's own groups; see `to_slots` for `together`."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
         indices = routing.expert, routing.slot, routing.kept
@@ -135,9 +135,9 @@ def _check_form(doing: str, form: str) -> None:
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """Return the routing if it has these groups, tokens, experts and slots; refuse any other.
+    """Return the routing if it has these groups, tokens, experts and slots, and raise an error otherwise.
 
-    With another capacity, a slot beyond an expert's capacity would be a slot of the next expert.
+    If the capacities differed, a slot beyond an expert's capacity would be a slot of the next expert.
     """
     if not isinstance(routing, Routing):
         raise SpecError(f"cannot {doing}: routing is not a Routing.\n  Pass the result of gspmd.moe.route.")
@@ -155,7 +155,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
     pairs = [("groups G", shape[0], groups), ("experts X", experts, routing.experts),
              ("slots C per expert", capacity, routing.capacity)]  # fmt: skip
     pairs += [("tokens L of a group", shape[1], tokens)] if len(shape) == 3 else []
-    return [f"It has {given} {what}, and the routing has {known}."
+    return [f"It has {given} {what}, but the routing has {known}."
             for what, given, known in pairs if known is not None and given != known]  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def collect(rows: jax.Array, gate: jax.Array, holder: jax.Array, place: jax.Arra
     Args:
         rows: [G, R, E].
         gate: [G, L, k] float32.
-        holder, place: as for `spread`.
+        holder, place: see `spread`.
 
     Returns:
         [G, L, E], of the rows' dtype.

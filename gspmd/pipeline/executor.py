@@ -1,14 +1,14 @@
 """Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
 
-Every stage computes in every slot of a tick, and its results are masked if it has no microbatch in the slot: a permute
-in a branch that only some devices take would wait for the others. Gradients are computed here too, chunk by chunk, by
-`jax.vjp` of a chunk's forward pass. This pass is computed again from the chunk's input, so for each microbatch in
-flight a stage holds only the input of a chunk.
+Every stage computes in every slot of a tick, and its results are masked if the stage has no microbatch in the slot: if
+a permute stood in a branch that only some devices take, it would wait for the other devices. Gradients are computed
+here too, chunk by chunk, by `jax.vjp` of a chunk's forward pass. The forward pass is computed again from the chunk's
+input, so for each microbatch in flight a stage holds only the input of a chunk.
 
 Several stacks of blocks, such as an encoder and a decoder, are pipelines one after the other through the same stages.
-The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages beside
-the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way, and each
-stage adds its contribution.
+The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages next
+to the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way, and
+each stage adds its contribution.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Send stacked layers to the stages that compute them: with several rounds a stage computes layers of several places.
+"""Send stacked layers to the stages that compute them; with several rounds, a stage computes several runs of layers.
 
 Stage q of S stores N/S consecutive layers of N, from layer q·N/S on. R rounds divide the layers into R·S chunks, and
 stage s computes chunk r·S + s in round r. So each stage stores R chunks and computes R chunks. The storing and the
@@ -32,7 +32,7 @@ from gspmd.planner.steps import Step
 
 
 class StageChunk(NamedTuple):
-    """A chunk of layers: its place in the stage that stores it, and its round in the stage that computes it.
+    """A chunk of layers: its position in the stage that stores it, and its round in the stage that computes it.
 
     Attributes:
         source: the stage that stores the chunk.
@@ -84,7 +84,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     if x.shape[0] % (rounds * stages):
         raise PlanError(
             f"{x.shape[0]} stacked layers do not make {rounds} rounds of {stages} stages.\n"
-            f"  Their number has to be a multiple of {rounds * stages}."
+            f"  Their number must be a multiple of {rounds * stages}."
         )
     form = _Interleaved(spec, rounds)
     if ctx.compiler_chooses and not spec.reduced:
@@ -163,7 +163,7 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
-    """Return one stage's entry in a table of all stages."""
+    """Return the entry of one stage in a table of all stages."""
     return jnp.asarray(table, jnp.int32)[stage]
 
 

@@ -45,21 +45,21 @@ def pipelined(
     The three functions get arrays that are global over the other mesh axes, if there are any, and may call any
     operation of gspmd. In each tick a stage sends x to the next stage, and the gradient of its input to the previous
     stage, by one permute each. Gradients of all microbatches are added up on the devices of the weights. Every stage
-    has a copy of `shared`, whose gradients are summed over the stages once. Along the mesh axes `data`, pipelines run
-    side by side, each on its own sequences, and the loss is the mean over them. Gradients are returned as partial sums
-    over `data`, which the caller reduces.
+    has a copy of `shared`, and the gradients of `shared` are summed over the stages once. Along the mesh axes `data`,
+    pipelines run side by side, each on its own sequences, and the loss is the mean over them. Gradients are returned as
+    partial sums over `data`, which the caller reduces.
 
     Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each stack has chunks in every
     stage, and a microbatch goes through all stages for the first stack and then through all stages for the second.
-    Every chunk of the second stack reads the output y of the first, which goes from stage to stage beside x:
+    Every chunk of the second stack reads the output y of the first, which goes from stage to stage together with x:
 
         y = chunk(weights[0][r, s], y, batch, r·S + s)       first stack, whose first() makes y
         x = chunk(weights[1][r, s], x, batch, r·S + s, y)    second stack, whose last() returns the loss
 
     Args:
         stages: the three functions; for several stacks, a sequence of them.
-        schedule: the work of each stage in each tick, for one stack; several stacks use `Schedule.in_stacks` of it. If
-            the loss is not differentiated, only forward passes run.
+        schedule: the work of each stage in each tick, for one stack; for several stacks, `Schedule.in_stacks` derives
+            their schedules from it. If the loss is not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
         stream: the spec of x; for several stacks, a sequence with the spec of each stack's x.
         shared: a spec for every array of the shared weights, in the same tree.
@@ -78,12 +78,11 @@ def pipelined(
         have no gradient.
 
     Raises:
-        PlanError: a spec leaves a dimension open (`E_?`); there is not a spec for each stack; or a stack other than the
-            last has `last`, or the last has none. The returned function raises PlanError if there are not weights for
-            each stack; if the mesh lacks `axis` or an axis of `data`; if the size of `axis` is not the number of
-            stages; or if a weight is not `reduced` over `data`, which needs Explicit mesh axes. If the mesh has further
-            axes, it also raises PlanError if an operation has lowering `"xla"` under Auto axes or in schedule
-            `"zero-bubble"`.
+        PlanError: a spec leaves a dimension open (`E_?`); a stack has no spec; or a stack other than the last has
+            `last`, or the last has none. The returned function raises PlanError if weights are not given for each
+            stack; if the mesh lacks `axis` or an axis of `data`; if the size of `axis` is not the number of stages; or
+            if a weight is not `reduced` over `data`, which needs Explicit mesh axes. If the mesh has further axes, it
+            also raises PlanError if an operation has lowering `"xla"` under Auto axes or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -108,11 +107,11 @@ def pipelined(
     stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)
     streams = tuple(map(Spec.parse, (stream,) if isinstance(stream, str | Spec) else stream))
     if len(streams) != len(stacks) or not stacks:
-        fact = f"stacks: {len(stacks)}, streams: {len(streams)}"
-        raise PlanError(f"cannot make a pipeline: {fact}.\n  Give one spec for each stack.")
+        fact = f"the number of stacks is {len(stacks)}, but stream= has {len(streams)} of their specs"
+        raise PlanError(f"cannot make a pipeline: {fact}.\n  Pass in stream= one spec for each Stages.")
     for number, stack in enumerate(stacks, 1):
         if (stack.last is None) == (number == len(stacks)):
-            fault = "has no last() to compute the loss" if stack.last is None else "has last(), and another one follows"
+            fault = "has no last() to compute the loss" if stack.last is None else "has last(), but a stack follows it"
             remedy = "Give Stages(last=...)." if stack.last is None else "Leave it out."
             raise PlanError(f"stack {number} of {len(stacks)} {fault}.\n  {remedy}")
     shared = jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
@@ -178,7 +177,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Sum the figures of the pipelines side by side to figures [R, N, ...]."""
+    """Sum the figures of all pipelines side by side; the result has the figures [R, N, ...] of each layer."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
@@ -200,7 +199,7 @@ def _whole(x: jax.Array) -> jax.Array:
 
 
 def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> StageResults:
-    """Run the executor in a shard_map over the axes of the stages and of the data; the other axes stay as they are.
+    """Run the executor in a shard_map over the axes of the stages and of the data, and over no other axes.
 
     JAX 0.10.2 has no partial sums in a shard_map over only some axes. So this shard_map includes the axes of the data:
     each device adds up its own summand, and the results have a dimension of summands, which comes first or, for shared
@@ -263,7 +262,7 @@ def _check(
     for x in jax.tree.leaves(weights):
         if (reduced := _partition(x).reduced) != {*data}:
             raise PlanError(
-                f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights have to be "
+                f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights must be "
                 f"reduced over these axes, and one is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
                 "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
             )
@@ -274,7 +273,7 @@ def _partition(x: jax.Array) -> jax.P:
 
 
 def _along(partition: jax.P, axes: tuple[str, ...]) -> jax.P:
-    """Return the part of a partition over some mesh axes."""
+    """Return a partition with only those mesh axes that are in `axes`."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in partition)
     return jax.P(*(tuple(name for name in entry if name in axes) or None for entry in entries))
 

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline as tables, which say for every tick what each stage computes of which microbatch.
+"""The schedules of a pipeline as tables: for every tick, the microbatch and the kind of work of each stage.
 
 All stages run one program in lockstep. A tick has a slot for each kind of work that any stage does in it, and stages
 without this work wait. A stage computes `rounds` chunks of layers: in round r, stage s computes chunk r·S + s. So a
@@ -118,9 +118,9 @@ class Schedule:
         return cls(name, stages, microbatches, rounds, _ticks(name, stages, microbatches, rounds, 0, 1))
 
     def in_stacks(self, count: int) -> "tuple[Schedule, ...]":
-        """Return the schedules of several stacks of blocks, through which every microbatch goes one after the other.
+        """Return the schedules of several stacks of blocks; a microbatch goes through the stacks one after the other.
 
-        All schedules have the same ticks. A stack receives what another stack sent in the previous tick.
+        All schedules have the same ticks. A stack receives what a different stack sent in the previous tick.
 
         Args:
             count: the number of stacks.
@@ -162,16 +162,16 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the place where a chunk's input is held from its forward to its backward pass."""
+        """By kind, tick and stage, the position of a chunk's input, held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the place of the residuals of a backward pass that gradients of weights need."""
+        """By kind, tick and stage, the position of the residuals of a backward pass that gradients of weights need."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
-        """Assign the first free place to each work, so that the number of places is as small as possible."""
+        """Assign the first free position to each work, so that the number of positions is as small as possible."""
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
@@ -186,7 +186,7 @@ class Schedule:
 
     @property
     def in_flight(self) -> int:
-        """The largest number of chunk inputs that a stage holds at a time."""
+        """The largest number of chunk inputs that a stage holds at any time."""
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
@@ -195,7 +195,7 @@ class Schedule:
             yield tuple(self.ticks[ticks[0]]), ticks
 
     def describe(self) -> str:
-        """Describe the schedule in one line.
+        """Describe the schedule on one line.
 
         >>> Schedule.of("gpipe", stages=4, microbatches=8).describe()
         'gpipe of 8 microbatches through 4 stages, bubble 27%'

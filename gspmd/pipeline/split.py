@@ -1,4 +1,4 @@
-"""Split a function in two: the first part computes some of the results, the second the others, from kept values.
+"""Split a function in two: the first part keeps values, from which the second part computes some of the results.
 
 Zero-bubble schedules split a backward pass in this way. The first part computes the gradient of the input, for which
 the previous stage waits; the second part computes gradients of weights, for which no stage waits. Only operations that
@@ -37,7 +37,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """Split a function into two parts, one for each of its two results.
 
     An operation that both parts need runs in the first part. If the parts need different results of an operation that
-    JAX can split, such as the gradient of an equation, each part computes its own results.
+    JAX can split, such as the gradient of an equation, each part computes the results that it needs.
 
     Args:
         f: (fixed, moving) -> (early, late).
@@ -96,7 +96,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
 
 def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
-    """Return the operations that compute `results` from the values in `there`, reduced to their used results."""
+    """Return the operations that compute `results` from the values in `there`, without results that are not used."""
     wanted = {var for var in results if not isinstance(var, Literal)} - there
     found: list[Any] = []
     for equation in reversed(whole.eqns):

@@ -32,7 +32,8 @@ class Stages:
         first: (shared, batch) -> x, the input of the first stage, such as an embedding.
         chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
             scalar that is added to the loss of the last stage. The figures are a tree of float32 arrays with a row for
-            each layer. In a stack that follows another, `chunk` has a further argument, the output of the other stack.
+            each layer. In a stack that follows another, `chunk` has a further argument, the output of the previous
+            stack.
         last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that another follows.
         chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. `chunk` then
             gets them as its first argument: (shared, weights, x, batch, number).
@@ -49,7 +50,7 @@ class Stages:
 
 
 Streams = tuple[jax.Array, ...]
-"""The arrays that a stage sends to the next: the stack's stream and, if there is one, the previous stack's output."""
+"""The arrays that a stage sends to the next: the stack's stream and, if a stack precedes it, that stack's output."""
 
 
 class StackState(NamedTuple):
@@ -111,7 +112,7 @@ class StageOfStack:
         return TickSlots(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
 
     def _mine(self, row: "TickSlots") -> "TickSlots":
-        """Return this stage's entry of a row."""
+        """Return the entry of this stage in a row."""
         return TickSlots(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
 
     # -- ticks --------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class StageOfStack:
     def forward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ended: Streams
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's forward pass; for the first stage, `ended` is the previous stack's output, if any."""
+        """Compute a chunk's forward pass; in the first stage, `ended` has the output of the previous stack, if any."""
         row = self._mine(rows)
         batch = row_of(self.microbatches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
@@ -166,7 +167,7 @@ class StageOfStack:
     def backward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ending: jax.Array | None
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's backward pass; for the last stage, `ending` is the next stack's cotangent, if any."""
+        """Compute a chunk's backward pass; in the last stage, `ending` is the cotangent of the next stack, or None."""
         row = self._mine(rows)
         number, _, is_last = self._chunk(row)
         x, *before = (row_of(held, row.input) for held in state.inputs)
@@ -223,7 +224,7 @@ class StageOfStack:
         return ((of_x, *of_before), loss, figures), (of_shared, of_weights)
 
     def _chunk(self, row: "TickSlots") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the number of the chunk that this stage computes, and whether it is the first or the last of all."""
+        """Return the number of this stage's chunk, whether the chunk is the first, and whether it is the last."""
         number = row.round * self.schedule.stages + lax.axis_index(self.axis)
         return number, *self._ends(number)
 
@@ -278,7 +279,7 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the step that sends a stream to the next or previous stage, by the name of the tensor.
+    """Return, with the name of the tensor, the step that sends a stream to the next or previous stage.
 
     Args:
         stream: the spec of the stream in a stage.
@@ -299,7 +300,7 @@ def sent(
 
 
 class TickSlots(NamedTuple):
-    """The slots of one kind: arrays [ticks, stages] from `rows`, [stages] in a tick, or scalars for one stage."""
+    """The slots of one kind: arrays [ticks, stages] from `rows`, [stages] in a tick, scalars in one stage."""
 
     microbatch: jax.Array
     round: jax.Array
@@ -326,7 +327,7 @@ def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) 
 
 
 def wide_zeros(tree: Tree) -> Tree:
-    """Return zeros to which gradients are added; float32 even for narrower weights, since many gradients are added."""
+    """Return zeros to which gradients are added, in float32 even for narrower weights, for sums of many gradients."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 

@@ -1,4 +1,4 @@
-"""Arrangements of a run: each is a layout on a mesh, in force from a step on; the state is moved between them."""
+"""Arrangements of a run: a layout on a mesh, in force from a step on; the state is moved from one to the next."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,12 +55,12 @@ def arrange(
     Args:
         training: the settings with the changes of layout.
         sharding: the first layout and mesh; its lowering and axis types apply to all arrangements.
-        sizes: sizes of the model's dimensions, as for `Layout.check`.
+        sizes: sizes of the model's dimensions; see `Layout.check`.
         begin: the layout to begin in; by default the layout that `sharding` names.
 
     Raises:
         ConfigError: the mesh of a change does not have as many devices as the run.
-        HostError, LayoutError: as for `make_mesh`, for any of the layouts.
+        HostError, LayoutError: `make_mesh` raises one of these for one of the layouts.
     """
     changes = [parse_relayout(change) for change in training.relayout]
     layouts = [Layout.load(begin or sharding.layout).override(sharding.overrides)]
@@ -73,7 +73,7 @@ def arrange(
     for change, layout in zip(changes, layouts[1:]):
         shape = layout.complete_mesh(parse_mesh(change.mesh)) if change.mesh else layout.mesh_for(len(devices), sizes)
         if (wanted := math.prod(shape.values())) != len(devices):
-            fault = f"mesh {change.mesh} has {wanted} devices, but the run has {len(devices)}, and keeps them all."
+            fault = f"mesh {change.mesh} has {wanted} devices, but the run has {len(devices)}, and keeps all of them."
             raise ConfigError(f"cannot change the layout, {str(change)!r}:", [fault])
         layout.check(sizes, shape)
         meshes.append(_mesh(shape, devices, sharding))
@@ -87,7 +87,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     Args:
         sharding: the requested mesh or number of devices; if it names neither, all devices are used.
         layout: factors devices into a mesh that divides the sizes, if no mesh is given.
-        sizes: sizes of the model's dimensions, as for `Layout.check`.
+        sizes: sizes of the model's dimensions; see `Layout.check`.
         host_devices: number of fake devices of a CPU if neither a mesh nor their number is requested.
 
     Raises:
@@ -105,7 +105,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
 
 
 def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend, and return as many devices as the settings ask for; `host_devices` as for `make_mesh`.
+    """Start the backend, and return as many devices as the settings ask for; see `make_mesh` for `host_devices`.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -115,7 +115,7 @@ def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device
 
 
 def _wanted(sharding: ShardingConfig) -> int | None:
-    """Return the requested number of devices; None for all."""
+    """Return the requested number of devices, or None for all devices."""
     wanted = math.prod(parse_mesh(sharding.mesh).values()) if sharding.mesh else sharding.devices
     if sharding.devices not in (None, wanted):
         fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
@@ -128,7 +128,7 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: Sha
         raise ConfigError(
             "cannot make a mesh:",
             [
-                f"the devices are of {slices} TPU slices, and commands run on one.",
+                f"the devices belong to {slices} TPU slices, but a command runs on one slice.",
                 f"Compile for several: {manual.page('slices.md')}.",
             ],
         )
@@ -141,7 +141,7 @@ def move(state: TrainState, like: TrainState) -> TrainState:
 
     Args:
         state: the state, of arrays.
-        like: shapes with shardings, or arrays, on another mesh, in the tree structure of `state`.
+        like: shapes with shardings, or arrays, on a different mesh, in the tree structure of `state`.
 
     Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
         run as it goes on.
@@ -160,7 +160,7 @@ def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
     """Refuse states that cannot be moved to each other's shardings, for example of layouts that pad differently.
 
     Args:
-        states: an arrangement's name, and the shapes and dtypes of its state.
+        states: a mapping from the name of an arrangement to the shapes and dtypes of its state.
 
     Raises:
         ConfigError: arrays differ from those of the first state; lists them.
@@ -174,7 +174,7 @@ def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
         faults += [f"... and {len(paths) - _SHOWN} more."] * (len(paths) > _SHOWN)
         if faults:
             raise ConfigError(
-                "cannot change to a layout that pads differently:", [*faults, "Take layouts that pad alike."]
+                "cannot change to a layout that pads differently:", [*faults, "Use layouts that pad alike."]
             )
 
 

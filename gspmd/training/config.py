@@ -25,7 +25,7 @@ __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig",
 
 
 _SHORT = 50
-"""Number of steps below which a run is a trial, whose end should not take longer than its steps."""
+"""Number of steps below which a run counts as a trial; the end of a trial should not take longer than its steps."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainingConfig:
     batch: int = 32
     """Sequences per update, over all devices."""
     length: int = 256
-    """Tokens that a sequence predicts; they are bytes if there is no tokenizer."""
+    """Number of predicted tokens of a sequence; tokens are bytes if there is no tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype that the model computes in."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -49,7 +49,7 @@ class TrainingConfig:
     """Task that the text is turned into: next-token for a decoder-only model; span-corruption (T5, Switch), prefix or
     pairs for an encoder–decoder."""
     source_length: int = 256
-    """Tokens of an encoder's input; --length is for its decoder."""
+    """Number of tokens of the encoder's input; --length is for the decoder."""
     noise_density: float = 0.15
     """Share of the tokens that span-corruption replaces by sentinels."""
     mean_span: float = 3.0
@@ -57,7 +57,7 @@ class TrainingConfig:
     pack: bool = False
     """Whether several documents (next-token), or pairs, share a row; attention stays within each document or pair."""
     data_prompt: str = ""
-    """Field of a record with its prompt, which is read before the text and not predicted."""
+    """Field of a record with its prompt, which the model reads before the text, but does not predict."""
     data_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, with its text."""
     data_source: str = ""
@@ -97,7 +97,7 @@ class TrainingConfig:
     """Patterns of parameters that are not trained, such as 'embedding.*', quoted; they have no gradient and no
     optimizer state."""
     seed: int = 0
-    """Seed of parameters, order of the data, and the router's noise."""
+    """Seed of the parameters, the order of the data, and the router's noise."""
     relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A change of layout after a step, such as 200=zero-3, or 200=zero-3:x=4,y=2 with its mesh; repeatable."""
     log: Literal["wandb"] | None = None
@@ -182,13 +182,13 @@ class OptimizerConfig:
     beta2: float = 0.98
     """Decay of the second moment."""
     epsilon: float = 1e-8
-    """The number added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient; 0 for no clipping."""
     moments: Literal["float32", "int8"] = "float32"
-    """Dtype in which Adam's moments are kept; int8 has a scale for each block of numbers, and rounds stochastically."""
+    """Dtype in which Adam's moments are kept; int8 has a scale for each block of values, and rounds stochastically."""
     moments_block: int = 64
-    """Numbers that share a scale in int8, along the last dimension of a parameter; each device has whole blocks."""
+    """Values along the last dimension of a parameter that share a scale in int8; each device must hold whole blocks."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -233,7 +233,7 @@ class ShardingConfig:
 
     layout: str = "gshard"
     """A preset's name, the path of a layout file (in a settings file, relative to its folder), or auto (only in
-    `gspmd train` and `gspmd generate`): a layout is then searched for the devices at hand, or for --mesh."""
+    `gspmd train` and `gspmd generate`): gspmd then searches for a layout for the available devices, or for --mesh."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Lowering | None = None
@@ -250,9 +250,9 @@ class ShardingConfig:
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An option of the compiler for the step, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Platform to run on; the best that JAX finds if not given."""
+    """Platform to run on; if not given, the best one that JAX finds."""
     devices: int | None = None
-    """Number of devices of all processes; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+    """Number of devices, of all processes together; if not given, all accelerators, or 8 fake devices on a CPU."""
     distributed: str = ""
     """auto for the processes that SLURM, Open MPI or Kubernetes has started, or HOST:PORT,processes=N,process=I."""
 
@@ -329,7 +329,7 @@ def _check_objective(config: TrainingConfig, faults: list[str]) -> None:
 
 
 def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) -> None:
-    """Add a fault for every change of layout that cannot be read, or whose step is not after the one before it."""
+    """Add a fault for every change of layout that cannot be read, or that does not come after the previous change."""
     last = 0
     for text in changes:
         try:
@@ -360,7 +360,7 @@ def _check_profile(text: str, steps: int, faults: list[str]) -> None:
 
 
 def _literals(config: Dataclass, faults: list[str]) -> None:
-    """Add a fault for every Literal field with another value."""
+    """Add a fault for every Literal field whose value is not one of its literals."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         arms = (hints[field.name], *typing.get_args(hints[field.name]))

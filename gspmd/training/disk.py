@@ -5,10 +5,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file so that it has its old or its complete new contents, whenever the process or the machine ends.
+    """Write a file atomically: if the process or the machine ends meanwhile, the file has its old or its new contents.
 
-    The text is written to another file, which is renamed once it is on disk. Otherwise the new name may reach the disk
-    before the contents, and leave an empty file.
+    The text is written to a temporary file, which is renamed once its contents are on disk. If it were renamed earlier,
+    the new name might reach the disk before the contents, and leave an empty file.
     """
     beside = path.with_name(f"{path.name}.tmp")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)

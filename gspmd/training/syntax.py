@@ -56,7 +56,7 @@ def parse_processes(text: str) -> Processes:
         Processes(address='node1:8476', processes=4, process=0)
 
     Raises:
-        ConfigError: the text has another form, or there is no such process.
+        ConfigError: the text does not have this form, or there is no such process.
     """
     address, *parts = (part.strip() for part in text.split(","))
     name, _, port = address.rpartition(":")
@@ -85,7 +85,7 @@ def parse_relayout(text: str) -> Relayout:
         ''
 
     Raises:
-        ConfigError: the text has another form, or its mesh cannot be read.
+        ConfigError: the text does not have this form, or its mesh cannot be read.
     """
     step, equals, rest = text.partition("=")
     layout, colon, mesh = rest.rpartition(":")
@@ -100,7 +100,7 @@ def parse_relayout(text: str) -> Relayout:
 
 
 AUTO = "auto"
-"""The value of `--layout` that asks for a search; `auto:FILE` for a search of the lines of a file."""
+"""The value of `--layout` that asks for a search; `auto:FILE` asks for a search for the lines of a file."""
 
 
 def lines_searched(layout: str) -> str | None:
@@ -143,7 +143,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         elif not NAME.fullmatch(axis):
             faults.append(f"mesh axes are named by a lowercase letter and then letters, digits or _, not {axis!r}.")
         elif axis in mesh:
-            faults.append(f"mesh axis {axis} comes twice.")
+            faults.append(f"mesh axis {axis} appears twice.")
         elif size.startswith("-") or not number:
             faults.append(f"mesh axis {axis} must have a positive size, but has {size}.")
         else:

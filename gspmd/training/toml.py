@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 
 def _shortened(line: str) -> str:
-    """Return a line, without its middle if it is too long to be read."""
+    """Return a line, without its middle if the line is very long."""
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
 
 
@@ -54,7 +54,8 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
     Returns: An instance of `cls`, with relative paths resolved from the file's folder.
 
     Raises:
-        ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
+        ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; the message
+            lists all faults.
     """
     try:
         values = read_toml(path)
@@ -78,7 +79,7 @@ def _is_instance(value: Any) -> typing.TypeGuard[Dataclass]:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the given values") -> T:
-    """Read settings as `load_toml` does, from a mapping.
+    """Read settings from a mapping, as `load_toml` does from a file.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not positive, not finite, or a whole number of at least `LIMIT`; None passes.
+    """Add a fault for every value that is not positive, not finite, or not below `LIMIT`; None is valid.
 
     Example:
         >>> faults = []
@@ -130,7 +131,7 @@ def positive(faults: list[str], **values: float | None) -> None:
 
 
 def not_negative(faults: list[str], **values: float | None) -> None:
-    """Check numbers as `positive` does, and let zero pass too."""
+    """Check numbers as `positive` does, but allow zero."""
     for name, value in values.items():
         if value is not None and not value >= 0:
             faults.append(f"{name} must not be negative, but is {value}.")
@@ -198,7 +199,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _text_fault(text: str) -> str | None:
-    """Return the reason for which a text cannot be a setting; None if it can."""
+    """Return the reason why a string cannot be a setting; None if it can."""
     if "\0" in text:  # No file name can contain it.
         return "must have no null bytes"
     try:

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint: messages become the text that its model was trained on."""
+"""Chat templates of a checkpoint, which render messages as text in the form on which the model was trained."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FOLDER = "additional_chat_templates"
 DEFAULT = "default"
 
 _SECONDS = 10
-"""The limit on the processor time of a template; the templates of published models take a few milliseconds."""
+"""The limit on the processor time of a template, in seconds; templates of published models take a few milliseconds."""
 _BYTES = 2**30
 _CHARACTERS = 2**24
 
 _WATCHED = sys.platform == "darwin"
 """Whether gspmd watches the memory of the process, because the system accepts a limit but does not enforce it."""
 _PAUSE = 0.05
-"""Seconds between two checks of that memory; a processor can fill about 100 MB in this time."""
+"""Seconds between two checks of the memory; a process can fill about 100 MB in this time."""
 
 #: The names under which a message's reasoning is passed; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -43,7 +43,7 @@ def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dic
     of tokenizer_config.json.
 
     Raises:
-        CheckpointError: a file cannot be read, or the entry is neither a text nor a list of named texts.
+        CheckpointError: a file cannot be read, or the entry is neither a string nor a list of named strings.
     """
     files = {DEFAULT: folder / FILE} if os.path.lexists(folder / FILE) else {}
     files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
@@ -59,7 +59,7 @@ def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dic
             return {DEFAULT: only}
         case [*entries] if all(isinstance(_part(each, part), str) for each in entries for part in ("name", "template")):
             return {each["name"]: each["template"] for each in entries}
-    fault = f'chat_template of {CONFIG} must be a text, or a list of {{"name": ..., "template": ...}}.'
+    fault = f'chat_template of {CONFIG} must be a string, or a list of {{"name": ..., "template": ...}}.'
     raise CheckpointError(doing, [fault])
 
 
@@ -89,9 +89,9 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
         fault = f"the tokenizer has no chat template: neither {FILE} nor chat_template in {CONFIG}. Add the file, or "
         fault += "continue a text that you write in the model's own form (--prompt without --chat)."
     elif name:
-        fault = f"there is no chat template {name!r}; take one of {there}."
+        fault = f"there is no chat template {name!r}; use one of {there}."
     else:
-        fault = f"the chat templates are {there}, and none is the default; choose one (--chat-template NAME)."
+        fault = f"the chat templates are {there}, but none is the default; choose one (--chat-template NAME)."
     raise CheckpointError(doing, [fault])
 
 
@@ -189,7 +189,7 @@ def _folders(*packages: str) -> list[str]:
 
 def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
     where = f", line {line}" if line else ""
-    remedy = "Change the messages, take another template (--chat-template NAME), or write the text yourself (--prompt)."
+    remedy = "Change the messages, use another template (--chat-template NAME), or write the text yourself (--prompt)."
     return CheckpointError(doing, [f"chat template {name!r}{where}: {fault.rstrip('.'):.1000}.", remedy])
 
 

@@ -42,7 +42,7 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: a ValueError: the file is missing, the architecture is unknown (the message lists the known
+        CheckpointError (a ValueError): the file is missing, the architecture is unknown (the message lists the known
             ones), or the file asks for features that these models lack (the message lists all of them).
 
     Example:
@@ -59,14 +59,14 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint as its config.json describes it.
+    """A checkpoint, described by its config.json.
 
     Attributes:
         family: the family whose tensor names and shapes it uses.
         config: the model.
         factors: maps a parameter's path, without "blocks.0.", to a factor by which its tensor is multiplied.
-        modules: number of `Family.modules` behind the last layer.
-        remark: how the tensors contradict config.json; empty if they agree.
+        modules: number of modules after the last layer (see `Family.modules`).
+        remark: the way in which the tensors contradict config.json; empty if they agree.
     """
 
     family: Family
@@ -79,10 +79,10 @@ class Described:
 def described(directory: str | os.PathLike) -> Described:
     """Read config.json; if it calls the model tied, compare the two tables.
 
-    If the tables differ, the model is untied, whatever config.json says; transformers does the same.
+    If the tables differ, the model is untied, whatever config.json says, as in transformers.
 
     Raises:
-        CheckpointError: as for `model_config`.
+        CheckpointError: `model_config` raises it for the same reasons.
     """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
     fault, path = folder_fault(directory), Path(directory) / "config.json"
@@ -203,7 +203,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
-    """Return the entries that are multiplied into parameters, with their values."""
+    """Return, by entry, the values that are multiplied into parameters."""
     values = {key: json.get(key, 1.0) for key in family.multipliers}
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
@@ -211,7 +211,7 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the usual entries of the rotary embedding where they only repeat the family's own entries."""
+    """Leave out the usual entries of the rotary embedding if they only repeat the family's own entries."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}
@@ -281,7 +281,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of reasons against a family; reasons about the kind of model count most."""
+    """Return the number of reasons against a family; reasons about the kind of model have more weight."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 
@@ -324,7 +324,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
 
 
 def _family(json: Mapping[str, Any], doing: str) -> Family:
-    """Return the family that `architectures` names; without that entry, the one that `model_type` names."""
+    """Return the family that `architectures` names; without this entry, the family that `model_type` names."""
     named, kind = json.get("architectures") or [], json.get("model_type")
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
@@ -385,7 +385,7 @@ def known_entries(family: Family) -> frozenset[str]:
 
 
 def _absent_biases(family: Family) -> Mapping[str, tuple]:
-    """Return the entries about biases that a family does not have, with the value for no bias."""
+    """Return the entries about biases that a family does not have, with the values that mean no bias."""
     read = {key for option in family.options.values() for key in option.keys} | {*family.inactive}
     return {key: values for key, values in BIASES.items() if key not in read}
 
@@ -419,7 +419,7 @@ FREE = (
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Return the reasons why a family cannot express a model; empty if it can."""
+    """Return the reasons why a family cannot express a model; empty if the family can."""
     names = [each.name for each in fields(config) if each.name not in (*FREE, "moe", "sliding_window", "layer_kinds")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
@@ -473,7 +473,7 @@ def _fixed(family: Family) -> Mapping[str, Any]:
 
 
 def _value(config: ModelConfig, name: str) -> Any:
-    """Return the value of a field; a default that stands for another value is replaced by it."""
+    """Return the value of a field; a default that stands for a different value is replaced by that value."""
     if name == "rotary_size":
         return config.rotary
     if config.moe and name == "moe.k":

@@ -36,7 +36,7 @@ _BITS = {
 
 
 _SHOWN = 100
-"""The most faults that a message lists."""
+"""The largest number of faults that a message lists."""
 
 
 class CheckpointError(ValueError):
@@ -80,8 +80,8 @@ class Files:
             a file outside the folder. (A file may be a symbolic link to a file elsewhere, as in a download cache.)
 
     Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
-        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Whatever that
-        library refuses is refused here too.
+        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Files that this
+        library refuses are refused here too.
     Differs: duplicate names, which the format leaves to the reader, are refused, and so are deeply nested headers.
     """
 
@@ -141,7 +141,7 @@ class Files:
         Args:
             out: the destination, with the region's shape, except for dimensions that are merged into one.
             name: the tensor.
-            form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
+            form: the position of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
             region: one slice for each dimension of `form.split`.
 
         Returns:
@@ -188,7 +188,7 @@ class Files:
         return tensor.bytes * (last - first) // tensor.shape[0]
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
-        """Return the files, each with the names that the index lists for it; None without an index."""
+        """Return the files, each with the tensors that the index lists for it, or with None if there is no index."""
         index = self.directory / INDEX
         if not os.path.lexists(index):
             if not os.path.lexists(self.directory / WHOLE):
@@ -245,7 +245,7 @@ _FORMATS = {
     "safetensors, and AutoTokenizer writes tokenizer.json in the same way; give that folder.",
     ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
     "safetensors; give that folder.",
-    ".pth": "weights of torch as a model's authors publish them. Take the version of the model in the format of "
+    ".pth": "weights of torch as a model's authors publish them. Use the version of the model in the format of "
     "transformers, with config.json and safetensors.",
     ".safetensors": f"but a checkpoint also has config.json, and its weights in {WHOLE} or {INDEX}. Download all of "
     "its files.",
@@ -307,7 +307,7 @@ _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size of a file and its tensors; append its faults."""
+    """Return the size of a file, and its tensors; append the faults of the file."""
     try:
         with reading.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -338,7 +338,7 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class _Extent:
-    """A tensor of a header; its bytes run from `start` to `end`, counted from the end of the header."""
+    """A tensor in a header; its bytes are `start` to `end`, counted from the end of the header."""
 
     name: str
     dtype: str

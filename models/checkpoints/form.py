@@ -1,4 +1,4 @@
-"""The form of a tensor in a checkpoint: which dimensions are merged into one, and which part of it is a parameter."""
+"""The form of a tensor in a checkpoint: the dimensions that are merged into one, and the part that is a parameter."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class GenerationConfig:
     Attributes:
         settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false.
         beams: the number of beams; 1 if the file asks for none.
-        unsupported: entries that ask for anything else that would change the texts.
+        unsupported: the other entries that would change the texts.
     """
 
     settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The settings of the file; settings that it lacks are those of plain sampling."""
+        """The settings of the file; settings that the file lacks are those of plain sampling."""
         return Sampling(**self.settings)
 
     @property

@@ -40,9 +40,9 @@ class LoadReport:
         tensors: number of the checkpoint's tensors that were read, in whole or in part.
         bytes_read: bytes that were read; if this process has all shards, `file_bytes` minus headers and unused tensors.
         file_bytes: size of the checkpoint's files.
-        host_bytes: peak host memory beside the arrays: the largest shard.
+        host_bytes: peak host memory in addition to the arrays: the size of the largest shard.
         seconds: time from the first header to the last array.
-        remark: how the tensors contradict config.json; empty if they agree.
+        remark: the way in which the tensors contradict config.json; empty if they agree.
     """
 
     tensors: int
@@ -55,7 +55,7 @@ class LoadReport:
     def __str__(self) -> str:
         return (
             f"{self.tensors} tensors, {amount_of_bytes(self.bytes_read)} of {amount_of_bytes(self.file_bytes)} read in "
-            f"{amount_of_seconds(self.seconds)}; {amount_of_bytes(self.host_bytes)} of host memory beside the arrays"
+            f"{amount_of_seconds(self.seconds)}; {amount_of_bytes(self.host_bytes)} of host memory besides the arrays"
             f"{self.remark and '; '}{self.remark}"
         )
 
@@ -74,16 +74,16 @@ def load(
         mesh: devices with the layout's axes.
         dtype: dtype of the computation and of the matrices; norms, biases and routers are float32.
         int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result
-            equals that of `quantize`, but the whole model is never held in another dtype.
+            equals that of `quantize`, but the whole model is never held in a wider dtype.
 
     Returns:
         The model, as `build` returns it, and a report of the cost.
 
     Raises:
-        CheckpointError: a ValueError: as for `model_config`; or files are missing or truncated; or tensors are missing,
-            unexpected, misshapen or of another dtype (the message lists all of them); or, after reading, tensors have
-            NaN, infinities, or values that `dtype` cannot hold.
-        LayoutError: a ValueError: the layout does not fit the model, or the mesh does not divide the model's sizes.
+        CheckpointError (a ValueError): the reasons of `model_config`; or files are missing or truncated; or tensors are
+            missing, unexpected, misshapen or of an unsupported dtype (the message lists all of them); or, after
+            reading, tensors have NaN, infinities, or values that `dtype` cannot hold.
+        LayoutError (a ValueError): the layout does not fit the model, or the mesh does not divide the model's sizes.
 
     Differs: the layout may pad a dimension, and the model its vocabulary; the padding is filled with 0.
     """
@@ -181,7 +181,7 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
 class _ShardReader:
     """Reads parameters shard by shard, counts bytes, and records values that are not finite.
 
-    A single such value makes the model return NaN, or, after rounding to int8, meaningless numbers. The check is
+    A single such value makes the model return NaN, or, after rounding to int8, meaningless results. The check is
     cheapest here, while the piece of the tensor is still in the processor's caches.
     """
 
@@ -243,8 +243,8 @@ class _ShardReader:
             count, largest, dtype = self.faulty[name]
             total = math.prod(self.files.tensors[name].shape)
             if count:
-                told.append(f"{name} has {count:,} of {total:,} values that are NaN or infinite; take an intact copy.")
+                told.append(f"{name} has {count:,} of {total:,} values that are NaN or infinite; use an intact copy.")
             else:
                 limit = float(jnp.finfo(dtype).max)
-                told.append(f"{name} has {largest:.6g}, but {dtype} holds at most {limit:.6g}; take another dtype.")
+                told.append(f"{name} has {largest:.6g}, but {dtype} holds at most {limit:.6g}; use another dtype.")
         return told

@@ -79,7 +79,7 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 
     Returns:
         All tensors, with each packed one under the name of its values; and the packed tensors by that name. Parts that
-        do not belong together stay as they are.
+        do not belong together are returned unchanged.
     """
     found = dict(tensors)
     packed: dict[str, Packed] = {}

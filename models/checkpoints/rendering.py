@@ -17,9 +17,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Render a template within the limits of a request.
 
     Args:
-        request: `template`, its source; `variables`, by name; `characters`, the most that it may write; `seconds` of
-            the processor and `bytes` of memory, the limits of this process, or null where the system has no such limit;
-            `path`, where to find jinja2.
+        request: `template`, its source; `variables`, by name; `characters`, the largest number that the template may
+            write; `seconds` of the processor and `bytes` of memory, the limits of this process, or null where the
+            system has no such limit; `path`, where to find jinja2.
 
     Returns:
         `text`, or else `error` and the `line` of the template, 0 if none is known.
@@ -60,7 +60,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(message: Any) -> str:
-    """Return the beginning of a message, which a template may have made as long as it likes."""
+    """Return the beginning of a message, since a template may have made the message very long."""
     return str(message)[:1000].encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Saving of a model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
+"""Save a model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def save(
     Args:
         model: a placed model, entirely on devices of this process.
         directory: a new folder.
-        tokenizer: the model's tokenizer, written beside it.
+        tokenizer: the model's tokenizer, written to the same folder.
         dtype: dtype of the tensors: float32, float16 or bfloat16; by default the dtype of the model's embedding table.
         length: tokens of the longest sequence, for config.json; by default the model's `context_length`, or else 2048.
             Families of relative positions have no such entry.
         file_bytes: largest size of a file, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: a ValueError: no family can express the model (the message gives all reasons), the folder
+        CheckpointError (a ValueError): no family can express the model (the message gives all reasons), the folder
             exists or cannot be written, or tensors have values that are NaN, infinite, or too large for the dtype (the
             message lists all of them).
 
@@ -61,7 +61,7 @@ def save(
     config, target = model.config, Path(directory)
     doing = f"cannot save a checkpoint to {str(target)!r}:"
     values = arrays(model)
-    faults = ["its weights are int8; save the model from before quantization."] if config.int8 else []
+    faults = ["its weights are int8; save the model before it is quantized."] if config.int8 else []
     faults += [
         f"{path} has shards in other processes; gather the model in this one."
         for path, value in values.items()
@@ -161,7 +161,7 @@ def _write_tensors(
                 limit = float(jnp.finfo(dtype).max)
                 if largest:
                     held = f"but {dtype} holds at most {limit:.6g}"
-                    faults.append(f"{name} has {largest:.6g}, {held}; take another dtype.")
+                    faults.append(f"{name} has {largest:.6g}, {held}; use another dtype.")
                 if count:
                     faults.append(
                         f"{name} has {count:,} of {tensor.size:,} values that are NaN or infinite, as in the model; "

@@ -42,7 +42,7 @@ class ParameterSource:
 
     @cached_property
     def form(self) -> Form:
-        """The place of the parameter in a tensor."""
+        """The position of the parameter in a tensor."""
         own = dict(zip(self.row.spec.dims, self.row.real_shape))
         return Form.of(self.stored.dims, self.stored.part, {**self.sizes, **own})
 
@@ -123,7 +123,7 @@ def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, d
 
 
 def unplaced(path: str) -> tuple[str, int]:
-    """Split a parameter's path into its name in a family's table and the place of its block in the period.
+    """Split a parameter's path into its name in a family's table and the position of its block in the period.
 
     Example:
         >>> unplaced("encoder.blocks.1.ffn.w_in"), unplaced("output.norm")

@@ -1,4 +1,4 @@
-"""Special tokens that files beside tokenizer.json name, and the class that transformers uses for a tokenizer."""
+"""Special tokens that files other than tokenizer.json name, and the class that transformers uses for a tokenizer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_settings(folder: Path, doing: str) -> dict[str, Any]:
 
 
 def optional(path: Path, doing: str) -> dict[str, Any]:
-    """Return the entries of a JSON file; none if there is no such file."""
+    """Return the entries of a JSON file, or no entries if there is no such file."""
     return read_json(path, doing) if os.path.lexists(path) else {}
 
 
@@ -115,7 +115,7 @@ def _content(name: str, token: Any, doing: str) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     if text is None or isinstance(text, str):
         return text
-    raise CheckpointError(doing, [f"{name} of {CONFIG} is {token!r:.80}; it must be a token's text."])
+    raise CheckpointError(doing, [f"{name} of {CONFIG} is {token!r:.80}; it must be the text of a token."])
 
 
 def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], doing: str) -> None:
@@ -146,6 +146,6 @@ def _token(described: Any, special: bool, doing: str) -> tokenizers.AddedToken:
     entries = described if isinstance(described, dict) else {"content": described}
     flags = {name: entries[name] for name in _FLAGS if name in entries}
     if not isinstance(entries.get("content"), str) or not all(isinstance(flag, bool) for flag in flags.values()):
-        fault = f"{CONFIG} describes a token as {described!r:.120}; it must be a text, or a table with its content."
+        fault = f"{CONFIG} describes a token as {described!r:.120}; it must be a string, or a table with its content."
         raise CheckpointError(doing, [fault])
     return tokenizers.AddedToken(entries["content"], **(flags | ({"special": True} if special else {})))

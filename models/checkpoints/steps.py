@@ -1,4 +1,4 @@
-"""The steps of tokenizers whose class in transformers builds the steps itself instead of reading tokenizer.json."""
+"""The steps of tokenizers whose class in transformers builds them itself instead of reading tokenizer.json."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, 
 
     Since version 5, such a class reads the vocabulary, the merges, the added tokens and the last step from
     tokenizer.json, but decides by itself how a text is normalised and split. Some files of Llama 2 and its descendants
-    have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also decide
-    which tokens begin and end a text.
+    have other steps: with these, a space before a text, or after a special token, would have a different id. GPT-NeoX
+    and T5 also decide which tokens begin and end a text.
 
     Args:
         backend: the library's tokenizer, with the steps of tokenizer.json.
-        made_by: the class, from `special.class_of`; all others leave the tokenizer as it is.
+        made_by: the class, from `special.class_of`; all other classes leave the tokenizer unchanged.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name.
     """

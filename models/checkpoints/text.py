@@ -37,7 +37,7 @@ class Tokenizer:
         begin: id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
-        templates: the chat templates by name; "default" is used unless the caller names another one.
+        templates: the chat templates by name; "default" is used unless the caller names a different one.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -71,7 +71,7 @@ class Tokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text of a chat, by the checkpoint's chat template; arguments and errors are as for `chat`.
+        """Return the text of a chat, by the checkpoint's chat template; see `chat` for arguments and errors.
 
         Example:
             >>> simple = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
@@ -90,7 +90,7 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
+        """Return the ids of a chat, like transformers' `apply_chat_template`: the template writes all special tokens.
 
         The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
         with limits of time, memory and output.
@@ -104,8 +104,8 @@ class Tokenizer:
                 `enable_thinking`.
 
         Raises:
-            CheckpointError: a ValueError: there is no template, it is faulty or refuses the messages, or it exceeds a
-                limit.
+            CheckpointError (a ValueError): there is no template, the template is faulty or refuses the messages, or it
+                exceeds a limit.
         """
         return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
@@ -184,15 +184,16 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way. The last step of
     tokenizer.json decides which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and
-    add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 decide themselves: GPT-NeoX adds
-    no token, and T5 adds the end. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
+    add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 decide this themselves: GPT-NeoX
+    adds no token, and T5 adds the end. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
     tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
 
     Raises:
-        CheckpointError: a ValueError: tokenizer.json is missing, or it or a file beside it cannot be read.
+        CheckpointError (a ValueError): tokenizer.json is missing, or it, or another file of the tokenizer, cannot be
+        read.
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"

@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The largest number of texts in a batch: more than fit into caches, and few enough to be counted on the host."""
+"""The largest number of texts in a batch: more than caches have room for, but few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
@@ -129,20 +129,20 @@ def make_batch(
     cache_length: int | None = None,
     source_length: int | None = None,
 ) -> Batch:
-    """Lay out prompts and texts in rows and chunks, with the fewest rows that the mesh divides.
+    """Lay out prompts and texts in rows and chunks, with the smallest number of rows that the mesh divides.
 
     Args:
         config: the configuration of the model.
-        layout: the layout for decoding, as for `phases`; the number of rows selects its alternatives.
-        prefill: the layout for reading prompts, as for `phases`; None for the same layout.
+        layout: the layout for decoding (see `phases`); the number of rows selects its alternatives.
+        prefill: the layout for reading prompts (see `phases`); None for the same layout.
         mesh: devices with the layouts' axes.
         prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
             text, and may be empty; None if all are empty.
-        tokens: the most tokens that a text adds to its prompt.
+        tokens: the largest number of tokens that a text adds to its prompt.
         sources: the token ids that the encoder reads for each prompt; at least one source; None if decoder-only.
         samples: number of texts of each prompt.
         beams: number of beams of each prompt, which all lie on one device; 0 without beams.
-        chunk: the most tokens of a row that are read in one step.
+        chunk: the largest number of tokens of a row that are read in one step.
         cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
             programs serve all lengths.
         source_length: tokens of a source that the cache has room for; if None, chosen in the same way.
@@ -188,7 +188,7 @@ def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
     beams: int,
 ) -> tuple[int, Any, Any]:  # fmt: skip
-    """Return the fewest rows for `texts` texts, and the layouts for them; no device has only some beams of a prompt."""
+    """Return the smallest number of rows for `texts` texts, and their layouts; beams of a prompt are on one device."""
     faults, step = [], max(beams, 1)
     # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
@@ -234,7 +234,7 @@ def read_sources(
             raise GenerationError("this model is decoder-only and reads no sources; give prompts only")
         return () if prompts is None else prompts, ()
     if not sources:
-        raise GenerationError("this model has an encoder, and there is no source for it; give at least one")
+        raise GenerationError("this model has an encoder, but there is no source for it; give at least one")
     if prompts is not None and len(prompts) != len(sources):
         count = f"{counted(len(prompts), 'prompt')} with {counted(len(sources), 'source')}"
         raise GenerationError(f"cannot pair {count}; give one prompt for each source, or no prompts")
@@ -302,7 +302,7 @@ def read_prompts(
 
     Args:
         vocabulary: number of tokens of the model's vocabulary.
-        prompts, tokens, samples, chunk, cache_length: as for `make_batch`.
+        prompts, tokens, samples, chunk, cache_length: see `make_batch`.
 
     Raises:
         GenerationError: there is no prompt, a prompt is empty, a token is not in the vocabulary, a number is less than
@@ -323,22 +323,22 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
-            f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
+            f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, but it has room for "
             f"{cache_length}; shorten them, or raise cache_length"
         )
     if needed > LONGEST:
         raise GenerationError(
-            f"a prompt of {longest} tokens and {tokens} more need {needed} positions, and there are at most {LONGEST}; "
+            f"a prompt of {longest} tokens and {tokens} more need {needed} positions, but there are at most {LONGEST}; "
             "shorten them"
         )
     if cache_length is not None and cache_length > LONGEST:
         raise GenerationError(f"cache_length is {cache_length}; it must be at most {LONGEST}, the number of positions")
     if texts > MOST_TEXTS:
-        raise GenerationError(f"there are {texts} texts, and a batch has at most {MOST_TEXTS}; take fewer samples")
+        raise GenerationError(f"there are {texts} texts, but a batch has at most {MOST_TEXTS}; draw fewer samples")
 
 
 def coarse(size: int) -> int:
-    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ..., at most a quarter more, so that few programs suffice."""
+    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ..., by at most a quarter, so that few programs suffice."""
     return 16 if size <= 16 else _rounded(size, 2 ** ((size - 1).bit_length() - 3))
 
 

@@ -79,23 +79,23 @@ def check_beams(
         n_best: texts of each prompt that the search returns.
 
     Raises:
-        GenerationError: listing every fault.
+        GenerationError: the settings have faults; the message lists all of them.
     """
     faults = []
     if not 0 <= beams <= MOST_BEAMS:
-        faults.append(f"beams is {beams}; it must be at most {MOST_BEAMS}, and not negative (0 draws tokens instead)")
+        faults.append(f"beams is {beams}; it must be from 0 to {MOST_BEAMS} (0 draws tokens instead)")
     if not np.isfinite(length_penalty):
         faults.append(f"length_penalty is {length_penalty}; it must be a finite number")
     if not beams and length_penalty != 1:
-        faults.append(f"length_penalty is {length_penalty}, and there are no beams; set beams, or leave it out")
+        faults.append(f"length_penalty is {length_penalty}, but there are no beams; set beams, or leave it out")
     if beams and samples != 1:
-        faults.append(f"samples is {samples}, and beam search draws no samples; set n_best for more texts of a prompt")
+        faults.append(f"samples is {samples}, but beam search draws no samples; set n_best for more texts of a prompt")
     if not beams and n_best != 1:
-        faults.append(f"n_best is {n_best}, and there are no beams; set beams, or samples to draw more texts")
+        faults.append(f"n_best is {n_best}, but there are no beams; set beams, or samples to draw more texts")
     if 0 < beams <= MOST_BEAMS and not 1 <= n_best <= beams:
         faults.append(f"n_best is {n_best}; it must be at least 1, and at most beams ({beams})")
     if beams and draws:
-        faults.append("sampling is set, and beam search draws no tokens; leave out sampling and seed")
+        faults.append("sampling is set, but beam search draws no tokens; leave out sampling and seed")
     if 1 < n_best <= beams and n_best > vocabulary - stops > 0:
         faults.append(f"n_best is {n_best}; it must be at most {vocabulary - stops}, the tokens that do not end a text")
     if beams and vocabulary <= stops:
@@ -115,12 +115,12 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
     ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the limit on
     tokens, beams end as they are.
 
-    Every device finds the likeliest tokens of its own part of the vocabulary, and only these few numbers are gathered,
-    not the logits. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
-    layer by layer, and nothing is sent for it. Rows of encoded sources are the same for all beams and stay.
+    Every device finds the likeliest tokens of its own part of the vocabulary, and only these are gathered, not the
+    logits. A text's beams lie together on one device, so that each device reorders the rows of its own cache, layer by
+    layer, and nothing is sent for it. Rows of encoded sources are the same for all beams and stay.
 
     Args:
-        model: as for `decode_step`.
+        model: see `decode_step`.
         beams: the number of beams of each text, b.
         length_penalty: the exponent of a text's length; above 0 it favours longer texts, below 0 shorter ones.
         stop: tokens that end a text; they count in its length and its score, and are not part of it.
@@ -133,7 +133,7 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
     Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length. Differs: the penalty
     is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end as in
     `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same texts: a beam
-    that ends is replaced by another, and the search does not wait for a longer text that might overtake the ends.
+    that ends is replaced by the next one, and the search does not wait for a longer text that might overtake the ends.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -199,8 +199,8 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
         count: the number of tokens to find; fewer if the vocabulary has fewer.
 
     Returns:
-        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; among equal ones the lowest token
-        first. A row whose logits are NaN or infinite has a first log-probability that is not finite.
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; among equal ones, the lowest token
+        is first. A row whose logits are NaN or infinite has a first log-probability that is not finite.
     """
     found = Spec(("B", "C"), spec.axes)
     whole = Spec(("B", "C"), ((), ()))
@@ -225,12 +225,12 @@ def _likeliest(axes: tuple[str, ...], count: int) -> Callable[[jax.Array], tuple
 
 
 def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Pick entries [G, n, ...] of x [G, m, ...] by numbers [G, n]."""
+    """Pick entries [G, n, ...] of x [G, m, ...] by their indices [G, n]."""
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _rows_on_a_device(rows: Spec, count: int) -> int:
-    """Return the number of rows on one device, of `count` rows in all."""
+    """Return the number of rows on one device if there are `count` rows in all."""
     return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
 
 
@@ -255,7 +255,7 @@ def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, 
         groups: number of texts with rows, G.
         texts: number of real texts among them; the others only fill rows.
         beams: the number of beams of each text, b.
-        room: the most tokens of a text, M, or more.
+        room: M, the largest number of tokens of a text, or more.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)
     nothing: Any = np.zeros((groups, beams, room), np.int32)

@@ -62,7 +62,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: the tokens that a row has room for, unless no layer keeps all of them."""
+        """The largest T of all layers: the tokens for which a row has room, if some layer keeps all of them."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -109,7 +109,7 @@ def abstract_cache(
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
-        ValueError: the model has an encoder and there is no room for sources, or there is room for sources and no
+        ValueError: the model has an encoder, but there is no room for sources; or there is room for sources, but no
             encoder.
 
     Example:
@@ -122,7 +122,7 @@ def abstract_cache(
     if bool(config.encoder_layers) != (source_length > 0):
         fact = "this model has an encoder" if config.encoder_layers else "this model is decoder-only"
         remedy = "at least 1" if config.encoder_layers else "0"
-        raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
+        raise ValueError(f"{fact}, but source_length is {source_length}; it must be {remedy}")
 
     def of(line: str, length: int) -> Cache:
         spec = cache_spec(layout, line, latent=config.latent is not None)
@@ -169,12 +169,12 @@ def empty_cache(
     """Return a sharded cache that holds no token.
 
     Args:
-        config, layout, mesh, batch, length, dtype, int8, source_length: as for `abstract_cache`.
+        config, layout, mesh, batch, length, dtype, int8, source_length: see `abstract_cache`.
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or given although nothing depends on
-            them.
+        SpecError, ValueError: `abstract_cache` raises one of these; or totals are missing, or are given although
+            nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -89,12 +89,12 @@ class Generator:
         layout: a `gspmd.Layout`, by default the model's own. Its phase `prefill` is for reading sources and
             prompts; its phase `decode` is for decoding, and places weights and cache. The number of rows in a batch
             selects among its alternatives.
-        prefill: another layout for reading prompts, with the same mesh axes.
-        chunk: the most tokens of a prompt that are read in one step.
+        prefill: a different layout for reading prompts, with the same mesh axes.
+        chunk: the largest number of tokens of a prompt that are read in one step.
         burst: number of tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
-        compiled: a function that is called when the programs are compiled, before the first one runs; there, several
-            processes wait for one another.
+        compiled: a function that is called when the programs are compiled, before the first one runs; several processes
+            use it to wait for one another.
 
     Raises:
         GenerationError: burst is less than 1, or the router reads later tokens.
@@ -147,7 +147,7 @@ class Generator:
         self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts when they are complete; arguments and errors are as for `stream`."""
+        """Continue prompts, and return all texts when they are complete; see `stream` for arguments and errors."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
         # With beams, every burst but the last is empty.
@@ -176,11 +176,11 @@ class Generator:
         Args:
             prompts: token ids of each prompt, at least one. For an encoder–decoder, the tokens with which each text
                 begins after the configuration's `start_token`, such as that of a language; None if there are none.
-            tokens: the most tokens that a text adds to its prompt.
+            tokens: the largest number of tokens that a text adds to its prompt.
             sources: for an encoder–decoder, the token ids of each source, at least one; one for each prompt.
             samples: number of texts for each prompt. Text number i, counted over all prompts, has the seed `seed + i`.
             sampling: how tokens are drawn.
-            seed: seed of the first text; the seeds of all texts have to be from 0 to 2³² - 1.
+            seed: seed of the first text; the seeds of all texts must be from 0 to 2³² - 1.
             beams: number of beams of a search for the likeliest text, see `beam_loop`; 0 for sampling.
             length_penalty: exponent of the length by which this search divides the score of a text.
             n_best: number of texts of each prompt that this search returns, the best first, at most `beams`.
@@ -221,7 +221,7 @@ class Generator:
         cache_length: int | None = None,
         source_length: int | None = None,
     ) -> Batch:
-        """Lay prompts out in rows and chunks; arguments and errors are as for `stream`."""
+        """Lay prompts out in rows and chunks; see `stream` for arguments and errors."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
             config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,
@@ -368,7 +368,7 @@ class Generator:
         return loop
 
     def _reading(self, batch: Batch) -> dict[str, Any]:
-        """Return the programs that read: `empty`, to make a cache, and as needed `encode`, `prefill` and `share`."""
+        """Return the programs that precede the loop: `empty` makes a cache; `encode`, `prefill`, `share` as needed."""
         sizes, chunks = batch.sizes, len(batch.chunks())
         fresh = chunks == 1  # the only chunk has nothing before it to attend to
         steps = self.programs(sizes, fresh=fresh)
@@ -446,13 +446,13 @@ def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any)
 
     Args:
         text: its number.
-        count: number of the text's tokens before the NaN; None with beams, since no text of beams is left.
+        count: number of the text's tokens before the NaN; None with beams, whose texts are lost.
         weights: the paths of the weights that are not finite.
         dtype: the compute dtype.
     """
     shown = f"{', '.join(weights[:8])}{f' and {len(weights) - 8} more' if len(weights) > 8 else ''}"
     cause = (
-        f"{shown} {'have' if len(weights) > 1 else 'has'} NaN or infinity: take a model whose weights are finite."
+        f"{shown} {'have' if len(weights) > 1 else 'has'} NaN or infinity: use a model whose weights are finite."
         if weights
         else f"Its weights are finite, so the NaN comes from computing in {jnp.dtype(dtype)}: check the model."
     )

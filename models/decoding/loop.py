@@ -20,10 +20,10 @@ from .serving import GenerationError
 from .steps import decode_step
 
 NOTHING = -1
-"""The number in the output of a row that has ended, instead of a token."""
+"""The value in the output of a row that has ended, instead of a token."""
 
 UNDEFINED = -2
-"""The number in the output of a row that ends because its logits have a NaN, or no token that can be drawn."""
+"""The value in the output of a row that ends because its logits have a NaN, or no token that can be drawn."""
 
 # At lower temperatures the logits of a correct model overflow float32, and would be reported as NaN.
 _LEAST_TEMPERATURE = 1e-30
@@ -45,9 +45,9 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """Divisor of the logits; at 0 the likeliest token is chosen."""
+    """Divisor of the logits; with 0 the likeliest token is chosen."""
     top_k: int = 0
-    """Draw among the k likeliest tokens; 0 for all."""
+    """Draw among the k likeliest tokens; 0 for all tokens."""
     top_p: float = 1.0
     """Draw among the likeliest tokens whose probabilities add up to p."""
     min_p: float = 0.0
@@ -57,7 +57,7 @@ class Sampling:
         faults = []
         if not 0 <= self.temperature < math.inf:
             faults.append(
-                f"temperature is {self.temperature}; it must be a finite number, and not negative (0 takes the "
+                f"temperature is {self.temperature}; it must be a finite number that is not negative (0 takes the "
                 "likeliest token)"
             )
         elif 0 < self.temperature < _LEAST_TEMPERATURE:
@@ -92,7 +92,7 @@ class WrittenTexts:
     Attributes:
         cache: the cache of the tokens that were read.
         tokens: [B] int32, each row's last token, which is not read yet.
-        left: [B] int32, the number of tokens that a row may still add; 0 for one that has ended.
+        left: [B] int32, the number of tokens that a row may still add; 0 for a row that has ended.
     """
 
     cache: Cache
@@ -112,10 +112,10 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
     other rows, on the layout, or on where a burst of steps ends.
 
     Args:
-        model: as for `decode_step`.
+        model: see `decode_step`.
         sampling: the settings with which tokens are drawn.
         stop: tokens that end a row; they are not part of its text.
-        steps: the most steps of one call: a burst, whose tokens are copied to the host together.
+        steps: the largest number of steps of one call: a burst, whose tokens are copied to the host together.
 
     Returns:
         A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]

@@ -36,7 +36,7 @@ def put(weights: dict[str, jax.Array], formats: Formats) -> None:
     """Bring weights to these formats one by one, so that each old copy can be freed before the next one moves.
 
     Args:
-        weights: the weights by path, changed in place; one that already has its format stays the same array.
+        weights: the weights by path, changed in place; a weight that already has its format stays the same array.
         formats: the format of each weight.
     """
     for path, wanted in formats.items():

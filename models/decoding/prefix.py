@@ -1,4 +1,4 @@
-"""Shared prompts: each is read once, and its part of the cache is copied to the row of every text that has it."""
+"""Shared prompts: each is read once, and its part of the cache is copied to the row of each text that has it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shares:
 
 
 def most_prompts(owners: Sequence[int | None], shards: int) -> int:
-    """Return the largest number of prompts in the rows of one shard; rows without a text count as one more prompt.
+    """Return the largest number of prompts in the rows of one shard; rows without a text count as one further prompt.
 
     >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
     (1, 2)
@@ -75,7 +75,7 @@ def copy_rows(
     *,
     layout: Layout,
 ) -> Cache:
-    """Return a cache whose rows are copies of another's; each device copies its own rows, so nothing is sent.
+    """Return a cache whose rows are copies of rows of `cache`; each device copies its own rows, so nothing is sent.
 
     Args:
         cache: a cache of P rows.
@@ -99,7 +99,7 @@ def on_rows(
 
     Args:
         cache: the cache.
-        sources: [R] int32, as for `copy_rows`.
+        sources: [R] int32, see `copy_rows`.
         layout: the layout that places the cache.
         name: the action of `body`, for the plan.
         body: a function from the pieces of an array [N, B, ...] and of the sources to a new piece; the same object in

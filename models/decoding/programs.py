@@ -71,7 +71,7 @@ def serving_program(
         batch: number of rows.
         room: tokens that a row of the cache has room for; unused by encoding.
         length: tokens of each row that a prefill reads into an empty cache.
-        prefill: another layout for the phase `prefill`, as for `phases`.
+        prefill: a different layout for the phase `prefill`, see `phases`.
         dtype: dtype of activations.
         weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
         cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
@@ -82,7 +82,7 @@ def serving_program(
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
         GenerationError: the phase does not exist, a size is less than 1, a prefill is longer than the room, or there is
-            an encoder without room for sources or room for sources without an encoder.
+            an encoder without room for sources, or room for sources without an encoder.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -99,9 +99,9 @@ def serving_program(
     if phase == "prefill" and 0 < room < length:
         faults.append(f"a prefill of {length} tokens needs room for {length}, but room is {room}")
     if config.encoder_layers and source_length < 1:
-        faults.append(f"the model has an encoder, and source_length is {source_length}; it must be at least 1")
+        faults.append(f"the model has an encoder, but source_length is {source_length}; it must be at least 1")
     if not config.encoder_layers and source_length:
-        faults.append(f"the model is decoder-only, and source_length is {source_length}; leave it out")
+        faults.append(f"the model is decoder-only, but source_length is {source_length}; leave it out")
     if not config.encoder_layers and encoding:
         faults.append("the model is decoder-only, and encodes nothing; its phases are prefill and decode")
     if faults:

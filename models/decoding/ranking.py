@@ -29,7 +29,7 @@ FEED_FORWARD = (
 """The presets whose feed-forward layers `serving_layouts` tries."""
 
 _REFUSALS = LayoutError, SpecError, PlanError
-"""The errors of sizes and meshes that do not fit a layout; any other error is raised."""
+"""The errors for sizes and meshes that do not fit a layout; any other error is raised."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +100,7 @@ def rank_serving(
     cache.
 
     Args:
-        config, mesh, phase, batch, room, length, dtype, weights, cache: as for `serving_program`.
+        config, mesh, phase, batch, room, length, dtype, weights, cache: see `serving_program`.
         layouts: the layouts to rank, for example from `serving_layouts`.
         chip: the hardware.
         lowerings: lowerings of equations, all of which are tried with every layout.
@@ -110,7 +110,7 @@ def rank_serving(
 
     Raises:
         LayoutError: a layout is wrong for any model and mesh.
-        GenerationError: as for `serving_program`; or the router reads later tokens; or the model has an encoder.
+        GenerationError: `serving_program` raises it; or the router reads later tokens; or the model has an encoder.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
@@ -125,7 +125,7 @@ def rank_serving(
     Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
     """
     if config.encoder_layers:
-        raise GenerationError("layouts are ranked for decoder-only models, and this one has an encoder; name a layout")
+        raise GenerationError("layouts are ranked for decoder-only models, but this one has an encoder; name a layout")
     chip, ranked = chip_named(chip), []
     stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "cache": cache}
     for layout in layouts:
@@ -168,7 +168,7 @@ def _attention(
     config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip,
     dtype: Any, kept_as: Any,
 ) -> float:  # fmt: skip
-    """Return the seconds of all layers' attention on one device.
+    """Return the seconds that attention of all layers takes on one device.
 
     Attention runs where the cache is: axes that shard its batch or length do not also shard the query heads.
     """

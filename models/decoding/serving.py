@@ -36,11 +36,11 @@ def phases(
     Args:
         layout: a `gspmd.Layout`; its phase `decode` is used for decoding, and places weights and cache for both.
         prefill: the layout whose phase `prefill` is used for reading prompts; by default `layout`.
-        sizes: sizes of prefill and of decoding, as for `Layout.check`; needed if the layouts have alternatives.
+        sizes: sizes of prefill and of decoding (see `Layout.check`); needed if the layouts have alternatives.
         mesh: the mesh that selects alternatives together with `sizes`.
 
     Raises:
-        LayoutError: the layouts have different mesh axes, or the mesh divides no alternative of a section.
+        LayoutError: the layouts have different mesh axes, or no alternative of a section fits the mesh.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -102,7 +102,7 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
     Args:
         layout: the layout of a phase.
         sizes: size of each dimension except T.
-        mesh: as for `Layout.check`.
+        mesh: see `Layout.check`.
         room: length of the cache of texts; 0 for a program without one.
         source: length of the cache of sources; 0 for a decoder-only model.
 
@@ -133,12 +133,12 @@ def check_source(config: ModelConfig, source: int, room: int | None) -> None:
     """
     if room is not None and source > room:
         raise GenerationError(
-            f"a source has {source} tokens, and the cache has room for {room}; shorten the source, or raise "
+            f"a source has {source} tokens, but the cache has room for {room}; shorten the source, or raise "
             "source_length"
         )
     if config.context_length is not None and source > config.context_length:
         raise GenerationError(
-            f"a source has {source} tokens, and the model was made for at most {config.context_length} "
+            f"a source has {source} tokens, but the model was made for at most {config.context_length} "
             "(context_length; max_position_embeddings in the config.json of most checkpoints); shorten it"
         )
 
@@ -149,7 +149,7 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
     Args:
         config: the model.
         prompt: tokens of the longest prompt.
-        tokens: the most tokens that a text adds to its prompt.
+        tokens: the largest number of tokens that a text adds to its prompt.
 
     Raises:
         GenerationError: a text is too long; the message gives its length and the limit.
@@ -163,7 +163,7 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes: no token is dropped by its experts.
+    """Return the config with which a model reads prompts and decodes: its experts drop no token.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
     depends on the other tokens of the group. It may depend on later tokens, if their first choices are served before
@@ -190,7 +190,7 @@ def served(model: Transformer, layout: Layout) -> Transformer:
     """Return the model for serving in another layout, after moving the parameters that the layout places differently.
 
     Raises:
-        LayoutError: the layout pads the model's dimensions to other sizes.
+        LayoutError: the layout pads the model's dimensions to different sizes.
     """
     config = for_serving(model.config)
     values: dict[str, Any] = dict(arrays(model))
@@ -199,7 +199,7 @@ def served(model: Transformer, layout: Layout) -> Transformer:
     if wrong:
         path, shape = wrong[0]
         raise LayoutError(
-            f"cannot serve the model in layout '{layout.name}': {len(wrong)} parameters would have other shapes, "
+            f"cannot serve the model in layout '{layout.name}': {len(wrong)} parameters would have different shapes, "
             f"such as {path}: {values[path].shape} in the model, {shape} in the layout.\n"
             "  Build or load the model in this layout, or give the layout the same [padding] as the model's."
         )
@@ -213,7 +213,7 @@ def served(model: Transformer, layout: Layout) -> Transformer:
 
 
 def one_position(model: Transformer) -> Transformer:
-    """Return the model with a layout for one position of every sequence, in which L is whole in every activation."""
+    """Return the model with a layout for one position of every sequence, in which no activation shards L."""
     return Transformer(model.config, model.layout.one_position(), nested(arrays(model)), model.dtype)
 
 

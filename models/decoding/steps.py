@@ -50,7 +50,7 @@ def encode_step(
         ValueError: the model has no encoder.
     """
     if not model.config.encoder_layers:
-        raise ValueError("this model is decoder-only, and encodes no source.\n  Take its prefill_step.")
+        raise ValueError("this model is decoder-only, and encodes no source.\n  Use its prefill_step.")
     layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
     key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
 
@@ -76,7 +76,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D], and scales for int8."""
+    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D]; for int8, also their scales."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -94,8 +94,8 @@ def prefill_step(
     Args:
         model: a model with the config of `for_serving`, possibly abstract; its layout places weights, activations and
             the cache.
-        fresh: whether the cache holds no tokens yet, as for the first chunk, whose tokens attend only to one another.
-            The cache is then not read, unless query heads are split so that a device has parts of two groups.
+        fresh: whether the cache holds no tokens yet, as before the first chunk, whose tokens attend only to one
+            another. The cache is then not read, unless query heads are split so that a device has parts of two groups.
 
     Returns:
         A pure function, to be compiled with the cache donated. It takes the weights (`arrays`), tokens [B, L] placed as
@@ -124,12 +124,12 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
     """Build a step that reads one token of every row: (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the layout says.
+        model: see `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the layout says.
 
     Returns:
-        A pure function, to be compiled with the cache donated. It takes the weights, tokens [B] that are whole on every
-        device, and the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with
-        the tokens added.
+        A pure function, to be compiled with the cache donated. It takes the weights, tokens [B], which are not sharded,
+        and the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with the
+        tokens added.
     """
     short = one_position(model)
 
@@ -251,7 +251,7 @@ class Chunk:
         growth: the factors of queries at these positions, in layers whose queries grow; None if there are no such
             layers.
         rings: for each stack of layers, whether its cache is a ring, as in sliding and chunked layers.
-        counts: [B] int32, number of real tokens of each row; None for all.
+        counts: [B] int32, number of real tokens of each row; None if all are real.
         fresh: whether the cache holds no tokens yet.
     """
 
@@ -366,8 +366,8 @@ class LayerCache:
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
         """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype.
 
-        In an int8 cache the latent, of `rank` numbers, and the rotated key have separate scales: only the latent is
-        normalised, and with one scale for both, the smaller numbers would be rounded to 0.
+        In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales: only the latent is
+        normalised, and with one scale for both, the smaller values would be rounded to 0.
         """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:

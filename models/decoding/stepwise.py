@@ -31,14 +31,14 @@ Arrays = Mapping[str, jax.Array]
 
 
 def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) -> tuple[int, Layout]:
-    """Return the fewest rows that hold these texts, and the layout for them, without alternatives and with L whole.
+    """Return the smallest number of rows that hold these texts, and their layout, without alternatives and L unsharded.
 
     Args:
         model: a custom model.
         layout: the model's layout.
         mesh: devices with the layout's axes.
         texts: number of texts.
-        room: the most tokens of a text.
+        room: the largest number of tokens of a text.
 
     Raises:
         LayoutError: the mesh does not divide the model's sizes.
@@ -65,7 +65,7 @@ class Stepwise:
         model: a model with the methods of `gspmd.training.model.Decoder`.
         layout: the layout that `fewest_rows` returns.
         rows: the number of rows that `fewest_rows` returns.
-        room: the most tokens of a text.
+        room: the largest number of tokens of a text.
         chunk: tokens of the prompts that are read in one step.
         burst: number of tokens of a text that come to the host together.
     """
@@ -93,7 +93,7 @@ class Stepwise:
 
         Args:
             params: the parameters by path, placed as the layout says.
-            prompts, tokens, samples, sampling, seed, stop, ended: as for `Generator.stream`.
+            prompts, tokens, samples, sampling, seed, stop, ended: see `Generator.stream`.
 
         Raises:
             GenerationError: while iterating, the logits of a text are NaN; the burst with the tokens before them is
@@ -145,7 +145,7 @@ class Stepwise:
     # -- programs -----------------------------------------------------------------------------------------------------
 
     def step(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Arrays]:
-        """Return the logits of tokens [B, L], which are whole on every device, and the updated state."""
+        """Return the logits of tokens [B, L], which are not sharded, and the updated state."""
         whole = Spec(("B", "L"), ((), ()))
         placed = gspmd.reshard(tokens, Equation.move(whole, self.model.batch_spec(self.layout)))
         return self.model.step(self.layout, params, placed, position, kept)

@@ -16,7 +16,7 @@ class Text:
         stop: strings that end the text; they are not shown.
 
     Attributes:
-        ended: whether the text is complete: at a stop string, at an id without a token, or because `end` was called.
+        ended: whether the text is complete: because of a stop string, an id without a token, or a call of `end`.
         unknown: the token that ended the text because the tokenizer does not have it; None if there was none. A model's
             table may have more rows than its tokenizer has tokens, and the model may draw one of them.
 

@@ -15,7 +15,7 @@ from .config import TARGETS
 
 
 def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
-    """Return the specs of A and B: A has the weight's input dimensions, B its outputs, and R is unsharded.
+    """Return the specs of A and B: A has the weight's input dimensions, B its output dimensions, and R is unsharded.
 
     Example:
         >>> [str(spec) for spec in adapter_specs("ffn.w_in", Spec.parse("E_xF_yz"))]

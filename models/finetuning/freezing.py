@@ -26,7 +26,7 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of the layout's keys, `attention.*`.
 
     Raises:
-        ConfigError: a pattern matches no parameter, nothing is left to train, or parameters are frozen in a layout with
+        ConfigError: a pattern matches no parameter, no parameter is left to train, or some are frozen in a layout with
             pipeline stages, which train all parameters except the biases for choosing experts.
 
     Example:
@@ -45,10 +45,10 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the paths of the biases for choosing experts that training steps change, in the order of `parameters`.
 
-    Frozen biases do not change, and none change without `moe.bias_rate` or with adapters.
+    Frozen biases do not change, and without `moe.bias_rate`, or with adapters, no biases change.
 
     Args:
-        config, layout, frozen: as for `trained_paths`.
+        config, layout, frozen: see `trained_paths`.
     """
     if config.lora or not (config.moe and config.moe.bias_rate):
         return ()

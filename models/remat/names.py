@@ -6,8 +6,8 @@ A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_na
     selective   inputs and outputs of products, norms and attention; attention's logits, softmax and weighted sum, and
                 elementwise operations, are computed again
     dots        products with weights; everything else is computed again
-    dots-except-hidden  as dots, without the widest activations: the hidden ones of the feed-forward layer, and the keys
-                and values of all heads that latent attention makes of its latents
+    dots-except-hidden  the same as dots, without the widest activations: the hidden ones of the feed-forward layer, and
+                the keys and values of all heads that latent attention makes of its latents
     full        the block's input
 
 Under every choice, the planned program of attention computes its logits again, as FlashAttention does: they are larger
@@ -37,7 +37,7 @@ WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
-"""Names that selective keeps too: operands of products, norms and attention, if a gradient reads them."""
+"""Names that selective keeps in addition: operands of products, norms and attention, if a gradient reads them."""
 
 
 def recomputed(body: Callable, remat: str) -> Callable:

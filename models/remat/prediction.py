@@ -80,11 +80,12 @@ def predicted(
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         dtype: compute dtype.
-        microbatches: parts of the batch that are computed one after the other: bytes are those of one of them.
+        microbatches: number of parts of the batch that are computed one after the other; the bytes are those of one
+            part.
 
     Returns:
-        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep; and none
-        for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
+        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep, and no
+        rows for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
         (`ModelConfig.is_one_pattern`).
 
     Example:
@@ -119,7 +120,7 @@ def kept_bytes(
     """Predict the bytes that all blocks keep for the backward pass on one device, under the model's own `remat`.
 
     Args:
-        config, layout, batch, length, dtype: as for `predicted`.
+        config, layout, batch, length, dtype: see `predicted`.
         mesh: the mesh, with Explicit axes; no devices are needed.
 
     Returns:
@@ -142,7 +143,7 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 def _backward(
     config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
 ) -> tuple[Jaxpr, int, int]:
-    """Return the program of a gradient, the bytes that all blocks keep for it, and those that the first of them do."""
+    """Return the program of a gradient, and the bytes that all blocks, and the first blocks alone, keep for it."""
     model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
     batch_of, key = abstract_batch(layout, mesh, batch, length), abstract_key(mesh)
 
@@ -164,7 +165,7 @@ def show_remat(
     dtype: Any = jnp.float32,
     microbatches: int = 1,
 ) -> None:
-    """Print `predicted` as a table, the model's own choice in bold; print nothing if it has no rows."""
+    """Print `predicted` as a table, with the model's own choice in bold; print nothing if there are no rows."""
     columns = (
         Column("remat"),
         Column("kept by a layer", "right", goes=1),

@@ -18,8 +18,9 @@ class OwnStep(TrainingStep):
     """The training step of a custom model.
 
     Args:
-        subject, update, batch, length: as in `TrainingStep`.
-        layout: a layout of the model, whose lines are searched; only the dimensions of its specs are used.
+        subject, update, batch, length: see `TrainingStep`.
+        layout: a layout of the model; specs are searched for its lines, and only the dimensions of its own specs are
+            used.
         fixed: lines that are not searched, with their specs.
 
     Raises:

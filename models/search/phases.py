@@ -28,7 +28,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
 
 def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
-    """Return all searched numbers of microbatches above one as a range; the workload's own number is ignored."""
+    """Return the range of searched numbers of microbatches above one; the number of the workload itself is ignored."""
 
     def make(count: int) -> PhaseProblem:
         return problem_of(replace(workload, microbatches=count), mesh)
@@ -38,7 +38,7 @@ def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Ran
 
 
 def searched(meshes: Iterable[Mapping[str, int]], config: ModelConfig) -> list[Mapping[str, int]]:
-    """Return the meshes to search for a model; with adapters, only meshes with few axes, if there are any."""
+    """Return the meshes to search for a model; with adapters, only meshes with few axes, if there are such meshes."""
     every = [*meshes]
     few = [mesh for mesh in every if sum(size > 1 for size in mesh.values()) <= MOST_WITH_ADAPTERS]
     return few if config.lora and few else every

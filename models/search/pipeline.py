@@ -72,7 +72,7 @@ class Slots:
 
     def apart(self, layers: int) -> np.ndarray:
         """Return seconds [layers, layers, 1] by a stage's first and last layer; only the first stage has the embedding,
-        and only the last the output."""
+        and only the last stage has the output."""
         table = np.full((layers, layers, 1), np.inf)
         for first in range(layers):
             for last in range(first, layers):
@@ -81,20 +81,20 @@ class Slots:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
+        """Return the bytes of a stage with `waiting` inputs; the first and the last both hold embedding and output."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes
 
 
 class StageProblem(PhaseProblem):
-    """The search problem of a training step in S stages with equally many layers, under 1F1B.
+    """The search problem of a training step in S stages with equal numbers of layers, under 1F1B.
 
     Args:
         workload: the step, with all layers and M microbatches.
         stages: S.
         mesh: sizes of the mesh axes of one stage, without the axis of the stages.
         side: mesh axes along which pipelines run side by side. Layouts in which further axes split only the batch are
-            searched too, but priced too high; the problem with these axes in `side` prices them exactly.
+            searched too, but are priced too high; the problem with these axes in `side` prices such layouts exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward
@@ -156,7 +156,7 @@ class StageProblem(PhaseProblem):
         return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """Return the lines of the layout that these picks give, followed by the pipeline's own."""
+        """Return the lines of the layout that these picks give, followed by the lines of the pipeline."""
         return [*super().lines(picks), LayoutLine("pipeline.layers", f"N_{STAGES}", "pipeline")]
 
     # -- the parts of a slot -------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def read_stages(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig) -> Lines:
-    """Return the lines of a model in stages, with the ties that its programs read so far need."""
+    """Return the lines of a model in stages, with the ties that are needed by its programs read so far."""
     layout = Layout.load(BASE).override({"pipeline.layers": f"N_{STAGES}"})
     lines = Lines.of(layout, {})
     for name in lines.trained:

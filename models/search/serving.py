@@ -23,14 +23,14 @@ from ..decoding.serving import for_serving
 from .workload import BASE, Phase, Unsearched, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of the rows on which experts compute. They are sharded alike, so that rows stay in place, and not along C."""
+"""Lines of the rows on which experts compute. They are sharded alike, so that rows stay in place, but not along C."""
 
 
 class ServingProblem(PhaseProblem):
     """The search problem of one phase of serving on one mesh, with terms read from the program.
 
-    Dimension L of activations stays unsharded. Each phase is searched alone, so the two may store weights and cache
-    differently.
+    Dimension L of activations stays unsharded. Each phase is searched by itself, so the layouts of two phases may store
+    weights and cache differently.
 
     Args:
         workload: the step, whose phase is `"encode"`, `"prefill"` or `"decode"`.
@@ -43,7 +43,7 @@ class ServingProblem(PhaseProblem):
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         moe, phase = workload.config.moe, workload.phase
         if moe and not moe.causal:
-            why = f"the experts of router {moe.router} choose among tokens that are not there yet"
+            why = f"the experts of router {moe.router} choose among tokens that do not exist yet"
             raise Unsearched("layouts to serve this model", [why])
         config, length = for_serving(workload.config), workload.length
         room, source = workload.room or length, config.tokens_of_source(workload.source_length, length)
@@ -96,7 +96,7 @@ def read_phase(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig, phase: Phase, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """Return the lines of a model for a phase of serving, with the ties that its programs read so far need."""
+    """Return the lines of a model for a phase of serving, with the ties that are needed by its programs read so far."""
     lines = Lines.of(Layout.load(BASE), {}).served()
     lines.fixed = dict(fixed)
     lines.check_fixed()

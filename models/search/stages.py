@@ -1,14 +1,14 @@
 """Search for pipelines on a slice: the numbers of stages and microbatches, and the mesh in a stage.
 
 For every number of stages that divides both the layers and an axis of the torus (on GPUs, the number of GPUs), for each
-mesh of the rest, and for each choice of its axes along which pipelines run side by side, the specs of a stage are
-searched exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
-These prices give the seconds of equal stages, each with embedding and output, as `gspmd.pipeline` runs them. With them
-`gspmd.search.stages` also splits the layers freely, as Alpa may, on submeshes of every size, with embedding on the
-first stage and output on the last.
+mesh of the rest, and for each choice of its axes along which pipelines run side by side, the best specs of a stage are
+found exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
+These prices give the seconds of equal stages, each with embedding and output, as `gspmd.pipeline` runs them. With the
+same prices, `gspmd.search.stages` also splits the layers freely, as Alpa may, on submeshes of every size, with the
+embedding on the first stage and the output on the last.
 
-Not covered: rounds, and stages over more than one torus axis. If stages take part of a torus axis, the rest of the axis
-is priced as a ring, although it is a line (`PipelineRow.along`).
+Not covered: rounds, and stages over more than one torus axis. If stages use only a part of a torus axis, the rest of
+the axis is priced as a ring, although it is a line (`PipelineRow.along`).
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.
 """
@@ -48,9 +48,9 @@ class PipelineRow:
             several torus axes that leave a stage the same mesh, it is the smallest. For GPUs, which have no torus, it
             is S.
         problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
-        answer: its answer, with the seconds of a step and the bytes of a device; None if nothing fits.
-        prices: the prices of its parts; None if nothing fits.
-        least: bytes of the smallest layout, if nothing fits.
+        answer: its answer, with the seconds of a step and the bytes of a device; None if no layout fits.
+        prices: the prices of its parts; None if no layout fits.
+        least: bytes of the smallest layout, if no layout fits.
     """
 
     stages: int
@@ -73,12 +73,12 @@ class PipelineRow:
 
     @property
     def slotted(self) -> float:
-        """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if nothing fits."""
+        """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if no layout fits."""
         return self.problem.slots * self.prices.seconds if self.prices else inf
 
     @property
     def lines(self) -> list[LayoutLine]:
-        """The lines of the layout; empty if nothing fits."""
+        """The lines of the layout; empty if no layout fits."""
         return self.problem.lines(self.answer.picks) if self.answer else []
 
 
@@ -97,7 +97,7 @@ class Table:
 
     @property
     def best(self) -> PipelineRow | None:
-        """The fastest row, with ties broken by fewer stages; None if nothing fits."""
+        """The fastest row, and among equally fast rows the one with the fewest stages; None if no layout fits."""
         found = [(float(f"{row.answer.seconds:.9g}"), row.stages, row) for row in self.rows if row.answer]
         return min(found, key=lambda each: each[:2])[-1] if found else None
 
@@ -114,7 +114,7 @@ def table(
     Args:
         workload: the training step; its number of microbatches is ignored.
         torus: devices along each torus axis; for GPUs, nodes and GPUs of a node.
-        limit: bytes that a device may hold.
+        limit: the largest number of bytes that a device may hold.
         microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
         tell: called with a line of progress.
 
@@ -204,7 +204,7 @@ def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, l
 
 
 def sheet(found: Table) -> Sheet:
-    """Lay the pipelines out as a table for the terminal."""
+    """Return the pipelines as a table for the terminal."""
     names = ("stages", "microbatches", "mesh", "side by side", "a step", "bubble", "of any split", "memory", "fits")
     left = ("mesh", "side by side", "fits")
     shown = Sheet(

@@ -26,8 +26,9 @@ from ..step import Language
 from .workload import BASE, Workload
 
 MOST_WITH_ADAPTERS = 2
-"""The most mesh axes for a model with adapters. No line says where an adapter meets its operand, so its products are
-planned for every placement of all their tensors: this takes a minute on two axes, and hours on three."""
+"""The largest number of mesh axes for a model with adapters. No line gives the specs in which an adapter is multiplied
+with its operand, so the products are planned for every placement of all their tensors: this takes a minute on two axes,
+and hours on three."""
 
 
 _TOKENS = ("B", "G", "C")
@@ -42,7 +43,7 @@ class TrainingStep:
         update: how parameters are updated; its number of microbatches is ignored.
         batch: sequences per step, over all devices.
         length: tokens per sequence.
-        lines: the lines of the model; they are tied in place, as its programs need it.
+        lines: the lines of the model; ties that its programs need are added to them in place.
     """
 
     def __init__(self, subject: Trainable, update: Update, batch: int, length: int, lines: Lines):
@@ -50,7 +51,7 @@ class TrainingStep:
         self._read: dict[int, ReadProgram] = {}
 
     def read(self, microbatches: int) -> ReadProgram:
-        """Read the step's program in a number of microbatches.
+        """Read the step's program for a number of microbatches.
 
         Raises:
             LayoutError, PlanError, SpecError: the step cannot be built or searched.
@@ -122,7 +123,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
     Hence the seconds for the fewest microbatches with the bytes for the most bound all numbers between them. The
-    choices are as for two microbatches; they include the choices for any larger number. The global norm of the
+    choices are those for two microbatches; they include the choices for any larger number. The global norm of the
     gradients is left out, which only lowers the bound.
 
     Args:
@@ -148,7 +149,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _weights(self) -> set[HeldArray]:
-        """The sharded arrays without token dimensions, whose size does not depend on the number of microbatches."""
+        """The sharded arrays without token dimensions: their sizes do not depend on the number of microbatches."""
         lines = self.question.lines
         pairs = [pair for each in lines.tensors().values() for pair in each]
         tokens = {unknown for dim, unknown in pairs if dim in _TOKENS}
@@ -156,7 +157,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _tables(self) -> tuple[list[Table], list[Table]]:
-        """The seconds that do not depend on the number of microbatches, and those of weights, which do."""
+        """The seconds that do not depend on the number of microbatches, and the seconds of weights, which do."""
         question, tables = self.question, self.question.prices.tables
         _, in_one, _ = self._step.read(1)
         before = in_one.times
@@ -194,7 +195,7 @@ def _step(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """Return the lines of a model in training, with the ties that its programs read so far need."""
+    """Return the lines of a model in training, with the ties that are needed by its programs read so far."""
     lines = Lines.of(Layout.load(BASE), dict(fixed))
     if config.lora:
         # [gradients] then applies to the adapters, while the rules of a layout apply to the frozen weights.

@@ -1,4 +1,4 @@
-"""Workloads to search layouts for: a model, the sizes of its step, and the chip that runs it."""
+"""Workloads for which layouts are searched: a model, the sizes of its step, and the chip that runs it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Workload:
             `length` tokens of every row into an empty cache; or `"decode"`, which reads one token of every row with a
             full cache.
         microbatches: the number of parts of a training step's batch that run one after the other.
-        weights: in serving, `"int8"` for int8 matrices with a scale for each channel; else `"dtype"`.
-        cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; else `"dtype"`.
+        weights: in serving, `"int8"` for int8 matrices with a scale for each channel; otherwise `"dtype"`.
+        cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; otherwise `"dtype"`.
         room: tokens that a row of the cache has room for; 0 for `length`.
         fixed: lines that are not searched, with their specs.
         update: how a training step updates parameters; its number of microbatches is ignored.
         source_length: tokens per source of an encoder–decoder; 0 for `length`.
-        beams: in decoding, the successive rows that are the beams of one prompt, whose caches lie on one device; 0
-            without beams.
+        beams: in decoding, the number of successive rows that are the beams of one prompt; their caches are on one
+            device. 0 without beams.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class Workload:
 
 
 class Unsearched(PlanError):
-    """A model has a part that the search cannot price. Commands replace the message's last line by their own flags.
+    """A model has a part that the search cannot price. Commands replace the last line of the message, to name flags.
 
     Attributes:
         fact: the question, and the reasons why it cannot be answered.

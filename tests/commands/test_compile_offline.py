@@ -153,7 +153,7 @@ def test_one_position_is_whole_where_prompts_are_cut_along_their_length(script, 
 @pytest.mark.parametrize(
     ("hidden", "message"),
     [
-        (("B_xL_yF_z", "B_xyLF_z"), "none of the 2 alternatives of .ffn. divides"),
+        (("B_xL_yF_z", "B_xyLF_z"), "none of the 2 alternatives of .ffn. fits"),
         ("B_xLE", "ffn.hidden must have dimensions B, L and F"),
     ],
 )

@@ -245,7 +245,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         *(
             (
                 ["--temperature", value],
-                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number, and "
+                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number that is "
                 "not negative (0 takes the likeliest token)\n",
             )
             for value in ("-1", "nan", "inf")
@@ -259,7 +259,7 @@ def test_explain_shows_the_encoder(capsys, translator):
             ["--min-p", "inf"],
             "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
         ),
-        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and a batch has at most"),
+        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, but a batch has at most"),
         (
             ["--cache-length", "1" + "0" * 12],
             "GenerationError: cache_length is 1000000000000; it must be at most 1048576, the number of positions",
@@ -270,7 +270,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         ),
         (
             ["--cache-length", "9"],
-            "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
+            "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, but it has room for 9; "
             "shorten them, or raise cache_length",
         ),
         (
@@ -313,12 +313,12 @@ def test_explain_shows_the_encoder(capsys, translator):
             "ConfigError: cannot generate text:\n  --target-prompt is for models with an encoder, and this model is "
             "decoder-only",
         ),
-        (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be at most 64"),
+        (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be from 0 to 64"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
         (
             ["--prefill-layout", "own.toml"],
-            "LayoutError: layout 'own.toml' cannot store parameters as layout 'megatron-1d': they have other mesh axes",
+            "LayoutError: layout 'own.toml' cannot store parameters as layout 'megatron-1d': their mesh axes differ",
         ),
     ],
     ids=lambda value: "-".join(value) or "no checkpoint" if isinstance(value, list) else "",
@@ -348,7 +348,7 @@ def test_a_checkpoint_with_nan_is_one_message(capsys, public, flags, tmp_path):
     assert "Traceback" not in said
     assert said.endswith(
         f"CheckpointError: cannot load LlamaForCausalLM from '{folder}':\n"
-        "  model.layers.1.mlp.up_proj.weight has 1 of 2,048 values that are NaN or infinite; take an intact copy.\n"
+        "  model.layers.1.mlp.up_proj.weight has 1 of 2,048 values that are NaN or infinite; use an intact copy.\n"
     )
 
 
@@ -364,7 +364,7 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     assert said.endswith(
         "GenerationError: cannot continue text 1 after 0 new tokens: the model's logits are NaN.\n"
         f"  blocks.0.attention.{'s_v' if flags else 'w_v'} has NaN or infinity: "
-        "take a model whose weights are finite.\n"
+        "use a model whose weights are finite.\n"
     )
 
 

@@ -72,8 +72,7 @@ def test_a_run_is_resumed_with_the_class_that_it_began_with(folder, capsys, monk
     capsys.readouterr()
     assert train.run(["--resume", "--out", "../runs/a", "--model", "other:Tiny"]) == 2
     assert (
-        f"the run has the model '{here}/{name}:Tiny', and not 'other:Tiny'; leave --model out."
-        in capsys.readouterr().err
+        f"the run has the model '{here}/{name}:Tiny', not 'other:Tiny'; leave --model out." in capsys.readouterr().err
     )
     with pytest.raises(
         ConfigError, match=r"its model is '.*:Tiny', a custom model, which only 'gspmd train', 'gspmd s"

@@ -424,8 +424,8 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
     ("table", "flags", "said"),
     [
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
-         "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
-         "not there yet. gspmd generate uses"),
+         "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that "
+         "do not exist yet. gspmd generate uses"),
         ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
          "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: "),
         ("[lora]\nrank = 4", ["--stages"],
@@ -492,7 +492,7 @@ def test_presets_that_are_not_in_the_space_are_traced_after_a_program_was_read(t
     assert "context-parallel on x=2,y=2: " in done.stdout
     assert "by gspmd.trace" in done.stdout
     # Its state's blocks lie over four devices: a step that refuses a preset is no reason to lose the answer.
-    assert "zero-1: not possible, moments in int8 have blocks of 32 numbers, but a device has 8" in done.stdout
+    assert "zero-1: not possible, moments in int8 have blocks of 32 values, but a device has 8" in done.stdout
 
 
 @pytest.mark.turns(1)

@@ -248,7 +248,7 @@ BAD = {
     "layers that make no rounds": (
         [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],
         "6 stacked layers do not make 2 rounds of 2 stages.\n"
-        "  Their number has to be a multiple of 4: change layers, rounds or mesh.",
+        "  Their number must be a multiple of 4: change layers, rounds or mesh.",
     ),
     "microbatches that make no rounds": (
         [*IN_STAGES, "--model.layers", "16", "--rounds", "2"],
@@ -256,7 +256,7 @@ BAD = {
     ),
     "frozen parameters in stages": (
         [*IN_STAGES, "--model.layers", "4", "--frozen", "embedding.*"],
-        "the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.",
+        "the stages of a pipeline train all parameters; leave out [lora] and frozen, or the stages.",
     ),
     "lowering xla in stages under Auto axes": (
         [*IN_STAGES, "--model.layers", "4", "--axis-types", "auto", "--set", "lowering.attention=xla"],

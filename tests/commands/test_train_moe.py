@@ -84,7 +84,7 @@ BAD = {
     "layout key": (["--set", "ffn.w_n=EF"], "no layout has a key 'ffn.w_n'. Did you mean 'ffn.w_in'?"),
     "no equals sign": (["--set", "ffn.w_in"], "set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but"),
     "spec's axis": (["--set", "ffn.w_in=E_qF"], "ffn.w_in = E_qF"),
-    "spec's dimensions": (["--set", "ffn.w_in=EG"], "ffn.w_in must have dimensions E and F, and this has E and"),
+    "spec's dimensions": (["--set", "ffn.w_in=EG"], "ffn.w_in must have dimensions E and F, but this has E and"),
     "spec's syntax": (["--set", "ffn.w_in=E_F"], "ffn.w_in = E_F"),
     "mesh syntax": (["--mesh", "x4"], "mesh 'x4': 'x4' is not AXIS=SIZE; write x=4,y=2."),
     "mesh axis": (["--mesh", "q=8"], "the layout has no mesh axis q. It declares x, y and z."),
@@ -94,8 +94,8 @@ BAD = {
     "missing data": (["--data", "none/*.txt"], "ConfigError: cannot find the data: no file matches 'none/*.txt'."),
     "empty data": (["--data", "empty.txt"], "cannot train on this data: 'empty.txt' holds no text."),
     "little data": (["--data", "small.txt"], "has 95 bytes, but a batch of 8 sequences of 16 needs 129."),
-    "unwritable out": (["--out", "empty.txt/run"], "'empty.txt/run': 'empty.txt': it is not a folder."),
-    "out is a file": (["--out", "empty.txt"], "cannot write to 'empty.txt': it is not a folder."),
+    "unwritable out": (["--out", "empty.txt/run"], "cannot write to 'empty.txt/run': 'empty.txt': it is not a folder."),
+    "out is a file": (["--out", "empty.txt"], "ConfigError: cannot write to 'empty.txt': it is not a folder."),
     "out holds a run": (["--out", "done"], "it already holds a run, at step 7. Add --resume to go on,"),
     "nothing to resume": (["--resume", "--out", "absent"], "there is no checkpoint under 'absent'."),
     "no run at all": (["--resume"], "there is no run under 'runs'. Name its folder with --out."),
@@ -120,8 +120,8 @@ def test_bad_input_is_one_message(run, tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("flags", "lines", "near"),
     [
-        (["--batch", "9", "--devices", "8"], 7, "With 1 device they divide."),
-        (["--devices", "7"], 8, "With 4 or 8 devices they divide."),
+        (["--batch", "9", "--devices", "8"], 7, "With 1 device, the mesh divides them."),
+        (["--devices", "7"], 8, "With 4 or 8 devices, the mesh divides them."),
         (["--mesh", "x=3"], 7, "  ... and 1 more."),
     ],
 )

@@ -197,7 +197,7 @@ def test_the_folder_of_a_run_is_checked_without_making_it(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    (["--data", "none/*.txt"], "no file matches 'none/*.txt'. Name other files, or leave them out for Python's"),
+    (["--data", "none/*.txt"], "no file matches 'none/*.txt'. Name other files, or none for Python's"),
     (["--data", "file", "--out", "file"], "it is not a folder. Choose another --out."),
 ])  # fmt: skip
 def test_names_of_files_are_checked_before_the_devices_start(flags, said, tmp_path, monkeypatch, capsys):

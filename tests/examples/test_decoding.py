@@ -216,11 +216,11 @@ class Wrong(type(RECURRENCE.model)):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("kept", "kept has to return a mapping of names to gspmd.training.model.Kept, and not [1]"),
-        ("logits", "step has to return logits [3, 1, 256], and not an array float32[3, 256]"),
-        ("dtype", "step has to return 'state' as it was, an array float32[4, 3, 256], and not an array bfloat16"),
-        ("lost", "step has to return the arrays of kept, and lost 'state'"),
-        ("one", "step has to return logits and a mapping of what is kept, and not an array"),
+        ("kept", "kept must return a mapping of names to gspmd.training.model.Kept, but returned [1]"),
+        ("logits", "step must return logits [3, 1, 256], but returned an array float32[3, 256]"),
+        ("dtype", "step must return 'state' as it was, an array float32[4, 3, 256], but returned an array bfloat16"),
+        ("lost", "step must return the arrays of kept, but lost 'state'"),
+        ("one", "step must return logits and a mapping of what is kept, but returned an array"),
     ],
 )
 def test_a_wrong_answer_is_named(how, told, make_mesh):

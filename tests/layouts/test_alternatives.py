@@ -34,7 +34,7 @@ def test_the_first_place_at_which_every_list_divides_is_taken(name, batch, heads
     count = max(map(len, lists.values()), default=0)
     places = [at for at in range(count) if all(divides(texts[at]) for texts in lists.values())]
     if lists and not places:
-        with pytest.raises(LayoutError, match=r"none of the \d+ alternatives of \[attention\] divides: 1\. "):
+        with pytest.raises(LayoutError, match=r"none of the \d+ alternatives of \[attention\] fits: 1\. "):
             layout.resolved(sizes, mesh)
         return
     resolved = layout.resolved(sizes, mesh)
@@ -94,7 +94,7 @@ def test_reading_a_list_before_it_is_resolved_is_an_error(ask):
         ask()
     assert str(error.value) == (
         "cannot read attention.query: sizes and mesh choose one of its 4 alternatives (B_xyzLHD, B_yzLH_xD, B_zLH_xyD, "
-        "BLH_xyzD).\n  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+        "BLH_xyzD).\n  Call layout.resolved(sizes, mesh) first, with the sizes that you pass to layout.check."
     )
 
 
@@ -104,11 +104,11 @@ def test_where_none_divides_every_reason_is_given():
     assert str(error.value).splitlines()[1:] == [
         "    attention.query = B_xyzLHD | B_yzLH_xD | B_zLH_xyD | BLH_xyzD",
         "                      ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
-        "  none of the 4 alternatives of [attention] divides: 1. B is 1, over 8 shards; 2. B is 1, over 4 shards; "
+        "  none of the 4 alternatives of [attention] fits: 1. B is 1, over 8 shards; 2. B is 1, over 4 shards; "
         "3. B is 1, over 2 shards; 4. H is 6, over 8 shards.",
-        "  Add one that leaves B and H whole, or over fewer mesh axes.",
+        "  Add one with B and H unsharded, or over fewer mesh axes.",
     ]
-    with pytest.raises(LayoutError, match=r"none of the 4 alternatives of \[attention\] divides"):
+    with pytest.raises(LayoutError, match=r"none of the 4 alternatives of \[attention\] fits"):
         LAYOUT.check(SIZES | {"B": 1, "H": 6}, MESH)
 
 
@@ -119,7 +119,7 @@ def test_where_none_divides_every_reason_is_given():
         ({"attention.query": [*QUERY[:3], "BLDH"]}, "query must have dimensions B, L, H and D, in this order"),
         ({"attention.query": [*QUERY[:3], "B_qLHD"]}, "^^^\n  the mesh has no axis q."),
         ({"attention.key": ["B_xyzLKD", "B_xLKD", "B_zLKD", "BLKD"]}, "B of attention.key is sharded over x, and"),
-        ({"decode.attention.query": ["BLHD", "BLHD_x"]}, "dimension D of attention.query stays whole on every device"),
+        ({"decode.attention.query": ["BLHD", "BLHD_x"]}, "dimension D of attention.query must not be sharded"),
     ],
 )  # fmt: skip
 def test_faults_of_alternatives_that_are_not_taken_are_found_too(specs, message):
@@ -139,10 +139,10 @@ def test_lists_of_two_sections_meet_as_the_sizes_choose_them():
         assert {single["attention.residual"], single["ffn.residual"]} == {residual}
     lone = layout.override({"ffn.residual": ["B_xyzLE", "B_xLE", "B_yLE"]})
     with pytest.raises(
-        LayoutError, match=r"dimension B of ffn\.residual is sharded over y, and of attention\.residual"
+        LayoutError, match=r"dimension B of ffn\.residual is sharded over y, and that of attention\.residual"
     ):
         lone.check(SIZES, MESH)
-    with pytest.raises(LayoutError, match=r"sharded over x, y and z, and of attention\.residual"):
+    with pytest.raises(LayoutError, match=r"sharded over x, y and z, and that of attention\.residual"):
         layout.override({"attention.residual": ["B_xLE", "B_xyzLE"]}).check(SIZES, MESH)
 
 
@@ -175,7 +175,7 @@ def test_a_file_writes_lists(tmp_path):
     )
     assert layout.resolved(SIZES | {"K": 8, "B": 2}, MESH)["attention.key"] == "B_xLK_yzD"
     path.write_text('base = "megatron-1d"\n[attention]\nquery = []\n')
-    with pytest.raises(LayoutError, match=r"attention\.query must be a string or a list of strings, and is \[\]"):
+    with pytest.raises(LayoutError, match=r"attention\.query must be a string or a list of strings, but it is \[\]"):
         Layout.load(path).check()
 
 

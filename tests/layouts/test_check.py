@@ -36,7 +36,7 @@ def test_the_message_in_full():
         "  Use a size that is a multiple of 2 (64 or 66), or leave E unsharded: 'EF_y'.\n"
         "    ffn.w_gate = EH\n"
         "                 ^^\n"
-        "  ffn.w_gate must have dimensions E and F, and this has E and H.\n"
+        "  ffn.w_gate must have dimensions E and F, but this has E and H.\n"
         "  Write 'EF' with the mesh axes that shard each dimension."
     )
 
@@ -45,7 +45,7 @@ def test_the_message_in_full():
 def test_a_section_with_a_value(section, value, tmp_path):
     file = tmp_path / "flat.toml"
     file.write_text(f'base = "megatron-1d"\n{section} = {value}\n')
-    wanted = f"{section!r} is a section, and here it has a value.\n  Write [{section}], and lines below."
+    wanted = f"{section!r} is the name of a section, but here it has a value.\n  Write [{section}], and lines below it."
     assert wanted in fault(Layout.load(str(file)))
 
 
@@ -58,28 +58,29 @@ def test_a_section_with_a_value(section, value, tmp_path):
             "no layout has a key 'moe.scale_in'.\n  Write 'moe.b_in', its name after release 0.2.0.",
         ),
         ({"fnn__w_in": "EF"}, "no section of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
-        ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order; here the order is F and E."),
+        ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order, but here the order is F and E."),
         ({"ffn__w_in": "E_xF_w"}, "^^^\n  the mesh has no axis w."),
         ({"ffn__hidden": "B_xLF_x"}, "ffn.hidden = B_xLF_x\n                       ^"),
-        ({"ffn__hidden": "B_xLF partialsum-y"}, "ffn.hidden is a partial sum; only lines of [gradients] may be."),
+        ({"ffn__hidden": "B_xLF partialsum-y"}, "ffn.hidden is a partial sum, which only [gradients] may have."),
         ({"ffn__w_out": "F_{y"}, "the brace after 'F_' is not closed."),
         (
             {"ffn__residual": "B_xL_yzE"},
-            "dimension L of ffn.residual is sharded over y and z, and of attention.residual ('B_xLE') whole; no "
-            "equation moves one to the other.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
+            "dimension L of ffn.residual is sharded over y and z, and that of attention.residual ('B_xLE') is "
+            "not sharded; no equation moves one to the other.\n  "
+            "Write ffn.residual = 'B_xLE', or change attention.residual.",
         ),
         (
             {"attention__query": "B_xLH_yzD", "attention__key": "B_xL_yKD"},
-            "dimension L of attention.key is sharded over y, and of queries ('B_xLH_yzD') whole.",
+            "dimension L of attention.key is sharded over y, and that of queries ('B_xLH_yzD') is not sharded.",
         ),
-        ({"attention__key": "BLK_yzD"}, "dimension B of attention.key is whole, and of attention.query"),
+        ({"attention__key": "BLK_yzD"}, "dimension B of attention.key is not sharded, and that of attention.query"),
         (
             {"attention__key": "B_xLK_zD"},
-            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') sharded over",
+            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') are sharded over",
         ),
-        ({"moe__groups": "GLE"}, "dimension G of moe.dispatched is sharded over x, and of moe.groups ('GLE') whole"),
-        ({"moe__groups": "G_xL_yE"}, "dimension L of moe.groups stays whole on every device, and is sharded over y."),
-        ({"ffn__in_via": "B_xLE, E_yF_z"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yF_z'."),
+        ({"moe__groups": "GLE"}, "dimension G of moe.dispatched is sharded over x, and that of moe.groups"),
+        ({"moe__groups": "G_xL_yE"}, "dimension L of moe.groups must not be sharded, but it is sharded over y."),
+        ({"ffn__in_via": "B_xLE, E_yF_z"}, "dimension E is not sharded in 'B_xLE', and sharded over y in 'E_yF_z'."),
         ({"ffn__in_via": "B_xLE, EF_x"}, "mesh axis x shards dimension B in 'B_xLE' and dimension F in 'EF_x'."),
         ({"ffn__in_via": "B_xLE"}, "ffn.in_via must be two specs, with the dimensions of ffn.residual and ffn.w_in."),
         ({"ffn__in_via": "B_xLE -> EF"}, "via= has only the operands' specs, without an arrow."),
@@ -91,7 +92,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
         ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which this section cannot override."),
         (
             {"cache__attention__key": "BLKD"},
-            "attention.key must have dimensions B, T, K and D, and this has B, L, K and D.",
+            "attention.key must have dimensions B, T, K and D, but this has B, L, K and D.",
         ),
         ({"decode__ffn__residual": "BLE"}, "[decode] ffn.residual = BLE\n                            ^\n  dimension B"),
         ({"lowering__ffn": "blokcing"}, "no lowering is called 'blokcing'.\n  Did you mean 'blocking'?"),
@@ -127,7 +128,7 @@ def test_missing_and_mistyped_lines(tmp_path):
         Layout.load(path).check()
     text = str(error.value)
     assert "the layout declares no mesh axis w." in text
-    assert "ffn.w_in must be a string, and is 3." in text
+    assert "ffn.w_in must be a string, but it is 3." in text
     assert "ffn.residual is missing: The residual stream around the feed-forward block." in text
     assert 'Write residual = "BLE" in [ffn], with its mesh axes.' in text
     assert "moe.router" not in text
@@ -206,7 +207,7 @@ def test_what_is_missing_is_one_fault_for_each_part(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([8], "cannot read sizes from [8].\n  Write {"),
+        ([8], "cannot read sizes from [8].\n  Pass a mapping"),
         (3, "cannot read sizes from 3."),
         ({3: 8}, "cannot read sizes from {3: 8}."),
         ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number of at least 0."),
@@ -248,7 +249,7 @@ def test_query_heads_that_part_groups_are_refused():
         "                        ^^^\n"
         "  a device has 3 of 6 query heads, and 2 share each of the 3 key heads ('BLKD' in attention.key): some device "
         "would need parts of two groups.\n"
-        "  Shard H over mesh axes whose size divides 3, or is a multiple of it, or leave it whole."
+        "  Shard H over mesh axes whose size divides 3, or is a multiple of it, or do not shard H."
     )
     layout.check({"H": 6, "K": 6}, {"x": 2})
     layout.check({"H": 6, "K": 1}, {"x": 2})
@@ -260,14 +261,14 @@ def test_query_heads_that_part_groups_are_refused():
 @pytest.mark.parametrize(
     ("lines", "fact"),
     [
-        ({"cross.key": "B_xT_yK_zD"}, "dimension T of cross.key is sharded over y, and of queries ('B_xLH_yzD') "),
+        ({"cross.key": "B_xT_yK_zD"}, "dimension T of cross.key is sharded over y, and that of queries ('B_xLH_yzD') "),
         (
             {"cross.key": "B_xyTK_zD"},
-            "dimension B of cross.key is sharded over x and y, and of cross.query ",
+            "dimension B of cross.key is sharded over x and y, and that of cross.query ",
         ),
         (
             {"cross.key": "B_xTK_zD"},
-            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') sharded over y and z.",
+            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') are sharded over y and z.",
         ),
         ({"encoder.cross.key": "B_xTKD"}, "cross.key is an activation, which this section cannot override."),
         ({"encoder.embedding.table": "VE"}, "embedding.table is a parameter, which this section cannot override."),

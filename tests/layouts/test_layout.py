@@ -172,7 +172,7 @@ def test_devices_are_dealt_out_by_prime_factors(devices, mesh):
         (lambda: Layout.load("zero-3").section(3), "no part of a layout is called 3."),
         (lambda: Layout.load("zero-3")[3], "no layout has a key 3.\n  A key is a string"),
         (lambda: Layout.load("zero-3").get(["ffn"]), "no layout has a key ['ffn']."),
-        (lambda: Layout.load("zero-3").override(None), "cannot override with None.\n  Write {"),
+        (lambda: Layout.load("zero-3").override(None), "cannot override with None.\n  Pass a mapping"),
         (lambda: Layout.load("zero-3").override("ffn.w_in=EF"), "cannot override with 'ffn.w_in=EF'."),
         (lambda: Layout.load("zero-3").override({"ffn.w_in": None}), "cannot override 'ffn.w_in' with None."),
         (lambda: Layout.load("zero-3").override({3: "EF"}), "cannot override 3 with 'EF'."),
@@ -227,7 +227,7 @@ def test_devices_that_divide_are_named_where_those_that_were_asked_for_do_not():
     with pytest.raises(LayoutError) as error:
         Layout.load("zero-3").mesh_for(7, sizes)
     assert len(error.value.faults) == 2
-    assert str(error.value).splitlines()[-1] == "  With 4 or 8 devices they divide."
+    assert str(error.value).splitlines()[-1] == "  With 4 or 8 devices, the mesh divides them."
     for devices in (4, 8):
         Layout.load("zero-3").mesh_for(devices, sizes)
 

@@ -82,15 +82,15 @@ def test_a_letter_is_explained_or_has_a_size(load):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ssm.state": "BES"}, "ssm.state must have dimensions B, S and E, in this order; here the order is B, E"),
+        ({"ssm.state": "BES"}, "ssm.state must have dimensions B, S and E, in this order, but here the order is B, E"),
         ({"optimizer.ssm.w_in": "SE"}, "ssm.w_in must have dimensions E and S, in this order"),
         ({"ssm.in_via": "B_xLE, EF_y"}, "ssm.in_via must be two specs, with the dimensions of BLE and ES."),
-        ({"ssm.in_via": "B_xLE, E_yS"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yS'."),
+        ({"ssm.in_via": "B_xLE, E_yS"}, "dimension E is not sharded in 'B_xLE', and sharded over y in 'E_yS'."),
         ({"ssm.stat": "BSE"}, "the layout has no line 'ssm.stat'.\n  Did you mean 'ssm.state'?"),
         ({"smm.state": "BSE"}, "no section of a layout is called 'smm'.\n  Did you mean 'ssm'?"),
         ({"ssm.state": "B_xS_xE"}, "mesh axis x"),
-        ({"ssm.state": "B_xSE partialsum-y"}, "ssm.state is a partial sum; only lines of [gradients] may be."),
-        ({"cache.ssm.state": "BS"}, "ssm.state must have dimensions B, S and E, and this has B and S."),
+        ({"ssm.state": "B_xSE partialsum-y"}, "ssm.state is a partial sum, which only [gradients] may have."),
+        ({"cache.ssm.state": "BS"}, "ssm.state must have dimensions B, S and E, but this has B and S."),
         ({"lowering.smm": "xla"}, "Did you mean 'ssm'?"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
     ("line", "message"),
     [('state = "S"', "'state' is not a dimension.\n  A dimension is one capital letter."),
      ('E = "energy"', "dimension E is embed in every layout.\n  Take another letter."),
-     ("S = 3", "the meaning of S must be a string, and is 3.")],
+     ("S = 3", "the meaning of S must be a string, but it is 3.")],
 )  # fmt: skip
 def test_lines_of_the_dimensions_are_checked(load, line, message):
     assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))

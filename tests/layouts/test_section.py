@@ -50,8 +50,8 @@ def test_an_equation_of_names_is_that_of_its_specs():
     [
         ("residual, w_inn -> hidden", "no layout has a key 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'?"),
         ("residual, in_via -> hidden", "cannot read 'residual, in_via -> hidden': ffn.in_via is not a tensor of the"),
-        ("residual; w_in -> hidden", "an equation of a section has the names of lines.\n  Write it as"),
-        (None, "cannot read None: an equation of a section has the names of lines."),
+        ("residual; w_in -> hidden", "an equation of a section consists of the names of lines.\n  Write it as"),
+        (None, "cannot read None: an equation of a section consists of the names of lines."),
         ("residual, w_in", "  These are the specs of the lines 'residual, w_in'."),
     ],
 )

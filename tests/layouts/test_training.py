@@ -245,7 +245,7 @@ def test_rows_stay_where_they_arrive(lines, dims, remedy):
     [found] = moves(**lines)
     [(key, text)] = lines.items()
     assert found.text == f"moe.{key} = {text}"
-    assert found.fact == f"rows of dispatch 'dropless' stay where they arrive, and {dims} would move."
+    assert found.fact == f"rows of dispatch 'dropless' must stay where they arrive, but {dims} would move."
     assert found.remedy.startswith(f"Write '{remedy}', as in moe.expert_input")
 
 

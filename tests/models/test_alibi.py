@@ -32,8 +32,8 @@ def test_slopes_of_padded_heads_stand_beside_the_real_ones():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"alibi_max": 4.0}, 'alibi_max is 4.0, and positions are rotary; set positions = "alibi"'),
-        ({"alibi_scaled": True}, 'alibi_scaled is True, and positions are rotary; set positions = "alibi"'),
+        ({"alibi_max": 4.0}, 'alibi_max is 4.0, but positions are rotary; set positions = "alibi"'),
+        ({"alibi_scaled": True}, 'alibi_scaled is True, but positions are rotary; set positions = "alibi"'),
         ({"positions": "alibi", "alibi_max": 0.0}, "alibi_max is 0.0; it must be positive"),
         ({"positions": "alibi", "encoder_layers": 2}, "positions are alibi, which an encoder–decoder does not have"),
         ({"positions": "alibi", "layer_kinds": ("unrotated", "full")}, "positions are alibi; write 'full'"),

@@ -72,22 +72,22 @@ def test_a_chunk_is_the_length_of_a_layers_cache_and_of_its_scores(config, make_
     ("changes", "message"),
     [
         ({"attention_chunk": 0}, "attention_chunk is 0; it must be at least 1"),
-        ({"layer_kinds": ("chunked", "full")}, "layer_kinds has 'chunked', and there is no attention_chunk; set it"),
+        ({"layer_kinds": ("chunked", "full")}, "layer_kinds has 'chunked', but there is no attention_chunk; set it"),
         (
             {"layer_kinds": ("sliding", "full"), "sliding_window": 3, "attention_chunk": 4},
-            "attention_chunk is 4, and layer_kinds has no 'chunked'; leave it out",
+            "attention_chunk is 4, but layer_kinds has no 'chunked'; leave it out",
         ),
         (
             {"sliding_window": 3, "attention_chunk": 4},
-            "sliding_window and attention_chunk are set, and layer_kinds is not, which assigns them to layers; set it",
+            "sliding_window and attention_chunk are set, but layer_kinds does not assign them to layers; set it",
         ),
-        ({"query_growth": 0.1}, "query_growth is 0.1, and layer_kinds has no 'unrotated'; leave it out"),
+        ({"query_growth": 0.1}, "query_growth is 0.1, but layer_kinds has no 'unrotated'; leave it out"),
         ({"query_growth": -1.0}, "query_growth is -1.0; it must not be negative"),
         ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
-        ({"growth_interval": 4}, "growth_interval is 4, and query_growth is 0; leave it out"),
+        ({"growth_interval": 4}, "growth_interval is 4, but query_growth is 0; leave it out"),
         (
             {"layer_kinds": ("unrotated",), "qk_norm": "rotated"},
-            "qk_norm is 'rotated', and no layers are rotated; leave it out",
+            "qk_norm is 'rotated', but no layers are rotated; leave it out",
         ),
         (
             {"encoder_layers": 2, "attention_chunk": 4},

@@ -112,14 +112,14 @@ def test_greedy_text_is_that_of_whole_prompts(config, one_device, make_mesh):
 def test_faults_are_named(config):
     for dense, fault in {
         (0, 1): "moe.dense_layers are 0, 1, so none of the 2 layers has experts; leave some out",
-        (2,): "moe.dense_layers has 2, and the last layer is 1",
+        (2,): "moe.dense_layers has 2, but the last layer is 1",
     }.items():
         with pytest.raises(ValueError, match=re.escape(fault)):
             config(layers=2, moe=replace(FIRST, dense_layers=dense))
     already = "moe.dense_layers has 0, 2, dense already with moe.every = 2; leave them out"
     with pytest.raises(ValueError, match=re.escape(already)):
         config(layers=4, moe=replace(FIRST, every=2, dense_layers=(0, 2, 3)))
-    with pytest.raises(ValueError, match=r"moe\.dense_feed_forward is 96, and every layer has experts; leave it out"):
+    with pytest.raises(ValueError, match=r"moe\.dense_feed_forward is 96, but every layer has experts; leave it out"):
         config(layers=2, moe=replace(FIRST, dense_layers=()))
     with pytest.raises(ValueError, match="both stacks of an encoder–decoder have one pattern"):
         config(layers=2, encoder_layers=2, moe=FIRST)

@@ -339,12 +339,12 @@ def test_tokens_of_padding_change_no_bit(model):
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        ("t5", {}, "this model has an encoder, and there is no source for it."),
+        ("t5", {}, "this model has an encoder, but there is no source for it."),
         ("decoder", {"source": (2, 4)}, "this model is decoder-only and reads no source."),
-        ("t5", {"source": (2, 4), "segments": (2, 8)}, "targets have segments, and the source has none."),
-        ("t5", {"source": (2, 4), "source_segments": (2, 5)}, "source_segments have shape (2, 5), and their tokens"),
-        ("t5", {"source": (1, 4)}, "the source has shape (1, 4), and tokens (2, 8)."),
-        ("decoder", {"segments": (2, 7)}, "segments have shape (2, 7), and their tokens (2, 8)"),
+        ("t5", {"source": (2, 4), "segments": (2, 8)}, "targets have segments, but the source has none."),
+        ("t5", {"source": (2, 4), "source_segments": (2, 5)}, "source_segments have shape (2, 5), but their tokens"),
+        ("t5", {"source": (1, 4)}, "the source has shape (1, 4), and tokens have shape (2, 8)."),
+        ("decoder", {"segments": (2, 7)}, "segments have shape (2, 7), but their tokens (2, 8)"),
     ],
 )
 def test_refuses_inputs_that_do_not_belong_together(model, given, message):
@@ -370,7 +370,7 @@ def test_refuses_sources_for_targets_without_segments():
     mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         built = models.abstract(T5, Layout.load("replicated"), mesh)
-        with pytest.raises(ValueError, match="a row has several sources, and its targets have no segments"):
+        with pytest.raises(ValueError, match="a row has several sources, but its targets have no segments"):
             built(
                 jnp.ones((1, 4), jnp.int32),
                 source=jnp.ones((1, 4), jnp.int32),
@@ -406,11 +406,11 @@ def test_activations_of_both_stacks():
             {"positions": "relativ"},
             "it must be one of rotary, relative, alibi, sinusoidal, learned, none. Did you mean 'relative'?",
         ),
-        ({"relative_buckets": 8}, 'relative_buckets is 8, and positions are rotary; set positions = "relative"'),
-        ({"encoder_layers": 2, "block": "parallel"}, "block is parallel, and cross-attention has a norm of its own"),
-        ({"encoder_layers": 2, "qk_norm": True}, "qk_norm is set, and cross-attention has no norms of heads"),
+        ({"relative_buckets": 8}, 'relative_buckets is 8, but positions are rotary; set positions = "relative"'),
+        ({"encoder_layers": 2, "block": "parallel"}, "block is parallel, but cross-attention has a norm of its own"),
+        ({"encoder_layers": 2, "qk_norm": True}, "qk_norm is set, but cross-attention has no norms of heads"),
         ({"encoder_layers": 2, "start_token": 64}, "start_token is 64, which is not a token of 64"),
-        ({"start_token": 1}, "start_token is 1, and a decoder-only model begins with text"),
+        ({"start_token": 1}, "start_token is 1, but a decoder-only model begins with text"),
         ({"encoder_layers": 3, "moe": MoEConfig()}, "encoder_layers is 3, which moe.every (2) does not divide"),
         ({"attention_scale": 0.0}, "attention_scale is 0.0; it must be positive, or be left out"),
     ],

@@ -182,13 +182,13 @@ def test_what_does_not_fit_a_family_is_refused():
         "  norm is 'batch'; it must be one of rms, layer",
         "  rotary_size is 18; it must be at most head_size (16), or 0 for all",
     ]
-    with pytest.raises(ValueError, match="parallel_norms is 2, and block is serial, which has two norms anyway"):
+    with pytest.raises(ValueError, match="parallel_norms is 2, but block is serial, which has two norms anyway"):
         models.ModelConfig(parallel_norms=2)
     with pytest.raises(ValueError, match="parallel_norms is 3; it must be 1 or 2"):
         models.ModelConfig(parallel_norms=3, block="parallel")
-    with pytest.raises(ValueError, match="norm_bias is set, and an RMS norm has none"):
+    with pytest.raises(ValueError, match="norm_bias is set, but an RMS norm has no bias"):
         models.ModelConfig(norm_bias=True)
-    with pytest.raises(ValueError, match=r"cannot scale .*low_frequency is 4.0, and high_frequency 1.0"):
+    with pytest.raises(ValueError, match=r"cannot scale .*low_frequency is 4.0, and high_frequency is 1.0"):
         RopeScaling(low_frequency=4.0, high_frequency=1.0)
 
 

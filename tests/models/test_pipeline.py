@@ -96,13 +96,13 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
     assert "cannot cut a batch with 4 groups of tokens into 2 microbatches." in refused(grouped, microbatches=2)
     assert refused(config(), microbatches=2, rounds=2) == (
         "2 stacked layers do not make 2 rounds of 2 stages.\n"
-        "  Their number has to be a multiple of 4: change layers, rounds or mesh."
+        "  Their number must be a multiple of 4: change layers, rounds or mesh."
     )
     with pytest.raises(PlanError) as error:
         check_splits(config(layers=4, encoder_layers=6, moe=MoEConfig(experts=8, every=2)), stages=2)
     assert str(error.value) == (
         "3 stacked layers of the encoder and 2 of the decoder do not make 1 round of 2 stages.\n"
-        "  Their numbers have to be multiples of 2: change layers, rounds or mesh."
+        "  Their numbers must be multiples of 2: change layers, rounds or mesh."
     )
     for build in (
         step.evaluation_step,

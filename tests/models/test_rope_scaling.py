@@ -84,7 +84,10 @@ def test_a_settings_file_gives_a_scaling():
         ({"kind": "ntk"}, "kind is 'ntk'; it must be one of llama3, linear, dynamic, yarn, longrope"),
         ({"kind": "linear", "truncate": False}, "truncate is False, which linear does not have; leave it out"),
         ({"kind": "linear", "factor": 0.0}, "factor is 0.0; it must be positive"),
-        ({"kind": "yarn", "low_frequency": 4.0, "high_frequency": 1.0}, "low_frequency is 4.0, and high_frequency 1.0"),
+        (
+            {"kind": "yarn", "low_frequency": 4.0, "high_frequency": 1.0},
+            "low_frequency is 4.0, and high_frequency is 1",
+        ),
         ({"kind": "yarn", "attention_factor": -1.0}, "attention_factor is -1.0; it must be positive"),
         ({"kind": "longrope", "short_factors": (1.0,)}, "there are 1 short_factors and 0 long_factors"),
         ({"kind": "longrope", "short_factors": (1.0,), "long_factors": (0.0,)}, "long_factors has 0.0; all of them"),
@@ -100,7 +103,7 @@ def test_a_scaling_that_does_not_fit_is_refused(fields, words):
 
 def test_a_scaling_that_does_not_fit_its_model_is_refused():
     long = RopeScaling("longrope", short_factors=(1.0,) * 3, long_factors=(1.0,) * 3)
-    with pytest.raises(ValueError, match="rope_scaling has 3 short_factors and long_factors, and a head has 8 rotated"):
+    with pytest.raises(ValueError, match="rope_scaling has 3 short_factors and long_factors, but a head has 8 rotated"):
         ModelConfig(rope_scaling=long)
     with pytest.raises(ValueError, match="a head has only one rotated pair"):
         ModelConfig(head_size=2, rope_scaling=RopeScaling("dynamic"))

@@ -70,13 +70,13 @@ def test_settings_of_shared_experts_need_some():
         MoEConfig(shared_width=64, shared_mix=True)
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
-        "  shared_width is 64, and there are no shared experts; set shared.\n"
-        "  shared_mix is True, and there are no shared experts; set shared."
+        "  shared_width is 64, but there are no shared experts; set shared.\n"
+        "  shared_mix is True, but there are no shared experts; set shared."
     )
 
 
 def test_two_choices_need_two_experts():
-    with pytest.raises(ValueError, match="router gshard sends a token to 2 experts; experts is 1"):
+    with pytest.raises(ValueError, match="router gshard sends a token to 2 experts, but experts is 1"):
         MoEConfig(experts=1, router="gshard")
 
 
@@ -86,10 +86,10 @@ def test_settings_that_would_do_nothing_are_refused():
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
         "  dropout is 1.0; it must be in [0, 1).\n"
-        "  k is 2, but router expert-choice lets the experts choose; leave k out, or take router top-k.\n"
-        "  renormalize is false, but that is a setting of router top-k, not of expert-choice; take router top-k.\n"
-        "  priority orders tokens that wait for slots, and in router expert-choice no token waits; leave it out.\n"
-        "  router expert-choice fills the slots of every expert, and dropless has no slots; take dispatch sort."
+        "  k is 2, but router expert-choice lets the experts choose; leave k out, or use router top-k.\n"
+        "  renormalize is false, but that is a setting of router top-k, not of expert-choice; use router top-k.\n"
+        "  priority orders tokens that wait for slots, but in router expert-choice no token waits; leave it out.\n"
+        "  router expert-choice fills the slots of every expert, but dropless has no slots; use dispatch sort."
     )
     with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):
         MoEConfig(k=2)
@@ -97,11 +97,11 @@ def test_settings_that_would_do_nothing_are_refused():
         MoEConfig(scores="sigmoid", kept_groups=1, choice_bias=True, bias_rate=0.1, gate_inputs=True)
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
-        "  scores is 'sigmoid', but that is a setting of router top-k, not of switch; take router top-k.\n"
-        "  kept_groups is 1, but that is a setting of router top-k, not of switch; take router top-k.\n"
-        "  choice_bias is True, but that is a setting of router top-k, not of switch; take router top-k.\n"
-        "  bias_rate is 0.1, but that is a setting of router top-k, not of switch; take router top-k.\n"
-        "  gate_inputs is True, but that is a setting of router top-k, not of switch; take router top-k."
+        "  scores is 'sigmoid', but that is a setting of router top-k, not of switch; use router top-k.\n"
+        "  kept_groups is 1, but that is a setting of router top-k, not of switch; use router top-k.\n"
+        "  choice_bias is True, but that is a setting of router top-k, not of switch; use router top-k.\n"
+        "  bias_rate is 0.1, but that is a setting of router top-k, not of switch; use router top-k.\n"
+        "  gate_inputs is True, but that is a setting of router top-k, not of switch; use router top-k."
     )
 
 
@@ -116,7 +116,7 @@ def test_settings_that_would_do_nothing_are_refused():
             {"expert_groups": 4, "kept_groups": 1, "k": 3},
             "1 groups of 2 experts have fewer than the 3 that a token is sent to.",
         ),
-        ({"bias_rate": 0.1}, "bias_rate is 0.1, and there is no bias to change; set choice_bias."),
+        ({"bias_rate": 0.1}, "bias_rate is 0.1, but there is no bias to change; set choice_bias."),
         ({"gate_inputs": True}, "gate_inputs multiplies an input by one gate, but a token has 2 choices; set k to 1."),
     ],
 )

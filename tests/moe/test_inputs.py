@@ -26,12 +26,12 @@ def routing():
 
 
 OTHER = {
-    "more slots": ((G, L, E), X, C + 1, f"It has {C + 1} slots C per expert, and the routing has {C}."),
-    "fewer slots": ((G, L, E), X, C - 1, f"It has {C - 1} slots C per expert, and the routing has {C}."),
-    "more experts": ((G, L, E), X + 1, C, f"It has {X + 1} experts X, and the routing has {X}."),
-    "more tokens": ((G, L + 1, E), X, C, f"It has {L + 1} tokens L of a group, and the routing has {L}."),
-    "fewer tokens": ((G, L - 1, E), X, C, f"It has {L - 1} tokens L of a group, and the routing has {L}."),
-    "more groups": ((G + 1, L, E), X, C, f"It has {G + 1} groups G, and the routing has {G}."),
+    "more slots": ((G, L, E), X, C + 1, f"It has {C + 1} slots C per expert, but the routing has {C}."),
+    "fewer slots": ((G, L, E), X, C - 1, f"It has {C - 1} slots C per expert, but the routing has {C}."),
+    "more experts": ((G, L, E), X + 1, C, f"It has {X + 1} experts X, but the routing has {X}."),
+    "more tokens": ((G, L + 1, E), X, C, f"It has {L + 1} tokens L of a group, but the routing has {L}."),
+    "fewer tokens": ((G, L - 1, E), X, C, f"It has {L - 1} tokens L of a group, but the routing has {L}."),
+    "more groups": ((G + 1, L, E), X, C, f"It has {G + 1} groups G, but the routing has {G}."),
 }
 
 
@@ -53,9 +53,9 @@ def test_dispatch_takes_the_sizes_of_the_routing(shape, experts, capacity, fact,
 @pytest.mark.parametrize(
     ("shape", "fact"),
     [
-        ((G, X, C + 1, E), "It has 3 slots C per expert, and the routing has 2."),
-        ((G, X - 1, C, E), "It has 3 experts X, and the routing has 4."),
-        ((G + 1, X, C, E), "It has 3 groups G, and the routing has 2."),
+        ((G, X, C + 1, E), "It has 3 slots C per expert, but the routing has 2."),
+        ((G, X - 1, C, E), "It has 3 experts X, but the routing has 4."),
+        ((G + 1, X, C, E), "It has 3 groups G, but the routing has 2."),
     ],
 )
 def test_combine_takes_the_sizes_of_the_routing(shape, fact, form, routing):
@@ -71,7 +71,7 @@ def test_under_vmap_the_sizes_are_those_of_one_example(form, routing):
     x = jnp.ones((2, G, L, E))
     slots = jax.vmap(lambda x, routing: dispatch(x, routing, X, C, form=form))(x, many)
     np.testing.assert_array_equal(slots[1], dispatch(x[1], routing, X, C, form=form))
-    with pytest.raises(SpecError, match="It has 3 slots C per expert, and the routing has 2"):
+    with pytest.raises(SpecError, match="It has 3 slots C per expert, but the routing has 2"):
         jax.vmap(lambda x, routing: dispatch(x, routing, X, C + 1, form=form))(x, many)
 
 
@@ -99,22 +99,22 @@ WRONG = {
     "config of a router": (lambda: switch(jnp.ones((G, L, X)), None), "config is None, which is not a MoEConfig."),
     "text for logits": (lambda: route("abc", CONFIG), "logits is 'abc', which is not an array.\n  Pass an array [G, L"),
     "no logits": (lambda: route(None, CONFIG), "logits is None, which is not an array."),
-    "complex logits": (lambda: route(jnp.ones((G, L, X), complex), CONFIG), "logits is of complex64."),
+    "complex logits": (lambda: route(jnp.ones((G, L, X), complex), CONFIG), "logits has dtype complex64."),
     "text for a mask": (lambda: route(jnp.ones((G, L, X)), CONFIG, mask="all"), "mask is 'all', which is not an"),
-    "another mask": (lambda: route(jnp.ones((G, L, X)), CONFIG, mask=jnp.ones((L, G))), "is (2, 6); found (6, 2)."),
+    "another mask": (lambda: route(jnp.ones((G, L, X)), CONFIG, mask=jnp.ones((L, G))), "but it has (6, 2)."),
     "no routing": (lambda: dispatch(jnp.ones((G, L, E)), None, X, C), "routing is not a Routing."),
     "no tokens": (lambda: dispatch(None, None, X, C), "x is None, which is not an array."),
     "no capacity": (lambda: dispatch(jnp.ones((G, L, E)), None, X, None), "capacity is None."),
     "a capacity that is a float": (lambda: dispatch(jnp.ones((G, L, E)), None, X, 2.0), "capacity is 2.0."),
     "a capacity in an array": (lambda: dispatch(jnp.ones((G, L, E)), None, X, jnp.array(2)), "capacity is Array(2"),
     "a capacity below 0": (lambda: dispatch(jnp.ones((G, L, E)), None, X, -1), "capacity is -1."),
-    "shape of x": (lambda: dispatch(jnp.ones((L, E)), None, X, C), "x is [G, L, E]; found (6, 3)."),
+    "shape of x": (lambda: dispatch(jnp.ones((L, E)), None, X, C), "[G, L, E], but it has shape (6, 3)."),
     "a form": (lambda: dispatch(jnp.ones((G, L, E)), None, X, C, form="sorted"), "Did you mean 'sort'?"),
     "forms": (lambda: combine(jnp.ones((G, X, C, E)), None, form=["sort"]), "form is ['sort']."),
     "no answers": (lambda: combine(None, None), "y is None, which is not an array."),
-    "answers of integers": (lambda: combine(jnp.ones((G, X, C, E), int), None), "y is of int32."),
+    "answers of integers": (lambda: combine(jnp.ones((G, X, C, E), int), None), "y has dtype int32."),
     "no rows": (lambda: grouped_matmul(None, WEIGHTS, [1, 1, 1]), "rows is None, which is not an array."),
-    "sizes of floats": (lambda: grouped_matmul(ROWS, WEIGHTS, jnp.ones(3)), "sizes is of float32."),
+    "sizes of floats": (lambda: grouped_matmul(ROWS, WEIGHTS, jnp.ones(3)), "sizes has dtype float32."),
     "sizes above": (lambda: grouped_matmul(ROWS, WEIGHTS, [3, 3, 3]), "sizes are [3, 3, 3]; they must not"),
     "sizes below": (lambda: grouped_matmul(ROWS, WEIGHTS, [-1, 1, 1]), "sizes are [-1, 1, 1]"),
     "no experts": (lambda: grouped_matmul(ROWS, jnp.ones((0, 2, 5)), np.zeros(0, int)), "have no experts"),
@@ -142,11 +142,11 @@ IN_A_LAYER = {
     "a layout's name": ({"layout": "gshard"}, "layout is 'gshard', which lacks router, groups, dispatched"),
     "no tokens": ({"x": None}, "x is None, which is not an array.\n  Pass an array [G, L, E]."),
     "a shape": ({"x": jax.ShapeDtypeStruct((8, 12, 8), "float32")}, "a shape without values.\n  Call it inside"),
-    "integers": ({"x": jnp.ones((8, 12, 8), int)}, "x is of int32.\n  Cast it: x holds floating-point numbers."),
+    "integers": ({"x": jnp.ones((8, 12, 8), int)}, "x has dtype int32.\n  Cast it: x holds floating-point numbers."),
     "no weights": ({"weights": None}, "weights lack router, w_in, w_gate, w_out."),
     "a list of weights": ({"weights": [1, 2]}, "weights lack router, w_in, w_gate, w_out."),
-    "mask": ({"mask": jnp.ones((8, 11))}, "a mask of x (8, 12, 8) is (8, 12); found (8, 11)."),
-    "True": ({"mask": True}, "mask is [G, L]; found ()."),
+    "mask": ({"mask": jnp.ones((8, 11))}, "the mask must have shape (8, 12), but it has (8, 11)."),
+    "True": ({"mask": True}, "mask must have dimensions [G, L], but it has shape ()."),
 }  # fmt: skip
 
 

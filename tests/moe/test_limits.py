@@ -27,7 +27,7 @@ def test_logits_and_masks_have_to_fit(router):
 def test_only_a_noisy_router_takes_a_second_half():
     with pytest.raises(ValueError) as error:
         route(jnp.zeros((1, 3, 8)), MoEConfig(experts=4))
-    assert str(error.value) == "cannot route: logits are [G, L, 4] for 4 experts; found (1, 3, 8)."
+    assert str(error.value) == "cannot route: logits for 4 experts must have shape [G, L, 4], but they have (1, 3, 8)."
     assert route(jnp.zeros((1, 3, 8)), MoEConfig(experts=4, router="noisy-top-k")).gate.shape == (1, 3, 2)
 
 
@@ -140,9 +140,9 @@ def test_weights_of_other_experts_are_named():
     with pytest.raises(ValueError) as error:
         expert_layer(x, weights, LAYOUTS["replicated"].section, MoEConfig(experts=8))
     assert str(error.value) == (
-        "cannot run 8 experts on x (8, 12, 8):\n  w_in is [X, E, F] = (8, 8, 16); found (4, 8, 16)."
+        "cannot run 8 experts on x (8, 12, 8):\n  w_in must have shape [X, E, F] = (8, 8, 16), but has (4, 8, 16)."
     )
-    with pytest.raises(ValueError, match=r"x is \[G, L, E\]; found \(12, 8\)"):
+    with pytest.raises(ValueError, match=r"x must have dimensions \[G, L, E\], but it has shape \(12, 8\)"):
         expert_layer(x[0], weights, LAYOUTS["replicated"].section, MoEConfig(experts=8))
 
 

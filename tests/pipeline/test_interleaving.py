@@ -80,5 +80,5 @@ def test_layers_that_do_not_make_rounds(make_mesh):
         with pytest.raises(SpecError, match="dimension E has size 3, which mesh axis x"):
             in_rounds(gspmd.annotate(np.ones((6, 3), np.float32), "N_pE"), "N_pE_x", 3)
     assert str(error.value) == (
-        "6 stacked layers do not make 2 rounds of 2 stages.\n  Their number has to be a multiple of 4."
+        "6 stacked layers do not make 2 rounds of 2 stages.\n  Their number must be a multiple of 4."
     )

@@ -199,7 +199,7 @@ def test_weights_of_pipelines_side_by_side_are_reduced_there(make_mesh):
         with pytest.raises(PlanError, match="the mesh has no axis data for pipelines side by side"):
             elsewhere(*arrays)
     assert str(error.value) == (
-        "cannot run pipelines side by side along d: weights have to be reduced over these axes, "
+        "cannot run pipelines side by side along d: weights must be reduced over these axes, "
         "and one is reduced over none.\n"
         "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
     )

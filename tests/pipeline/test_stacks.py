@@ -151,7 +151,7 @@ def test_what_a_stage_takes_of_another_stack_was_sent_in_the_tick_before(name):
 
 def test_a_spec_for_each_stack():
     stages = [stack_of(number, 2, True) for number in range(2)]
-    with pytest.raises(PlanError, match="stacks: 2, streams: 1"):
+    with pytest.raises(PlanError, match="the number of stacks is 2, but stream= has 1 of their specs"):
         pipelined(stages, Schedule.of("1f1b", 2, 2), axis="p", stream="BLE_x", shared={})
 
 
@@ -159,7 +159,7 @@ def test_the_last_stack_alone_has_a_loss():
     schedule, (first, last) = Schedule.of("1f1b", 2, 2), (stack_of(number, 2, True) for number in range(2))
     with pytest.raises(PlanError, match=r"stack 1 of 1 has no last\(\) to compute the loss"):
         pipelined(first, schedule, axis="p", stream="BLE_x", shared={})
-    with pytest.raises(PlanError, match=r"stack 1 of 2 has last\(\), and another one follows"):
+    with pytest.raises(PlanError, match=r"stack 1 of 2 has last\(\), but a stack follows it"):
         pipelined([last, last], schedule, axis="p", stream=["BLE_x"] * 2, shared={})
 
 

@@ -131,7 +131,7 @@ def test_mesh():
         ("x4", "mesh 'x4': 'x4' is not AXIS=SIZE; write x=4,y=2."),
         ("x=4,", "mesh 'x=4,': '' is not AXIS=SIZE; write x=4,y=2."),
         ("x=a", "mesh 'x=a': mesh axis x has size 'a', which is not a whole number of at most 18 digits."),
-        ("x=4,x=2", "mesh 'x=4,x=2': mesh axis x comes twice."),
+        ("x=4,x=2", "mesh 'x=4,x=2': mesh axis x appears twice."),
         ("x=-4", "mesh 'x=-4': mesh axis x must have a positive size, but has -4."),
         ("x=²", "mesh 'x=²': mesh axis x has size '²', which is not a whole number of at most 18 digits."),
         ("x=--4", "mesh 'x=--4': mesh axis x has size '--4', which is not a whole number of at most 18 digits."),

@@ -92,7 +92,7 @@ def test_roundings_do_not_depend_on_the_layout(make_mesh, place, axis_type):
 
 def test_blocks_that_a_layout_cuts_are_named():
     assert block_faults({"a": (4, 96), "b": (32,)}, {"a": (4, 24), "b": (32,)}, 64) == [
-        "moments in int8 have blocks of 32 numbers, but a device has 24 of a's 96; set moments_block to 8."
+        "moments in int8 have blocks of 32 values, but a device has 24 of a's 96; set moments_block to 8."
     ]
     with pytest.raises(ConfigError, match="moments must be one of 'float32', 'int8', but is 'int4'"):
         OptimizerConfig(moments="int4")

@@ -20,13 +20,13 @@ _INPUT = "moe.expert_input"
 
 
 def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], serves: str) -> Iterator[Fault]:
-    """Yield a fault for every two tensors that must be sharded alike and are not.
+    """Yield a fault for every two tensors that must be sharded alike but are not.
 
     Args:
       section: the overriding section of the table; empty for the layout's own table.
-      table: key to text.
-      specs: key to spec, without the lines that cannot be read.
-      serves: the phase of the layout; empty for training.
+      table: a mapping from key to text.
+        specs: a mapping from key to spec, without the lines that cannot be read.
+        serves: the phase of the layout; empty for training.
     """
     specs = with_cross(table, specs)
     for first, second, dims in ALIKE:
@@ -65,8 +65,8 @@ def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
     """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
-        fact = f"key/value heads are {over(held)}, and query heads ('{query}') {over(heads)}."
-        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
+        fact = f"key/value heads are {over(held)}, and query heads ('{query}') are {over(heads)}."
+        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes or the first of them, or not at all.")
 
 
 def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:
@@ -76,8 +76,8 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
     dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
     axes = [axis for of_dim in fitting.values() for axis in of_dim]
     fact = (
-        f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and of {first} ('{model}') "
-        f"{over(model.axes_of(dim))}; no equation moves one to the other."
+        f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and that of {first} ('{model}') "
+        f"is {over(model.axes_of(dim))}; no equation moves one to the other."
     )
     fits = len(axes) == len(set(axes))
     written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
@@ -85,7 +85,7 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: str) -> Iterator[Fault]:
-    """Yield a fault if the length of keys is sharded otherwise than that of queries, or sharded in serving.
+    """Yield a fault if the length of keys is sharded differently from that of queries, or is sharded in serving.
 
     Args:
       line: the line of the keys.
@@ -96,19 +96,19 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: 
     # Chunks of keys go round a ring of devices, while each device attends with the queries of its own chunk.
     axes, whole = key.axes_of(length), str(key.with_axes(length, ()))
     if axes and serves and length == "L":
-        fact = f"dimension L of {line.name} is {over(axes)}, but must be whole in serving: one position cannot be cut."
+        fact = f"dimension L of {line.name} is {over(axes)}, but one position, as in serving, cannot be sharded."
         yield line.at_dim(key, "L", fact, f"Write '{whole}' in [serving]; [cache] may shard the cached length T.")
     elif axes and query and query.axes_of("L") != axes and not serves:
         cut = f"dimension {length} of {line.name} is {over(axes)}"
-        fact = f"{cut}, and of queries ('{query}') {over(query.axes_of('L'))}."
-        yield line.at_dim(key, length, fact, f"Shard both alike, or leave the keys whole: '{whole}'.")
+        fact = f"{cut}, and that of queries ('{query}') is {over(query.axes_of('L'))}."
+        yield line.at_dim(key, length, fact, f"Shard both alike, or do not shard the keys: '{whole}'.")
 
 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault for a length that zigzag order cannot cut into two chunks for each device of a ring.
 
     The first tokens attend to few keys and the last to all. For equal work, device i of n has chunks i and 2n - 1 - i
-    of 2n.
+    of 2n chunks.
 
     Args:
       line: the line of attention.key.
@@ -118,15 +118,15 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     devices = prod(given.mesh.get(axis, 1) for axis in key.axes_of("L"))
     length = given.sizes.get("L", 0)
     if devices > 1 and length % devices == 0 and length % (2 * devices):
-        fact = f"dimension L has size {length}, and zigzag order cuts it into {2 * devices} chunks, two for a device."
+        fact = f"dimension L has size {length}, but zigzag order cuts it into {2 * devices} chunks, two for a device."
         yield line.at_dim(key, "L", fact, f"Use a multiple of {2 * devices}.")
 
 
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault if query heads are split so that a device has parts of two groups, each with its own key head.
+    """Yield a fault if query heads are split such that a device has parts of two groups with different key heads.
 
     A device must have complete groups, or a part of one group: it computes attention as one product of groups of query
-    heads, all of one size, with their key heads.
+    heads, all of equal size, with their key heads.
 
     Args:
       line: the line of the queries.
@@ -151,7 +151,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
             f"a device has {heads // parts} of {heads} query heads, and {heads // key_heads} share each of the "
             f"{key_heads} key heads ({keys}): some device would need parts of two groups."
         )
-        remedy = f"Shard H over mesh axes whose size divides {key_heads}, or is a multiple of it, or leave it whole."
+        remedy = f"Shard H over mesh axes whose size divides {key_heads}, or is a multiple of it, or do not shard H."
         yield line.at_dim(query, "H", fact, remedy)
 
 
@@ -189,20 +189,20 @@ def stages_faults(
 
     Args:
         section: the overriding section of the table; empty for the layout's own table.
-        table: key to text.
-        specs: key to spec, without the lines that cannot be read.
+        table: a mapping from key to text.
+        specs: a mapping from key to spec, without the lines that cannot be read.
         base: the specs of the layout itself, which may have `pipeline.layers`.
     """
     layers = base.get(_LAYERS, Spec(("N",), ((),)))
     axes = layers.axes_of("N")
     if len(axes) > 1 and not section:
-        fact = f"stages follow one another along one mesh axis, and dimension N is sharded over {len(axes)}."
+        fact = f"stages follow one another along one mesh axis, but dimension N is sharded over {len(axes)}."
         yield Line(_LAYERS, table[_LAYERS]).at_dim(layers, "N", fact, f"Write 'N_{axes[0]}'.")
     for key, spec in specs.items():
         for dim in spec.dims if key != _LAYERS and key in table else ():
             if shared := [axis for axis in spec.axes_of(dim) if axis in axes]:
                 kept = spec.with_axes(dim, tuple(axis for axis in spec.axes_of(dim) if axis not in axes))
-                fact = f"mesh axis {shared[0]} has the stages of a pipeline, and shards dimension {dim} too."
+                fact = f"mesh axis {shared[0]} has the stages of a pipeline, but shards dimension {dim} too."
                 yield Line(key, table[key], section).at_dim(spec, dim, fact, f"Write '{kept}'.")
 
 
@@ -213,7 +213,7 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
     """Yield a fault for every line of [moe] with which a product would move the rows of dispatch `dropless`.
 
     Rows are sorted by expert. The router decides how many rows an expert has, so no collective of a fixed size can move
-    the rows again, and C, the room for rows, must be whole on every device.
+    the rows again, and C, the room for rows, must not be sharded.
 
     Args:
         layout: a layout without alternatives or faults.
@@ -230,7 +230,7 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
             stay = [_staying(spec, wanted) for spec in specs]
             moved = _moved(specs, stay, mesh)
             if moved:
-                fact = f"rows of dispatch 'dropless' stay where they arrive, and {listed(moved)} would move."
+                fact = f"rows of dispatch 'dropless' must stay where they arrive, but {listed(moved)} would move."
                 remedy = f"Write '{', '.join(map(str, stay))}', as in moe.expert_input, or use dispatch 'sort'."
                 yield Line(name, lines[name]).at_text(fact, remedy)
 

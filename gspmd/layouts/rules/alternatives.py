@@ -1,4 +1,4 @@
-"""Keys with a list of alternative specs, one of which sizes and mesh choose, such as a batch over all axes it fills."""
+"""Keys with a list of alternative specs, from which sizes and mesh choose one: a batch over all axes that it fills."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,18 +16,19 @@ Lists = Mapping[str, tuple[str, ...]]
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults of its lists.
 
-    All lists of a section have the same length, and the first position at which all of them divide is chosen. In an
-    overriding section, this is done separately for the keys of each part. Lists in [prefill] and [decode] are kept for
-    the layout of that phase, which has the sizes for the choice.
+    All lists of a section have the same length, and the first position at which the mesh divides all sizes is chosen.
+    In an overriding section, this is done separately for the keys of each part. Lists in [prefill] and [decode] are
+    kept for the layout of that phase, which has the sizes for the choice.
 
     Args:
       layout: a layout, with lists or without.
       faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
-        with a `cause` are sizes that do not divide; all others are faults of the notation, for any choice.
+            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, for any
+            choice.
 
     Returns:
-      The layout, with the first spec of each list if nothing divides, and the faults. `chosen` of the layout names the
-      choices.
+      The layout, with the first spec of each list if no alternative fits, and the faults. `chosen` of the layout names
+      the choices.
     """
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
@@ -48,7 +49,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield, for every section, the layout with the first spec of each of its lists, with the second, and so on.
 
     Lists of all other sections are left out, because the sizes decide which alternatives of two sections occur
-    together. In an overriding section, other lists are kept as they are.
+    together. In an overriding section, other lists are left unchanged.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -63,7 +64,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that agree with no alternative of a line in another section that must agree.
+    """Yield the faults of alternatives that must agree with a line of a different section, but agree with none of its.
 
     Args:
       layout: a layout, with lists or without.
@@ -92,7 +93,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """Return the first position at which all lists divide, and the faults of notation or of sizes that never divide."""
+    """Return the first position at which all lists fit, and the faults of the notation, or of sizes if none fits."""
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:
@@ -101,7 +102,7 @@ def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple
             f"{key} has {len(lists[key])} alternatives, and {first} has {len(lists[first])}; they are chosen together."
         )
         line = Line(key, " | ".join(lists[key]), section)
-        return 0, [line.at_text(fact, "Give all lists of a section one length; a spec may be repeated.")]
+        return 0, [line.at_text(fact, "Give all lists of a section the same length; a spec may be repeated.")]
     places = range(len(lists[first]))
     faults = [[fault for key in lists for fault in faults_of(section, key, lists[key][at])] for at in places]
     wrong = [fault for of_place in faults for fault in of_place if not fault.cause]
@@ -112,5 +113,5 @@ def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple
     causes = [of_place[0].cause for of_place in faults]
     why = "; ".join(f"{at + 1}. {dim} is {size}, over {parts} shards" for at, (dim, size, parts) in enumerate(causes))
     dims = listed(sorted({str(dim) for dim, *_ in causes}))
-    fact = f"none of the {len(faults)} alternatives of {name} divides: {why}."
-    return 0, [line.at_text(fact, f"Add one that leaves {dims} whole, or over fewer mesh axes.")]
+    fact = f"none of the {len(faults)} alternatives of {name} fits: {why}."
+    return 0, [line.at_text(fact, f"Add one with {dims} unsharded, or over fewer mesh axes.")]

@@ -35,7 +35,7 @@ def faults_of(
 
     Without a mesh all axes have size 1.
 
-    `dropless` and `trained` are as for `Layout.check`.
+    `Layout.check` describes `dropless` and `trained`.
     """
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     single, of_lists = resolved(layout, sizes, mesh)
@@ -52,7 +52,7 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return the faults that alternatives have for any sizes: unreadable texts, and lines that can never agree."""
+    """Return the faults of alternatives for any sizes: texts that cannot be read, and lines that can never agree."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -63,7 +63,7 @@ def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
 
 
 def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
-    """Return the layout with the alternatives that divide these sizes on this mesh, and the faults of its lists."""
+    """Return the layout with the alternatives that fit these sizes on this mesh, and the faults of its lists."""
     given, more = given_sizes(layout, sizes, mesh), own.keys(layout.own)
 
     def of_line(section: str, key: str, text: str) -> list[Fault]:
@@ -130,7 +130,7 @@ def _read(
             faults.append(_unknown_key(line, keys))
         elif not isinstance(text, str):
             kind = "a string or a list of strings" if isinstance(text, list) else "a string"
-            faults.append(line.at_text(f"{name} must be {kind}, and is {shown(text)}."))
+            faults.append(line.at_text(f"{name} must be {kind}, but it is {shown(text)}."))
         elif keys[name].kind == "via":
             faults += _via_faults(line, keys[name], sizes)
         else:
@@ -151,7 +151,7 @@ def _read_spec(line: Line, key: Key, sizes: GivenSizes) -> tuple[Spec | None, li
 
 
 def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
-    found = "in this order; here the order is" if sorted(spec.dims) == sorted(key.dims) else "and this has"
+    found = "in this order, but here the order is" if sorted(spec.dims) == sorted(key.dims) else "but this has"
     return line.at_text(
         f"{key.name} must have dimensions {listed(key.dims)}, {found} {listed(spec.dims)}.",
         f"Write '{key.dims}' with the mesh axes that shard each dimension.",
@@ -162,15 +162,15 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     whole = spec.without_partial()
     # Only [gradients] may have a partial sum: a training step adds gradients before it reduces them.
     if spec.partial and line.section != "gradients":
-        yield line.at_text(f"{key.name} is a partial sum; only lines of [gradients] may be.", f"Write '{whole}'.")
+        yield line.at_text(f"{key.name} is a partial sum, which only [gradients] may have.", f"Write '{whole}'.")
     if spec.reduced:
-        fact = f"{key.name} is reduced, but a partial sum of its gradient is written in [gradients]."
+        fact = f"{key.name} is reduced, which is said in [gradients], by a gradient that is a partial sum."
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
     # Plain JAX code between einsums needs these whole: a head's scores and rotation take all of D, and a router all
     # tokens of a group.
     for dim in key.local:
         if spec.axes_of(dim):
-            fact = f"dimension {dim} of {key.name} stays whole on every device, and is {over(spec.axes_of(dim))}."
+            fact = f"dimension {dim} of {key.name} must not be sharded, but it is {over(spec.axes_of(dim))}."
             yield line.at_dim(spec, dim, fact, f"Write '{spec.with_axes(dim, ())}', or shard another dimension.")
 
 
@@ -187,8 +187,8 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
         return line.at_key(fact, f"It holds {', '.join(keys)}.")
     known = (*dict.fromkeys([*own.KNOWN, *own.sections(keys)]),)
     if line.name in known:  # a value for the section itself, such as `lowering = "xla"` before all tables of a file
-        fact = f"{section!r} is a section, and here it has a value."
-        return line.at_key(fact, f"Write [{section}], and lines below.")
+        fact = f"{section!r} is the name of a section, but here it has a value."
+        return line.at_key(fact, f"Write [{section}], and lines below it.")
     if section not in (*PARTS, PIPELINE, *known[len(own.KNOWN) :]):
         remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}, and those that a file adds."
         return line.at_key(f"no section of a layout is called {section!r}.", remedy)
@@ -216,7 +216,7 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield a fault if a shared dimension is sharded in two ways, or an axis shards two dimensions of the product."""
+    """Yield a fault if a shared dimension is sharded in two ways, or if one axis shards two dimensions of a product."""
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
@@ -277,7 +277,7 @@ def _declaration_faults(layout: LayoutTable) -> Iterator[Fault]:
         remedy = 'Write axes = ["x", "y", "z"] in [mesh].'
         yield Line("axes", "", "mesh").at_key("the layout declares no mesh axes.", remedy)
     elif not layout.factor:
-        fact = "the layout does not say how devices are dealt out to its mesh axes."
+        fact = "the layout does not say over which mesh axes devices are factored."
         yield Line("factor", "", "mesh").at_key(fact, f'Write factor = ["{layout.axes[0]}"] in [mesh].')
     for axis in (axis for axis in layout.factor if axis not in layout.axes):
         remedy = f"{suggestion(axis, layout.axes)}It declares {listed(layout.axes)}."

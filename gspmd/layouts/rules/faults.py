@@ -50,25 +50,25 @@ class Line:
         return self.moved(Fault(str(spec), start, end, fact, remedy))
 
     def moved(self, fault: Fault) -> Fault:
-        """Move a fault that points into a spec to the place of the spec in this line."""
+        """Move a fault that points into a spec to the position of the spec in this line."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)
 
 
 def over(axes: Sequence[str]) -> str:
-    """Describe in a sentence's words how a dimension is sharded.
+    """Describe how a dimension is sharded, in words that follow "is".
 
     >>> over(("x", "y")), over(())
-    ('sharded over x and y', 'whole')
+    ('sharded over x and y', 'not sharded')
     """
-    return f"sharded over {listed(axes)}" if axes else "whole"
+    return f"sharded over {listed(axes)}" if axes else "not sharded"
 
 
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
     """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
 
-    For example, a batch that does not divide is one mistake, however many tensors have a batch. Faults have the same
-    cause if their `Fault.cause` is equal or, without a `cause`, their `fact`.
+    For example, a batch that the mesh does not divide is one mistake, however many tensors have a batch. Faults have
+    the same cause if their `Fault.cause` is equal or, without a `cause`, their `fact`.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

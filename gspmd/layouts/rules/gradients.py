@@ -164,7 +164,7 @@ def row_faults(
     A vector is moved to its activation, and a table is looked up in the sharding of the tokens or of the residual.
 
     Args:
-        layout, mesh, microbatches: as for `partial_faults`.
+        layout, mesh, microbatches: see `partial_faults`.
         trained: keys of the parameters that have a gradient.
     """
     if _in_stages(layout):
@@ -189,7 +189,7 @@ def row_faults(
 
 
 def _in_stages(layout: LayoutTable) -> bool:
-    """Return whether a pipeline's stages sum the gradients, by rules of their own (`gspmd.pipeline`)."""
+    """Return whether the stages of a pipeline sum the gradients; they have rules of their own (`gspmd.pipeline`)."""
     layers = layout.get("pipeline.layers")
     return layers is not None and bool(Spec.parse(layers).used)
 

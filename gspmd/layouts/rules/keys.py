@@ -82,7 +82,7 @@ class Key:
       meaning: one line for docs/layouts.md.
       default: the key whose spec, restricted to the dimensions of this key, is used if this key is absent; None if
         there is no default.
-      local: dimensions that must not be sharded, because the code between einsums needs them whole.
+      local: dimensions that must not be sharded, because the code between einsums needs all of them on each device.
       optional: whether the key may be absent without a default; the planner then chooses.
     """
 
@@ -133,8 +133,8 @@ _ALL = (
     _parameter("attention.w_q", "EHD", "Query projection."),
     _parameter("attention.w_k", "EKD", "Key projection."),
     _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
-    _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="D"),
-    _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="D"),
+    _activation("attention.query", "BLHD", "Queries, as the attention core reads them, and its result.", local="D"),
+    _activation("attention.key", "BLKD", "Keys and values, as the attention core reads them.", local="D"),
     _parameter("attention.b_q", "HD", "Bias of the queries; scales of an int8 w_q.", default="attention.query"),
     _parameter("attention.b_k", "KD", "Bias of the keys; scales of an int8 w_k.", default="attention.key"),
     _parameter("attention.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="attention.key"),
@@ -207,14 +207,14 @@ _ALL = (
     _activation(
         "cross.query",
         "BLHD",
-        "Queries as the core of cross-attention takes them, and its result.",
+        "Queries, as the core of cross-attention reads them, and its result.",
         default="attention.query",
         local="D",
     ),
     _activation(
         "cross.key",
         "BTKD",
-        "Keys and values of the encoder's output, as the core of cross-attention takes them.",
+        "Keys and values of the encoder's output, as the core of cross-attention reads them.",
         default="attention.key",
         local="D",
     ),
@@ -265,7 +265,7 @@ _ALL = (
         "Bias of the scores by which experts are chosen, which has no gradient.",
         default="moe.router",
     ),
-    _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
+    _activation("moe.groups", "GLE", "The residual in token groups; all of a group is on one device.", local="LE"),
     _activation(
         "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they are sent.", local="XCE"
     ),
@@ -431,7 +431,7 @@ def is_override(name: str) -> bool:
 
 
 class UnresolvedError(LayoutError):
-    """An error for a key that has alternatives, none of which has been chosen yet."""
+    """The error for a key that has alternatives, none of which has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
@@ -445,7 +445,7 @@ def one_spec(text: Text, key: str) -> str:
         raise UnresolvedError(
             f"cannot read {key}: sizes and mesh choose one of its {len(text)} alternatives "
             f"({', '.join([*first, *['...'] * more])}).\n"
-            "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+            "  Call layout.resolved(sizes, mesh) first, with the sizes that you pass to layout.check."
         )
     return text
 
@@ -488,7 +488,9 @@ def _same_name(section: str, name: str, known: Iterable[str]) -> str:
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
-    """Return the text of a key, or its default's text in the key's own dimensions; None if absent and optional.
+    """Return the text of a key; if the table lacks the key, the spec of its default, with this key's dimensions.
+
+    The default of a via is returned unchanged. The result is None if the key is optional and has no default.
 
     Raises:
       LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
@@ -511,7 +513,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec of other dimensions: common ones are sharded as in `spec`, T like its L, the others not at all."""
+    """Return a spec of `dims`: dimensions of `spec` are sharded as in `spec`, T like L, and others not at all."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

@@ -1,4 +1,4 @@
-"""Custom sections, such as `[ssm]`, whose keys are declared by their first spec, which fixes their dimensions."""
+"""Custom sections, such as `[ssm]`: the first spec of a key declares the key, and fixes its dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -85,7 +85,7 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section that this one misspells: it has a similar name and a similar key. Otherwise empty.
+    """Return the known section that this one misspells, with a similar name and a similar key; empty if there is none.
 
     Any name can be a custom section. Without this check, a slip such as `[fnn]` would silently declare a section and
     leave [ffn] as in the base. A layout without the sections of a transformer's blocks is for a custom model, whose
@@ -132,7 +132,7 @@ def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Ma
         elif letter in DIMENSIONS:
             yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
         elif not isinstance(meaning, str):
-            yield line.at_text(f"the meaning of {letter} must be a string, and is {shown(meaning)}.")
+            yield line.at_text(f"the meaning of {letter} must be a string, but it is {shown(meaning)}.")
     for name in own:
         if (short := name.partition(".")[2]) in METHODS:
             yield Line(name).at_key(

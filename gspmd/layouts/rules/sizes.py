@@ -89,7 +89,7 @@ class Padded:
 
     @property
     def origins(self) -> np.ndarray:
-        """The number of the real entry at each place; -1 for padding."""
+        """The index of the real entry at each position; -1 for padding."""
         places = np.full((self.wide_runs, self.wide_length), -1)
         places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
         return places.reshape(-1)
@@ -124,7 +124,7 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence that proposes a line of [padding] for `parts` shards; empty if it would double the size."""
+    """Return a sentence that proposes a line of [padding] for `parts` shards; empty if that would double the size."""
     fits = dim in PADDED and _up(size, parts) <= 2 * size
     of_model = f", or vocabulary_multiple = {parts} in [model] (--model.vocabulary-multiple)" if dim == "V" else ""
     return f"Or pad it: {dim} = {parts} in [padding]{of_model}." if fits else ""
@@ -165,7 +165,7 @@ def microbatch_faults(layout: LayoutTable, sizes: Mapping[str, int]) -> list[Fau
 
 
 class GivenSizes:
-    """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
+    """Sizes and mesh to check specs against; mesh axes are assumed to divide dimensions without a size."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
         # By default every sequence is a group; a model without experts has no groups.
@@ -179,7 +179,7 @@ class GivenSizes:
         return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
-        """Return the fault of a size that does not divide, with its cause, and padding as one of the remedies."""
+        """Return the fault of a size that mesh axes do not divide, with its cause, and padding as one remedy."""
         # G is the batch unless it is given, so if the batch does not divide, both faults have this cause.
         caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
         remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]

@@ -78,7 +78,7 @@ def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> ja
 
 def _fact(rows: tuple, weights: tuple, sizes: jax.Array | np.ndarray) -> str:
     if sizes.shape != weights[:1] or rows[1] != weights[1]:
-        return f"the shapes do not agree; found {rows}, {weights}, {sizes.shape}."
+        return f"the shapes do not agree: rows {rows}, weights {weights}, sizes {sizes.shape}."
     if not weights[0]:
         return f"weights {weights} have no experts."
     known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)

@@ -1,4 +1,4 @@
-"""Rows of tokens sorted by expert: their places in the send buffers, and their order in the grouped product.
+"""Rows of tokens sorted by expert: their positions in the send buffers, and their order in the grouped product.
 
 A group sends each shard one buffer of rows, sorted by expert, and the number of rows of each expert. The receiving
 shard sorts the buffers of all groups into one sequence by expert.
@@ -38,14 +38,14 @@ class RowSizes:
     choices: int
 
     def sent(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of buffers if the experts are sharded as X in the spec `at`; X is the number of buffers."""
+        """Return the sizes of buffers if `at` says how X is sharded; X in the result is the number of buffers."""
         sizes = dict(self.sizes)
         shards, experts = prod(mesh[axis] for axis in at.axes_of("X")), sizes["X"]
         tokens = sizes["C"] // most_rows(1, self.choices, experts, 1)
         return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
 
     def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of products, as if all experts had equally many rows, rounded up."""
+        """Return the sizes of the products of rows, as if every expert had the same number of rows, rounded up."""
         sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
         return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
@@ -89,7 +89,7 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """Invert `place`: the number token · k + choice in each row, L · k if empty; [G, L, k] to [G, rows] int32."""
+    """Invert `place`: return token · k + choice for each row, L · k for an empty row; [G, L, k] to [G, rows] int32."""
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
     return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)
@@ -152,7 +152,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return, for each sorted row, its local group, its expert, its position in their queue, and if it is used."""
+        """Return each sorted row's local group, expert, position in the expert's queue, and whether the row is used."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)

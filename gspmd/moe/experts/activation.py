@@ -13,9 +13,9 @@ _LIMIT = 7.0
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
-    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, another [X, C, F], from
-    the first use to the last. Optimization barriers prevent this: they hide that the forward pass and the gradient have
-    the same inputs.
+    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, one more [X, C, F],
+    from the first use to the last. Optimization barriers prevent this: they hide that the forward pass and the gradient
+    have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
     del of_inputs.__wrapped__  # its signature may have options, such as gelu's
@@ -84,7 +84,7 @@ def gelu_exact(x: jax.Array) -> jax.Array:
 
 
 GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "swiglu_clamped": swiglu_clamped, "geglu": geglu}
-"""Gated activation functions by name: they take two arrays, the gate first."""
+"""Gated activation functions by name, each of two arrays: the gate, and the product that is gated."""
 
 PLAIN: dict[str, Callable[..., jax.Array]] = {
     **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu, "silu": jax.nn.silu
@@ -92,4 +92,4 @@ PLAIN: dict[str, Callable[..., jax.Array]] = {
 """Activation functions by name, for dense layers."""
 
 ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
-"""Activation functions by name, for experts, whose hidden activations [X, C, F] are too large to keep several of."""
+"""Activation functions of experts, by name; their gradients keep only their inputs, since each [X, C, F] is large."""

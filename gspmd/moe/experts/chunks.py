@@ -15,7 +15,7 @@ from gspmd.planner.spans import cut
 from gspmd.planner.steps import Environment, Step
 
 CHUNKS = (1, 2, 4, 8)
-"""The possible numbers of chunks; on devices that chips.toml does not list, the smallest that is allowed is used."""
+"""The numbers of chunks to choose from. For devices that chips.toml does not list, the smallest allowed one is used."""
 
 
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:

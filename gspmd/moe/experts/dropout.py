@@ -1,4 +1,4 @@
-"""Expert dropout: training sets random hidden activations of experts to 0, which are the same on every mesh."""
+"""Expert dropout: training sets hidden activations of experts to 0, at random, and the same ones on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,7 +18,7 @@ KEY = Spec(("K",), ((),))
 class Dropout:
     """Expert dropout of one layer.
 
-    The random numbers of a row depend only on its group, its expert and its position in the expert's queue. So they are
+    The random numbers of a row depend only on its group, its expert and its position in the expert's queue, so they are
     the same in every layout and for every form of dispatch.
 
     Attributes:
@@ -38,7 +38,7 @@ class Dropout:
 
         Args:
             key: the two words of a threefry key.
-            group, expert, slot: the group, expert and slot of each row, three arrays of one shape.
+            group, expert, slot: the group, expert and slot of each row: three arrays of equal shape.
             first, size: the first feature, and the number of features.
 
         Returns:
@@ -81,7 +81,7 @@ class Dropout:
             spec: the spec of the hidden activations.
             shape: the shape of the rows on this device.
             counts: the numbers of groups and experts of a device.
-            origin: the local group and expert of each row, and the row's position in their queue.
+            origin: the local group and expert of each row, and the row's position in the expert's queue.
         """
         group, expert, slot = origin
         at = {dim: shard_index(spec.axes_of(dim)) for dim in spec.dims}

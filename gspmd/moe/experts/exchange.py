@@ -11,7 +11,7 @@ from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
-    """The steps of both all-to-alls of every chunk; they are the first steps of the experts' program."""
+    """The steps of both all-to-alls for every chunk; they are the first steps of the experts' program."""
 
     def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks

@@ -92,7 +92,7 @@ def _program(work: ExpertWork, ctx: Context) -> "_Program":
 
 
 class _Program:
-    """The programs of the value and the gradient of some work."""
+    """The program that computes the experts' outputs, and the program that computes their gradients."""
 
     def __init__(self, work: ExpertWork, ctx: Context):
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
@@ -253,7 +253,7 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute a chunk's cotangents of slots from those of its outputs, and its summands of other gradients.
+        """Compute the cotangent of a chunk's slots from that of its outputs, and the chunk's part of other gradients.
 
         Returns:
             The cotangent, and three mappings: the products for the weight gradients of the two equations, and the
@@ -279,7 +279,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; without `always`, only if they were moved."""
+    """Return slots, or hidden activations, after their moves; without `always`, return only those that were moved."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

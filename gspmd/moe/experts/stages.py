@@ -20,7 +20,7 @@ Arrays = dict[int, jax.Array]
 
 @dataclass(frozen=True)
 class StageEquation:
-    """A routine with its tensors, some of which all chunks share.
+    """A routine with its tensors; all chunks share some of these.
 
     Attributes:
         routine: the routine.
@@ -82,7 +82,7 @@ class ChunkedEquation:
         return RoutineChains({}, {}, products, outputs)
 
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
-        """Return an executor of these steps; it multiplies sorted rows by their own expert's weights."""
+        """Return an executor of these steps, which multiplies each sorted row by the weights of its own expert."""
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
         return self._runs(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply

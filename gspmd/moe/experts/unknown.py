@@ -1,4 +1,4 @@
-"""Marks in the experts' program while placements are unknown; the number of sent rows depends on the placements too."""
+"""Marks in the experts' program for a search, in which placements are unknown, and so is the number of rows to send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Cont
 
 
 def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that send rows to their experts, outputs back, and the numbers of rows.
+    """Return the steps that send rows to their experts, send outputs back, and send the numbers of rows.
 
     Raises:
         PlanError: C is sharded, which would cut the rows of one expert.

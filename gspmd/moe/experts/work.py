@@ -25,7 +25,7 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of rows sorted by expert, in which experts may have any numbers of rows.
+    """Buffers of rows sorted by expert; an expert may have any number of the rows of a buffer.
 
     Attributes:
         shards: the number of buffers that a group sends, one for each shard of the experts.
@@ -157,7 +157,7 @@ class ExpertWork:
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of rows for any sharding of the experts, which must not be sharded in this work."""
+        """The sizes of rows for any sharding of the experts; the experts must not be sharded in this work."""
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 

@@ -37,12 +37,13 @@ class Routing:
 def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) -> jax.Array:
     """Return the indices of the `count` largest logits, largest first; ties go to the lowest index.
 
-    The logits are ranked, and not their softmax: the order is the same, without ties due to rounding.
+    The logits are ranked, not their softmax: the order is the same, without ties due to rounding.
 
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None for none.
+        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None if there are
+            none.
 
     Returns:
         [..., k] int32.

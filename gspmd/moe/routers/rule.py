@@ -86,8 +86,8 @@ class Router:
         """Route the tokens of each group, independently of other groups, with given random numbers.
 
         Raises:
-            PlanError: the config names another router; or a bias for choosing experts is configured and not given, or
-                given and not configured.
+            PlanError: the config names a different router; or a bias for choosing experts is configured and not given,
+                or given and not configured.
             SpecError: the shape of logits, mask or bias does not fit the config.
         """
         self._check(logits, config, mask, bias)
@@ -121,20 +121,25 @@ class Router:
         widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
         if logits.ndim != 3 or logits.shape[-1] not in widths:
             wanted = " or ".join(f"[G, L, {width}]" for width in widths)
-            raise SpecError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
+            raise SpecError(
+                f"cannot route: logits for {config.experts} experts must have shape {wanted}, "
+                f"but they have {logits.shape}."
+            )
         if mask is not None and mask.shape != logits.shape[:2]:
             raise SpecError(
-                f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.\n"
+                f"cannot route: for logits of shape {logits.shape} the mask must have shape {logits.shape[:2]}, "
+                f"but it has {mask.shape}.\n"
                 "  Pass a mask that says for every token whether it is real."
             )
         if (bias is not None) != config.choice_bias:
             fact, remedy = ("has one", "Pass") if config.choice_bias else ("has none", "Set choice_bias, or leave out")
             raise PlanError(
-                f"cannot route {'without' if bias is None else 'with'} a bias of the choice: the config {fact}.\n"
+                f"cannot route {'without' if bias is None else 'with'} a bias for choosing experts: "
+                f"the config {fact}.\n"
                 f"  {remedy} bias, [X] = {(config.experts,)}."
             )
         if bias is not None and bias.shape != (config.experts,):
-            raise SpecError(f"cannot route: bias is [X] = {(config.experts,)}; found {bias.shape}.")
+            raise SpecError(f"cannot route: bias must have shape [X] = {(config.experts,)}, but it has {bias.shape}.")
 
 
 def router(name: str, numbers: Numbers | None = None) -> Callable[[Rule], Router]:

@@ -33,9 +33,9 @@ _NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
-    A save is written to a temporary folder, given checksums, and renamed. So a save that is killed leaves earlier
-    checkpoints unchanged, and nothing that could be mistaken for a checkpoint. As a context manager, it waits at the
-    end for the save in progress.
+    A save is written to a temporary folder, given checksums, and renamed. So if the process is killed during a save,
+    earlier checkpoints are unchanged, and nothing is left that could be mistaken for a checkpoint. As a context
+    manager, it waits at the end for the save in progress.
 
     Args:
         out: the run's folder.
@@ -85,7 +85,7 @@ class Checkpoints:
         self._saving = self._thread.submit(self._complete, step, folder, began)
 
     def check(self) -> None:
-        """Raise OSError if a save has failed, or the folder is missing; do not wait for a save in progress."""
+        """Raise OSError if a save has failed or the folder is missing, without waiting for a save in progress."""
         self._check_there()
         if self._saving is not None and self._saving.done():
             self.wait()
@@ -107,7 +107,7 @@ class Checkpoints:
             tell: called with a line for every newer checkpoint that is damaged.
 
         Raises:
-            ConfigError: there is no checkpoint, it cannot be read, or it is from a model of other sizes.
+            ConfigError: there is no checkpoint, it cannot be read, or it is from a model of different sizes.
             OSError: the save in progress could not be written.
         """
         return restore.read_state(self._out, self.intact(step, tell), like)
@@ -184,9 +184,10 @@ class Checkpoints:
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
     def _check_there(self) -> None:
-        """Stop if the folder was deleted or replaced: orbax would recreate it, without its earlier contents.
+        """Raise OSError if the folder was deleted or replaced: orbax would recreate it, without its earlier contents.
 
-        The figures of a run are beside it, and data written to a deleted file is lost without an error.
+        The files with the run's figures are in the same folder, and data written to a deleted file is lost without an
+        error.
         """
         if _identity(self._folder) != self._identity:
             reason = f"its folder {self._folder.name} was deleted or replaced while the run went on"
@@ -198,7 +199,7 @@ class Checkpoints:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity that distinguishes a folder from another one at the same path; None if there is no folder."""
+    """Return an identity that changes if a new folder takes the place of the old one; None if there is no folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -207,10 +208,11 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _silence_unfinished_writes() -> None:
-    """Hide the error for each array that is still to be written when the write of another one fails.
+    """Hide the errors of arrays that have not been written yet when the write of another array fails.
 
-    Orbax has closed its event loop by then. The array writer reports to the closed loop, in a thread where nothing can
-    catch the error; a write that has not begun is a coroutine never awaited, about which Python warns on collection.
+    Orbax has closed its event loop when the write fails. The array writer reports to the closed loop, in a thread where
+    nothing can catch the error; a write that has not begun is a coroutine never awaited, about which Python warns on
+    collection.
     """
     warnings.filterwarnings("ignore", message=_NOT_BEGUN, category=RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _show_unless_unfinished:

@@ -26,7 +26,6 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
         out: the run's folder, which is only read.
         tell: called with one line for each newer checkpoint, which names what is damaged.
         doing: the beginning of an error message.
-
     Raises:
         ConfigError: there is no checkpoint, or none is intact.
     """
@@ -62,14 +61,14 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     """Read a state, sharded like `like`, and the data that was saved with it, from an intact checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is from a model or an optimizer of another form.
+        ConfigError: the checkpoint is from a model or an optimizer of a different form.
     """
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
         remedy = "Resume with the [model] of the run, or start anew."
-        raise ConfigError(f"{doing}: the checkpoint is of another model.", [*faults, remedy])
-    doing, optimizer = f"{doing}: its optimizer state has another form.", shapes_of(like.optimizer)
+        raise ConfigError(f"{doing}: the checkpoint is from a different model.", [*faults, remedy])
+    doing, optimizer = f"{doing}: its optimizer state has a different form.", shapes_of(like.optimizer)
     if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have no entry.
         more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
         remedy = "Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
@@ -95,11 +94,11 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
 
     Args:
         out: the run's folder, which is only read.
-        step: the step of the checkpoint, as from `newest_intact`.
+        step: the step of the checkpoint, such as `newest_intact` returns.
         like: maps a path to an array or `jax.ShapeDtypeStruct` with its sharding.
 
     Raises:
-        ConfigError: the checkpoint cannot be read, or is from a model of other sizes.
+        ConfigError: the checkpoint cannot be read, or is from a model of different sizes.
     """
     folder = folder_of(out, step)
     try:
@@ -112,7 +111,7 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
                 return reader.restore(folder / "state", args=options)["params"]
         remedy = "Load them into the model of the run."
     except Exception as error:  # Damaged files raise errors of many types.
-        faults, remedy = [f"{str(folder)!r} is damaged: {_first_line(error)}."], "Take another step of the run."
+        faults, remedy = [f"{str(folder)!r} is damaged: {_first_line(error)}."], "Use another step of the run."
     raise ConfigError("cannot load the parameters:", [*faults, remedy])
 
 
@@ -128,7 +127,7 @@ def shapes_of(tree: Any) -> dict[str, list[int]]:
 
 
 def _fault_of(folder: Path) -> str | None:
-    """Return the fault of a checkpoint, the same in all processes; each process reads its share of the files."""
+    """Return the fault of a checkpoint, if any, the same in all processes; each of them reads a share of the files."""
     own = checksums.fault_of(folder, processes.index(), processes.count())
     # The answers are not exchanged over devices: one process may finish long before another, and Gloo does not wait.
     damages = processes.gathered(own or "")
@@ -142,17 +141,17 @@ def _fault_of(folder: Path) -> str | None:
 
 
 def _fault_of_name(folder: Path) -> str | None:
-    """Return a fault if an intact checkpoint's step is not the name of its folder; None if it is."""
+    """Return a fault if the folder of an intact checkpoint is not named after its step, otherwise None."""
     step = _read_run(folder).get("step")
     return None if step is None or step == int(folder.name) else _misnamed(step)
 
 
 def _misnamed(step: int) -> str:
-    return f"is the checkpoint of step {step} under another name: rename the folder"
+    return f"is the checkpoint of step {step}, but its name is not {step}: rename the folder"
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    """Return the data that was saved beside the state; raises ConfigError if a run did not write it."""
+    """Return the data that was saved with the state; raise ConfigError if it was not written by a run."""
     try:
         run = read_json(folder / "run" / "metadata")
     except ReadError as error:
@@ -160,8 +159,8 @@ def _read_run(folder: Path) -> dict[str, Any]:
     else:
         if isinstance(run, dict) and all(isinstance(run.get(name), dict) for name in ("shapes", "data")):
             return run
-        fault = "it has no shapes and data of a run"
-    remedy = "Take another step, or the folder of another run."
+        fault = "it does not have the shapes and data that a run saves"
+    remedy = "Use another step, or the folder of another run."
     raise ConfigError("cannot read the checkpoint:", [f"{str(folder / 'run' / 'metadata')!r}: {fault}. {remedy}"])
 
 

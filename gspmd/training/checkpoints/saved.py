@@ -37,6 +37,6 @@ def check_step(out: str | Path, step: int) -> None:
         ConfigError: the step has no checkpoint; lists the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
-        fault = f"there is no checkpoint of it under {str(folder_of(out))!r}."
+        fault = f"there is no checkpoint of this step under {str(folder_of(out))!r}."
         remedy = f"Name a step that has one: {', '.join(map(str, steps))}." if steps else "No step has one: start anew."
         raise ConfigError(f"cannot resume from step {step}:", [f"{fault} {remedy}"])

@@ -1,4 +1,4 @@
-"""The settings of a run, kept beside its checkpoints for a resume by folder, with a checksum."""
+"""The settings of a run, saved with a checksum in its folder, so that the run can be resumed by naming the folder."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings to save for a resume: with absolute paths, and without settings of a single start."""
+    """Return the settings that a resumed run needs, with absolute paths, and without settings of a single start."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):
@@ -27,7 +27,7 @@ def kept_settings(settings: Dataclass) -> dict[str, Any]:
 
 
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
-    """Write the run's settings to `<out>/config.json`, for a resume by folder."""
+    """Write the run's settings to `<out>/config.json`, so that the run can be resumed by naming its folder."""
     kept = {_CHECKSUM: _checksum(settings), **settings}
     write_whole(Path(out) / "config.json", json.dumps(kept, indent=2) + "\n")
 

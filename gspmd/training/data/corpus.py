@@ -115,7 +115,7 @@ class Corpus:
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
-        """Return the number of validation batches: all of the held-out part, at most `limit` unless it is 0."""
+        """Return the number of batches in the held-out part, or `limit` if that is smaller and not 0."""
         sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
@@ -133,7 +133,7 @@ class Corpus:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
             limit: the largest number of batches, whose sequences are spread evenly over the part; 0 for all.
-            process, processes: as for `batches`.
+            process, processes: see `batches`.
         """
         mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
         if self.objective is None:
@@ -151,7 +151,7 @@ class Corpus:
             yield {name: np.stack([row[name] for row in made]) for name in padding}
 
     def training_rows(self, length: int, most: int) -> int:
-        """Return the number of different training rows, at most `most`; for a corpus with an objective."""
+        """Return the number of different training rows of a corpus with an objective, at most `most`."""
         assert self.objective is not None
         examples = self.objective.examples(Part(self.train, self.starts[0]), length)
         return count_rows(examples, most) if isinstance(examples, Items) else min(len(examples), most)
@@ -162,7 +162,7 @@ class Corpus:
 
     @property
     def predicts_texts(self) -> bool:
-        """Whether all of a text is predicted, so that its bits per byte can be compared with a compressor's."""
+        """Whether every token of a text is predicted, so that bits per byte can be compared with a compressor's."""
         return self.objective is None or self.objective.predicts_texts
 
     @property
@@ -204,7 +204,7 @@ def rows_of(batch: int, process: int, processes: int) -> range:
     range(2, 4)
     """
     if batch % processes:
-        fault = f"{processes} processes do not divide a batch of {batch} sequences; take a multiple of {processes}."
+        fault = f"{processes} processes do not divide a batch of {batch} sequences; use a multiple of {processes}."
         raise ConfigError("cannot divide the batch among the processes:", [fault])
     each = batch // processes
     return range(process * each, (process + 1) * each)
@@ -214,7 +214,7 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
     """Refuse text that is too short for one training batch or one held-out sequence.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: the text is too short; the message has the length of the text, and the length that is needed.
     """
     faults, unit = [], "tokens" if corpus.tokenizer else "bytes"
     if corpus.objective is not None:
@@ -242,16 +242,16 @@ def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
 
 
 def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with other batches than before.
+    """Refuse to resume a run if its batches would differ from those before.
 
     Raises:
-        ConfigError: naming everything that differs.
+        ConfigError: the batches would differ; the message names every setting that differs.
     """
     names = [name for name in dict.fromkeys([*wanted, *saved]) if saved.get(name) != wanted.get(name)]
     was, now = ({name: values.get(name, "not set") for name in names} for values in (saved, wanted))
     faults = [f"{name} was {was[name]}, but is {now[name]}." for name in names if name != "text"]
     if "text" in names:
-        faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
+        faults.insert(0, "the text differs, because of its files, their contents, or validation_fraction.")
     if faults:
         remedy = "Leave out the flags of the data to use the run's own data, or start anew in another --out."
         raise ConfigError("cannot resume: the batches would differ from those of the run so far.", [*faults, remedy])

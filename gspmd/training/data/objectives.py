@@ -1,4 +1,4 @@
-"""Training objectives with rows other than windows of text: packed documents, span corruption, prefixes and pairs.
+"""Training objectives whose rows are not windows of text: packed documents, span corruption, prefixes and pairs.
 
 A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1], for an
 encoder–decoder also `source` [T] and `source_segments` [T]; `tokens` is then the row of the decoder. Segments number
@@ -34,7 +34,7 @@ class Objective(Protocol):
     Attributes:
         borders: whether the borders of texts are kept.
         paired: whether texts form pairs.
-        predicts_texts: whether whole texts, or whole targets, are predicted, and not only spans of them.
+        predicts_texts: whether whole texts, or whole targets, are predicted, not only spans of them.
     """
 
     borders: ClassVar[bool]
@@ -45,10 +45,10 @@ class Objective(Protocol):
         """Return the rows of a part of the corpus, or the items that are packed into rows."""
 
     def text_share(self, length: int) -> float:
-        """Return the mean share of the predicted tokens that come from texts; sentinels and ends have no bytes."""
+        """Return the mean share of the predicted tokens that come from texts; sentinels and ends stand for no bytes."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the rows, which a resume must not change."""
+        """Return the settings that determine the rows; they must not change when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PackedText:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Span corruption: the source is a window of text in which sentinels stand for spans, the target has the spans.
+    """Span corruption: the source is a window of text in which sentinels replace spans; the target has the spans.
 
     Attributes:
         source_length: tokens of a source, which determines the window.
@@ -209,7 +209,7 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         config: a `TrainingConfig`.
         vocabulary: the vocabulary of the model.
         start: the model's start token.
-        tokenizer: as for `load`; None if tokens are bytes.
+        tokenizer: see `load`; None if tokens are bytes.
 
     Raises:
         ConfigError: the vocabulary has no room for these tokens, a row has no room for a target, or the tokenizer adds
@@ -223,10 +223,10 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         raise ConfigError(doing, ["the tokenizer has no token that ends a text; add one, such as </s>, to it."])
     if encoding.begin or len(encoding.between) > 1:
         around = f"{list(encoding.begin)} before every text, and {list(encoding.between)} after"
-        remedy = "rows of sources and targets have only an end token; take a tokenizer that adds no more."
+        remedy = "rows of sources and targets have only an end token; use a tokenizer that adds no other tokens."
         raise ConfigError(doing, [f"the tokenizer puts {around}; {remedy}"])
     if config.source_length < 3 or config.length < 3:
-        sizes = f"source_length is {config.source_length}, and length {config.length}"
+        sizes = f"source_length is {config.source_length}, and length is {config.length}"
         raise ConfigError(doing, [f"{sizes}; both must be at least 3."])
     sides = {"source_length": config.source_length, "start": start, "end": end}
     ids = max(encoding.vocabulary, start + 1, end + 1)
@@ -262,8 +262,8 @@ def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
         return None
     if any(backend.token_to_id(f"<extra_id_{number}>") != first - number for number in range(spans)):
         last = f"<extra_id_{spans - 1}>"
-        fault = f"a source has {spans} spans, but the tokenizer has no <extra_id_0> to {last} with ids that count down"
-        raise ConfigError(doing, [f"{fault}; take a smaller source_length, or a larger mean_span."])
+        fault = f"a source has {spans} spans, but the tokenizer lacks <extra_id_0> to {last} with descending ids"
+        raise ConfigError(doing, [f"{fault}; use a smaller source_length, or a larger mean_span."])
     return first
 
 
@@ -288,7 +288,7 @@ class _Sides:
 
 
 def _joined(texts: Iterable[Any], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts one after another in a row, and their segments, both int32 [length], with zeros at the end."""
+    """Return a row of texts, one after another, and their segments, both int32 [length], with zeros at the end."""
     tokens, segments = np.zeros((2, length), np.int32)
     at = 0
     for number, text in enumerate(texts, 1):
@@ -312,7 +312,7 @@ class _Split:
 
 
 class _Pieces:
-    """Documents, cut into pieces that fit into a row. A document of one token predicts nothing, and has no pieces."""
+    """Documents, cut into pieces that fit into a row. A document of one token has no piece: nothing is predicted."""
 
     def __init__(self, part: Part, length: int):
         self._tokens, self._length, self.rooms = part.tokens, length, (length + 1,)

@@ -48,7 +48,7 @@ def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
     sizes = np.asarray(sizes)
     if (sizes > np.asarray(rooms)).any():
         at = int((sizes > np.asarray(rooms)).any(axis=1).argmax())
-        raise ValueError(f"item {at} has {sizes[at].tolist()} tokens, and a row has room for {list(rooms)}.")
+        raise ValueError(f"item {at} has {sizes[at].tolist()} tokens, but a row has room for {list(rooms)}.")
     left = np.tile(np.asarray(rooms), (len(sizes), 1))  # a row that is not begun has room for any item
     rows: list[list[int]] = []
     for item, size in enumerate(sizes):
@@ -81,7 +81,7 @@ class PackedRows:
         return len(self._rows)
 
     def row(self, index: int, random: np.random.Generator) -> Row:
-        """Return a row, in which nothing is random."""
+        """Return a row; nothing in it is random."""
         return self._items.row(self._rows[index])
 
 

@@ -1,4 +1,4 @@
-"""The making of a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
+"""Prepare a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def load(
         tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
         field: field of a record with its text.
         prompt: field of a record with its prompt. Its tokens come before the text, each as its complement `~t`: they
-            are read, and not predicted. Empty for records without a prompt.
+            are read, but not predicted. Empty for records without a prompt.
         source: field of a record with the source of a pair, whose target is in `field`.
         objective: how rows are made of the texts; None for windows of the joined texts.
         length: tokens that a row predicts; the target of a pair and its end must fit into them.
@@ -133,10 +133,10 @@ def load(
 
 
 def _check_pairs(paths: Iterable[Path], source: str, target: str) -> None:
-    """Refuse files that cannot hold pairs, and fields that they do not have.
+    """Refuse files that cannot hold pairs, and fields that do not exist in them.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: there are faults; the message lists all of them.
     """
     faults = Faults()
     for path in (path for path in paths if not is_of_pairs(path)):
@@ -156,7 +156,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fault = f"{error.strerror or error}; nothing of it is kept. Name a folder with room with --data-cache."
+        fault = f"{error.strerror or error}; no part of them is kept. Name a folder that has room, with --data-cache."
         raise ConfigError(f"cannot write tokens to {str(folder)!r}:", [fault]) from None
 
 
@@ -169,7 +169,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
         return None
     except ValueError as error:
         if tell:
-            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and made anew.")
+            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and are made anew.")
         return None
 
 
@@ -196,7 +196,7 @@ def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[
 
 
 class _Part:
-    """A part of the corpus while it is written.
+    """A part of the corpus, while the part is being written.
 
     Args:
         folder: the folder to write in.
@@ -253,9 +253,9 @@ class _PairedPart(_Part):
     """A part of a corpus of pairs: a source and its target are one text each, without the tokens around texts.
 
     Args:
-        folder, name, encoding: as for `_Part`.
+        folder, name, encoding: see `_Part`.
         rooms: tokens that a source and a target can have, each with its end.
-        faults: gets a line for every side that is longer.
+        faults: gets a line for every side that is too long.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, rooms: tuple[int, int], faults: Faults):
@@ -268,7 +268,7 @@ class _PairedPart(_Part):
         room = self._rooms[0 if piece.read else 1]
         if len(tokens) + 1 > room:
             have = f"{piece.where}: the {side} has {len(tokens)} tokens, and one for its end"
-            self._faults.add(f"{have}, but --{setting} is {room}; leave the pair out, or raise it.")
+            self._faults.add(f"{have}, but --{setting} is {room}; leave the pair out, or raise --{setting}.")
         self._begin()
         self.written += len(tokens)
         self.writer.write(tokens)
@@ -283,7 +283,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """The size of texts under gzip -9, each by itself; an answer counts as the bytes that it adds to its prompt."""
+    """The size of texts under gzip -9, each compressed by itself; of a text with a prompt, the bytes that it adds."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -324,11 +324,11 @@ def _tokenize(
     Args:
         stamps: the files.
         folder: the folder to make.
-        encoding: the tokens' encoding.
+        encoding: the encoding of the tokens.
         name: name of the data in errors.
         fields: the field of a record's text, and the field of its prompt or source.
         fraction: share that is held out.
-        progress: shows how far it is.
+        progress: shows how much has been read.
         names: the names of everything that is written: the tokens of both parts, and optionally the beginnings of their
             texts.
         rooms: for pairs, the largest number of tokens of each side; None for other texts.
@@ -383,7 +383,7 @@ def _starts(part: str) -> str:
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about `BATCH` bytes."""
+    """Yield lists of pieces; each list has about `BATCH` bytes."""
     batch, size = [], 0
     for each in pieces:
         batch.append(each)

@@ -1,4 +1,4 @@
-"""Tokens on disk: written in shards that are complete or not there at all, and memory-mapped."""
+"""Tokens on disk, memory-mapped: they are written in shards, each of which is either complete or absent."""
 
 import fcntl
 import hashlib
@@ -116,7 +116,7 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 def read_index(
     folder: Path, names: Sequence[str], key: str, read: Callable[[int], None] = lambda size: None
 ) -> dict[str, Any] | None:
-    """Return the index of a folder of tokens, all of which are checked, or None if there is no such folder.
+    """Check all tokens of a folder, and return the folder's index; None if there is no such folder.
 
     The tokens are read once, and compared with the SHA-256 in the index: otherwise training would not notice a flipped
     bit.
@@ -124,8 +124,8 @@ def read_index(
     Args:
         folder: the folder of the tokens.
         names: the names of its parts.
-        key: identifies the texts and the tokenizer from which the tokens were made, as in the index.
-        read: called with the numbers of bytes read.
+        key: identifies the texts and the tokenizer from which the tokens were made; must equal `key` in the index.
+        read: called after each read, with the number of bytes that it read.
 
     Raises:
         ValueError: the folder is damaged: a file is missing, its size or its contents differ from the index, or the
@@ -144,7 +144,7 @@ def read_index(
     if index.pop("checksum") != _checksum(index):
         raise ValueError(f"{_INDEX} does not have the contents that were written")
     if index["key"] != key:
-        raise ValueError(f"{_INDEX} is that of another text or tokenizer")
+        raise ValueError(f"{_INDEX} belongs to a different text or tokenizer")
     sizes = {
         _file(name, number): count * _dtype(index, name).itemsize
         for name in names
@@ -154,10 +154,10 @@ def read_index(
         path = folder / name
         there = path.stat().st_size if path.exists() else None
         if there != size:
-            raise ValueError(f"{name} is missing" if there is None else f"{name} has {there} bytes, and not {size}")
+            raise ValueError(f"{name} is missing" if there is None else f"{name} has {there} bytes, not {size}")
     for name in names:
         if _digest_of(folder, name, len(index[name]["shards"]), read) != index[name]["sha256"]:
-            raise ValueError(f"the tokens of {name} are not those that were written")
+            raise ValueError(f"the tokens of {name} have changed since they were written")
     return index
 
 
@@ -211,7 +211,7 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     Args:
         folder: the folder, which need not exist.
-        waiting: called again and again while another process has the lock.
+        waiting: called repeatedly while another process has the lock.
     """
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         while True:

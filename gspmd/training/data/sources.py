@@ -30,14 +30,14 @@ _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 FIELD = "text"
-"""The field of a record that has its text, unless another one is named."""
+"""The field of a record that has its text, unless a different field is named."""
 # Cuts here do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
 
 class Faults:
-    """A collection of faults: the first twenty are kept, and all are counted.
+    """A collection of faults, which keeps the first twenty and counts all of them.
 
     Example:
         >>> faults = Faults()
@@ -69,7 +69,7 @@ def matching(patterns: Sequence[str]) -> list[Path]:
     """Return the files that match the patterns, sorted; those of Python's standard library if there are none.
 
     Raises:
-        ConfigError: naming every pattern that matches no file.
+        ConfigError: a pattern matches no file; the message names every such pattern.
     """
     if not patterns:
         return _standard_library()
@@ -82,7 +82,7 @@ def matching(patterns: Sequence[str]) -> list[Path]:
         files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
             near = similar_file(pattern)
-            remedy = near.rstrip() or "Name other files, or leave them out for Python's standard library."
+            remedy = near.rstrip() or "Name other files, or none for Python's standard library."
             if os.path.isdir(pattern):
                 remedy = f"It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
             faults.append(f"no file matches {pattern!r}. {remedy}")
@@ -112,7 +112,7 @@ def kind(path: Path) -> str:
 
 
 def compression(path: Path) -> str:
-    """Return the suffix of a compressed file, which `opened` decompresses; empty for any other."""
+    """Return the suffix of a compressed file, which `opened` decompresses; empty for any other file."""
     return path.suffix if path.suffix in (*_COMPRESSED, ".zst") else ""
 
 
@@ -141,8 +141,8 @@ def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
 def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield a text in pieces of at most `PIECE` bytes.
 
-    A piece ends where most tokenizers end a token anyway: after a line, else before a space; never within a character
-    of UTF-8.
+    A piece ends where most tokenizers end a token anyway: after a line, or else before a space; never within a
+    character of UTF-8.
 
     Args:
         file: an open file at the beginning of the text.
@@ -168,9 +168,9 @@ def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, b
 
 
 def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: Callable[[int], None]) -> int:
-    """Return the number of bytes of a text; with `utf8`, a fault names its first line that is not UTF-8.
+    """Return the number of bytes of a text; with `utf8`, add a fault that names its first line that is not UTF-8.
 
-    `read` is called with the numbers of bytes read.
+    `read` is called after each read, with the number of bytes that it read.
     """
     decoder, size, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
     while True:
@@ -205,7 +205,7 @@ def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterato
 
 
 def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: place, source and target.
+    """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: position, source and target.
 
     Args:
         path: the file; in a tab-separated file a line is SOURCE, a tab, TARGET.
@@ -233,11 +233,11 @@ def is_of_pairs(path: Path) -> bool:
 
 
 def _fields(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """Yield the texts of some fields of every record, and the record's place."""
+    """Yield the texts of some fields of every record, and the position of the record in its file."""
     rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
     for where, texts in rows:
         wrong = [
-            f"{name!r} is {_NAMES.get(type(text), 'a number')}, and not a text"
+            f"{name!r} is {_NAMES.get(type(text), 'a number')}, not a string"
             for name, text in zip(fields.values(), texts)
             if not isinstance(text, str)
         ]
@@ -252,12 +252,12 @@ _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a
 
 
 def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, and the place of each."""
+    """Yield the lines of a file that are not blank, and the position of each."""
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
             if len(line) > LINE:  # the rest of the file is not read
-                faults.add(f"{str(path)!r}: {where} is longer than {LINE:,} bytes, the most that is read; {_LONG}")
+                faults.add(f"{str(path)!r}: {where} is longer than {LINE:,} bytes, the limit for a line; {_LONG}")
                 return
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -277,7 +277,7 @@ def _json_lines(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterat
             faults.add(f"{str(path)!r}: {where}: {error}.")
         else:
             if not isinstance(record, dict):
-                faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
+                faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, not an object.")
             elif missing := [flag for flag, field in fields.items() if field not in record]:
                 has = ", ".join(map(repr, list(record)[:8])) or "none"
                 fault = f"{where} has no field {fields[missing[0]]!r}; it has {has}. See --data-{missing[0]}."

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SpanNoise:
-    """Random spans of a text, of one or more tokens each, that a sentinel replaces in the source.
+    """Random spans of a text, of one or more tokens each; in the source, a sentinel replaces each span.
 
     A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, at least one token and one
     span. The lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text, and
@@ -34,7 +34,7 @@ class SpanNoise:
         return noise, min(max(round(noise / self.mean), 1), window - noise)
 
     def lengths(self, window: int) -> tuple[int, int]:
-        """Return the numbers of tokens of a window's source and target, each with one sentinel per span and an end.
+        """Return the numbers of tokens of a window's source and target, both with one sentinel per span and an end.
 
         >>> SpanNoise().lengths(568)
         (512, 114)
@@ -43,7 +43,7 @@ class SpanNoise:
         return window - noise + spans + 1, noise + spans + 1
 
     def window(self, source_length: int) -> int:
-        """Return the largest window whose source has at most `source_length` tokens, three or more.
+        """Return the size of the largest window whose source has at most `source_length` tokens, which is at least 3.
 
         >>> SpanNoise().window(512)
         568
@@ -54,7 +54,7 @@ class SpanNoise:
         return window
 
     def mask(self, window: int, random: np.random.Generator) -> np.ndarray:
-        """Draw which tokens of a window are noise, booleans [window].
+        """Draw the tokens of a window that are noise: booleans [window].
 
         >>> SpanNoise(density=0.4, mean=2).mask(10, np.random.default_rng(0)).astype(int).tolist()
         [0, 0, 0, 0, 0, 1, 1, 0, 1, 1]

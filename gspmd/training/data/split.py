@@ -24,7 +24,7 @@ class Piece(NamedTuple):
         part: the part that it belongs to.
         begins: whether a text begins with it.
         bytes: its bytes.
-        read: whether the piece is only read, like a prompt or a source, and not predicted.
+        read: whether the piece is read but not predicted, like a prompt or a source.
         where: the file and the line of a pair, for faults; empty for other texts.
     """
 
@@ -42,8 +42,8 @@ class Split:
     Attributes:
         paths: the files, in the order of their digests.
         held_out: files of text that are held out as a whole.
-        cuts: for other files of text, the number of bytes after which the rest is held out; a file that is not named
-            stays whole.
+        cuts: for other files of text, the number of bytes after which the rest is held out; a file that is not named is
+            not split.
         bucket: records in buckets below this are held out.
         field: the field of the records with their text.
         prompt: the field with their prompt, or with the source of a pair; empty for none.
@@ -99,7 +99,7 @@ def split(
     Among files of text, the first whole files up to the share of the bytes are held out; if these miss the share by
     half, the end of every file is held out instead. Among records, those whose digest is below a limit are held out, so
     that all copies of a record are in one part. With prompts, and for pairs, the digest is that of the prompt or
-    source, so that no held-out prompt or source is learnt with another answer.
+    source, so that training has no held-out prompt or source with a different answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
@@ -107,12 +107,12 @@ def split(
         fraction: share of the bytes.
         name: the name of the data, for the error.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
-        read: called with the numbers of bytes read.
+        read: called after each read, with the number of bytes that it read.
         prompt: the field of the records with their prompt, or with the source of a pair; empty for none.
         of_pairs: whether records are pairs.
 
     Raises:
-        ConfigError: with all faults of all files, or because there is no text.
+        ConfigError: a file has faults, or there is no text; the message lists all faults of all files.
     """
     faults, sizes = Faults(), {}
     buckets = np.zeros(_BUCKETS, np.int64)
@@ -172,7 +172,7 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return how many of the first buckets come nearest to the share of the bytes: at least one, and not all.
+    """Return how many of the first buckets come nearest to the share of the bytes: at least one, but not all.
 
     Args:
         buckets: bytes of the records in each bucket.

@@ -20,7 +20,7 @@ class Encoding:
         begin: ids at the beginning of every text.
         between: ids between two texts.
         end: the id that ends a source or a target of an encoder–decoder; None if there is no such token.
-        digest: a text that identifies the tokenizer; empty for bytes.
+        digest: a string that identifies the tokenizer; empty for bytes.
         encode: a function from pieces of UTF-8 to their ids, which encodes all pieces together.
     """
 

@@ -1,4 +1,4 @@
-"""A custom model by name, `mixer:Mixer`: the search for its module, and the faults of the class found there."""
+"""Find a custom model by its name, `mixer:Mixer`: import its module, and check the class."""
 
 import dataclasses
 import os
@@ -101,7 +101,7 @@ def beside(name: str, folder: Path) -> str:
 
 
 def typed_with(cls: type[T], model: type) -> type[T]:
-    """Return a class of settings whose field `model` has another type."""
+    """Return a class of settings whose field `model` has a different type."""
     fields = [("model", model, dataclasses.field(default_factory=model))]
     typed = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
     typed.__doc__, typed.__module__ = cls.__doc__, cls.__module__
@@ -113,17 +113,17 @@ def with_model(
 ) -> tuple[type[T], dict[str, Any]]:
     """Return a class of settings with the fields of the requested model, and the values without the model's name.
 
-    If no custom model is requested, both are unchanged.
+    If no custom model is requested, both are returned unchanged.
 
     Args:
         cls: a dataclass with the fields `model`, for the settings of a built-in model, and `model_class`.
         values: the values of a settings file, or of a run; `class` in their table `model` names the model.
         given: the name in the flags, which takes precedence.
         folder: the folder of the settings file.
-        again: whether a run is resumed; then the model cannot be another one.
+        again: whether a run is resumed; its model must then be the same.
 
     Raises:
-        ConfigError: as for `find`; or the run has another model.
+        ConfigError: `find` raises it; or the run has a different model.
     """
     table = values.get("model", {})
     written = table.get("class", "") if isinstance(table, Mapping) else ""
@@ -133,7 +133,7 @@ def with_model(
         raise ConfigError("cannot read the settings:", [f"model.class must be a string, but is {written!r}."])
     if again and given and os.path.abspath(beside(given, Path.cwd())) != os.path.abspath(written or "."):
         was = f"the model {written!r}" if written else "one of the models that come with gspmd"
-        raise ConfigError("cannot resume:", [f"the run has {was}, and not {given!r}; leave --model out."])
+        raise ConfigError("cannot resume:", [f"the run has {was}, not {given!r}; leave --model out."])
     if not (name := given or written):
         return cls, dict(values)
     typed = typed_with(cls, find(given or beside(written, folder)))

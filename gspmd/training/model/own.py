@@ -1,4 +1,4 @@
-"""A custom model as a `Trainable`: whatever the methods of the user's class return is checked, and faults are named."""
+"""A custom model as a `Trainable`: the results of all methods of the user's class are checked, and faults are named."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class Own:
         """Return the size of every dimension.
 
         Raises:
-            ConfigError: the method of the class returns anything else.
+            ConfigError: the method of the class does not return sizes.
         """
         return self._sizes(batch, length, least=1)
 
@@ -53,8 +53,8 @@ class Own:
             for dim, size in found.items()
         )
         if not good:
-            fault = "sizes has to return letters with whole numbers above 0, such as {'B': 8, 'E': 64}"
-            raise self._error([f"{fault}, and not {found!r}."])
+            fault = "sizes must return letters with whole numbers above 0, such as {'B': 8, 'E': 64}"
+            raise self._error([f"{fault}, but returned {found!r}."])
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
@@ -70,13 +70,13 @@ class Own:
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
-            raise self._error([f"parameters has to return a mapping of paths to Parameter, and not {found!r:.200}."])
+            raise self._error([f"parameters must return a mapping of paths to Parameter, but returned {found!r:.200}."])
         sizes, faults = self.fixed_sizes(), []
         for path, each in found.items():
             if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
-                faults.append(f"a parameter's path has to be names joined by dots, 'blocks.w_in', and not {path!r}.")
+                faults.append(f"a parameter's path must be names joined by dots, such as 'blocks.w_in', not {path!r}.")
             elif not isinstance(each, Parameter):
-                faults.append(f"parameter {path!r} has to be a gspmd.training.model.Parameter, and is {each!r:.200}.")
+                faults.append(f"parameter {path!r} must be a gspmd.training.model.Parameter, but it is {each!r:.200}.")
             elif not each.dims or "N" in each.dims:
                 faults.append(
                     f"parameter {path!r} has dims {each.dims!r}: write letters, without N, which layers= adds."
@@ -92,7 +92,7 @@ class Own:
         """Return every parameter by its path, with the spec of its line.
 
         Raises:
-            LayoutError: the layout lacks lines, or lines have other dimensions; the message lists all faults.
+            LayoutError: the layout lacks lines, or lines have different dimensions; the message lists all faults.
         """
         sizes, rows, faults = self.fixed_sizes(), {}, []
         for path, each in self.parameters(layout).items():
@@ -103,7 +103,7 @@ class Own:
                 continue
             if "".join(spec.dims) != each.dims:
                 fact = f"parameter {path!r} has dimensions {listed(each.dims)}"
-                faults.append(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
+                faults.append(f"{fact}, but its line {each.line} = '{spec}' has {listed(spec.dims)}.")
                 continue
             rows[path] = Row(each.line, _stacked(each, spec), each.shape(sizes), each.float32 or len(each.dims) < 2)
         if faults:
@@ -140,17 +140,17 @@ class Own:
             doing = f"cannot place the batch of {self.name} by layout '{layout.name}'"
             raise LayoutError(f"{doing}, whose line is {self.batch_line!r}:\n  {error}") from None
         if spec.dims != ("B", "L"):
-            raise LayoutError(f"a batch has dimensions B and L, and its line {self.batch_line} = '{spec}' has others.")
+            raise LayoutError(f"a batch has dimensions B and L, but its line {self.batch_line} = '{spec}' has others.")
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: all microbatches, since there are no stages."""
+        """Return the number of parts into which the step cuts a batch: one for every microbatch, without stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout for the loss: a parameter is `EF reduced-x` in it if its gradient is a partial sum over x.
 
-        These are the gradients that [gradients] writes as partial sums, even with several microbatches: which others
+        These are the gradients that [gradients] writes as partial sums, even with several microbatches: whether others
         could stay partial sums depends on the equations of the model, which are not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
@@ -196,14 +196,15 @@ class Own:
         assert not isinstance(tokens, Mapping), "a batch of such a model is one array"  # as `widths` says
         found = self.model.loss(layout, self._taken(layout, params), tokens, key, train)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-            raise self._error([f"loss has to return a scalar and a mapping of figures, and not {_shown(found)}."])
+            raise self._error([f"loss must return a scalar and a mapping of figures, but returned {_shown(found)}."])
         value, figures = found
-        faults = [] if _is_scalar(value) else [f"loss has to return a float32 scalar, and not {_shown(value)}."]
+        faults = [] if _is_scalar(value) else [f"loss must return a float32 scalar, but returned {_shown(value)}."]
         if "cross_entropy" not in figures:
-            faults.append(f"the figures of loss lack 'cross_entropy', and have {listed(map(repr, figures)) or 'none'}.")
-        faults += [f"figure {name!r} of loss has to be a scalar, and is {_shown(figure)}."
+            names = listed(map(repr, figures)) or "none"
+            faults.append(f"the figures of loss must have 'cross_entropy', but have {names}.")
+        faults += [f"figure {name!r} of loss must be a scalar, but it is {_shown(figure)}."
                    for name, figure in figures.items() if not _is_scalar(figure)]  # fmt: skip
-        faults += [f"every step has a figure {name!r} already; take another name." for name in _OF_STEP
+        faults += [f"every step has a figure {name!r} already; use another name." for name in _OF_STEP
                    if name in figures]  # fmt: skip
         if faults:
             raise self._error(faults)
@@ -236,19 +237,19 @@ class Own:
 
         Raises:
             ConfigError: the model returns anything except `Kept`, or gives no sizes for the dimensions.
-            LayoutError: the layout lacks a line, or it has other dimensions.
+            LayoutError: the layout lacks a line, or a line has different dimensions.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
         if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):
             raise self._error(
-                [f"kept has to return a mapping of names to gspmd.training.model.Kept, and not {given!r:.200}."]
+                [f"kept must return a mapping of names to gspmd.training.model.Kept, but returned {given!r:.200}."]
             )
         sizes, found = {**self.sizes(batch, 1), "T": room}, {}
         for name, each in given.items():
             spec = layout.spec(each.line)
             if "".join(spec.dims) != each.dims:
                 fact = f"{name!r}, which {self.name} keeps, has dimensions {listed(each.dims)}"
-                raise LayoutError(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
+                raise LayoutError(f"{fact}, but its line {each.line} = '{spec}' has {listed(spec.dims)}.")
             if missing := [dim for dim in each.dims if dim not in sizes]:
                 raise self._error(
                     [f"{name!r}, which it keeps, has dimension {listed(missing)}, for which sizes gives no size."]
@@ -268,25 +269,25 @@ class Own:
         """Return the logits at the given tokens of every text, and the arrays that the model keeps after these tokens.
 
         Raises:
-            ConfigError: the model returns anything else; the message names every fault.
+            ConfigError: the model does not return these; the message names every fault.
         """
         decoder = cast(Decoder, self.model)
         found = decoder.step(layout, self._taken(layout, params), tokens, position, kept)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-            raise self._error([f"step has to return logits and a mapping of what is kept, and not {_shown(found)}."])
+            raise self._error([f"step must return logits and a mapping of what is kept, but returned {_shown(found)}."])
         logits, after = found
         wanted = (*tokens.shape, self.fixed_sizes().get("V"))
         faults = []
         if getattr(logits, "shape", None) != wanted or not jnp.issubdtype(logits.dtype, jnp.floating):
-            faults.append(f"step has to return logits {list(wanted)}, and not {_shown(logits)}.")
+            faults.append(f"step must return logits {list(wanted)}, but returned {_shown(logits)}.")
         for name in dict.fromkeys((*kept, *after)):
             if name not in after or name not in kept:
                 did = "lost" if name in kept else "added"
-                faults.append(f"step has to return the arrays of kept, and {did} {name!r}.")
+                faults.append(f"step must return the arrays of kept, but {did} {name!r}.")
                 continue
             before, now = kept[name], after[name]
             if (getattr(now, "shape", None), getattr(now, "dtype", None)) != (before.shape, before.dtype):
-                faults.append(f"step has to return {name!r} as it was, {_shown(before)}, and not {_shown(now)}.")
+                faults.append(f"step must return {name!r} as it was, {_shown(before)}, but returned {_shown(now)}.")
         if faults:
             raise self._error(faults)
         return logits, dict(after)
@@ -315,7 +316,7 @@ class Own:
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
-        """Return the FLOPs of forward and backward pass for one token: the model's answer, or six per parameter."""
+        """Return the FLOPs of forward and backward pass for one token: as the model says, or else six per parameter."""
         told = getattr(self.model, "flops_per_token", None)
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
@@ -323,14 +324,14 @@ class Own:
         """Draw every parameter, sharded, in float32; the values are the same in every layout and on every mesh.
 
         Raises:
-            ConfigError: an initialiser returns another shape.
+            ConfigError: an initialiser returns an array of a different shape.
         """
         rows, found = self.rows(layout), self.parameters(layout)
         for path, each in found.items():
             shape = rows[path].shape[1:] if each.layers else rows[path].shape
             drawn = jax.eval_shape(lambda key, each=each, shape=shape: each.initialise(key, shape), key)
             if getattr(drawn, "shape", None) != shape:
-                raise self._error([f"the initialiser of {path!r} returns {_shown(drawn)}, and not shape {shape}."])
+                raise self._error([f"the initialiser of {path!r} returned {_shown(drawn)}, not shape {shape}."])
         with jax.set_mesh(mesh):
             return {
                 path: drawer(each.initialise, rows[path].shape, rows[path].spec.partition_spec(), bool(each.layers))(

@@ -47,7 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kept:
-    """A state or cache that a model keeps of the tokens it has read. It begins as zeros.
+    """A state or cache that a model keeps of the tokens that it has read. All its elements are zero at first.
 
     Attributes:
         line: the line of the layout that shards it, such as `"mixer.state"`.
@@ -66,9 +66,9 @@ class Model(Protocol):
     """A model that `gspmd train --model module:Name` trains: a frozen dataclass of settings that has these methods.
 
     Its fields, all with defaults, are the keys of `[model]` and the flags `--model.FIELD`. A class may have two more
-    attributes: `batch_line`, the line of the layout that shards a batch of tokens, with L whole (by default
-    `"embedding.tokens"`); and `flops_per_token(length)`, the FLOPs of forward and backward pass for the figures of
-    speed (by default six for every parameter; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    attributes: `batch_line`, the line of the layout that shards a batch of tokens, of which L is left unsharded (by
+    default `"embedding.tokens"`); and `flops_per_token(length)`, the FLOPs of forward and backward pass for the figures
+    of speed (by default six for every parameter; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 
     docs/your-model.md builds one, and examples/ has more.
     """
@@ -104,7 +104,7 @@ class Model(Protocol):
 
 
 class Decoder(Model, Protocol):
-    """A model that `gspmd generate` generates text with: it reads tokens in parts, and keeps states of them.
+    """A model with which `gspmd generate` generates text: the model reads tokens in parts, and keeps states of them.
 
     A class may have the attribute `logits_line`, the line of the logits (by default `"output.logits"`).
     """
@@ -122,14 +122,14 @@ class Decoder(Model, Protocol):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Read the next tokens of every text.
 
-        Reading a text in parts, for example token by token, must give the same logits as reading it whole.
+        Reading a text in parts, for example token by token, must give the same logits as reading all of it at once.
 
         Args:
-            layout: as for `Model.loss`, with L whole in every activation.
-            params: as for `Model.loss`.
-            tokens: int32 [B, L], sharded as `batch_line` with L whole.
+            layout: the layout of `Model.loss`, with L unsharded in every activation.
+            params: the parameters of `Model.loss`.
+            tokens: int32 [B, L], sharded as `batch_line` with L unsharded.
             position: int32, the number of tokens of every text read before: the position of the first of `tokens`.
-            kept: the arrays that the previous call returned, zeros at first; each sharded as its line says.
+            kept: the arrays that the previous call returned, or zeros at first; each is sharded as its line says.
 
         Returns:
             The logits [B, L, V] of the token after each of `tokens`, sharded as `logits_line`; and the new kept arrays.
@@ -139,11 +139,11 @@ class Decoder(Model, Protocol):
 def next_tokens(
     layout: Layout, tokens: jax.Array, batch: str = "embedding.tokens", logits: str = "output.logits"
 ) -> tuple[jax.Array, jax.Array]:
-    """Split a batch of tokens [B, L+1] into inputs [B, L] and labels [B, L]: the next token at each position.
+    """Split a batch of tokens [B, L+1] into inputs [B, L] and labels [B, L], which are the next token at each position.
 
     Args:
         layout: the layout.
-        tokens: the tokens of `Model.loss`, with L whole.
+        tokens: the tokens of `Model.loss`, with L unsharded.
         batch: the line of the batch; the inputs are sharded as it says.
         logits: the line of the logits [B, L, V]; the labels are sharded as it says for B and L.
 

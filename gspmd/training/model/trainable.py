@@ -37,7 +37,7 @@ class Row:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter has several dimensions besides N: weight decay applies only to such parameters."""
+        """Whether the parameter has two or more dimensions besides N: weight decay applies only to such parameters."""
         return len(set(self.spec.dims) - {"N"}) > 1
 
 
@@ -75,7 +75,7 @@ class Trainable(Protocol):
         """Return the layout for the loss of a training step, in which some parameters are `EF reduced-x`."""
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens over which the loss of a batch is the mean; None for all of them.
+        """Return the number of tokens over which the loss of a batch is averaged; None stands for all tokens.
 
         The batch is the whole one, because microbatches may have different numbers of predicted tokens.
         """
@@ -89,7 +89,7 @@ class Trainable(Protocol):
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures; `predicted` is what that method returns."""
+        """Return the loss of a training step, and its figures; `predicted` is the result of the method `predicted`."""
 
     def adjusted(
         self,
@@ -99,7 +99,7 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return the untrained parameters after a step, which may change them, and the step's figures.
+        """Return the untrained parameters after a step, which may change them too, and the figures of the step.
 
         Args:
             layout: the layout that shards them.
@@ -118,7 +118,7 @@ class Trainable(Protocol):
         """Refuse a resolved layout with which a training step of these sizes, or its evaluation, cannot run.
 
         Raises:
-            LayoutError: with every fault.
+            LayoutError: the layout has faults; the message lists all of them.
         """
 
 
@@ -137,7 +137,7 @@ def trained_paths(
         staged: paths of a model in stages of a pipeline, which are all trained.
 
     Raises:
-        ConfigError: a pattern matches no parameter, nothing is left to train, or something in stages is not trained.
+        ConfigError: a pattern matches no parameter, no parameter is left to train, or one in stages is not trained.
 
     Example:
         >>> trained_paths({"table": "embedding.table", "blocks.w_in": "ffn.w_in"}, frozen=("embedding.*",))
@@ -153,7 +153,7 @@ def trained_paths(
     if not faults and len(held) == len(keys):
         faults.append(f"frozen {', '.join(map(repr, frozen))} leaves no parameter to train.")
     if held & {*staged}:
-        faults.append("the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.")
+        faults.append("the stages of a pipeline train all parameters; leave out [lora] and frozen, or the stages.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
     return tuple(path for path in keys if path not in held)

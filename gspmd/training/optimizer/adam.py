@@ -43,7 +43,7 @@ def adamw(
 
     Args:
         config: the rates and decays.
-        steps: number of updates in all.
+        steps: total number of updates.
         decayed: a tree like the parameters, True for those with weight decay; None for all.
         seed: the seed of the stochastic rounding of moments in int8.
 
@@ -62,7 +62,7 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
 
     Args:
         gradients: any tree of arrays.
-        limit: the largest norm; 0 for none.
+        limit: the largest norm; 0 for no clipping.
         norm: computes the global norm; for sharded gradients, with planned collectives.
 
     Returns:

@@ -12,7 +12,7 @@ import optax
 Tree = Any
 
 _DECADES = 7
-"""Number of decades that codes span: from 10^-7 of the largest number in a block to the largest."""
+"""Number of decades that codes span: from 10^-7 of the largest value in a block to this value."""
 
 
 class Int8AdamState(NamedTuple):
@@ -40,14 +40,14 @@ def scale_by_int8_adam(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: added to the root of the second moment.
-        block: numbers along the last dimension that share a scale; the greatest common divisor with its size is used.
-            A device holds complete blocks (`block_faults`).
-        seed: the seed of the roundings. They depend only on the seed, the number of the update and the parameter, not
-            on the layout or the number of resumes.
+        block: how many values along the last dimension share a scale. The block that is used is gcd(block, size of the
+            last dimension). Each device must hold complete blocks; `block_faults` checks this.
+        seed: the seed of the stochastic rounding, which depends only on the seed, the number of the update and the
+            parameter, not on the layout, nor on how often the run is resumed.
 
     Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
     Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which spans half as
-        many decades; blocks are 64 numbers of one row, not 2,048 regardless of the shape.
+        many decades; blocks are 64 values of one row, not 2,048 regardless of the shape.
     """
 
     def init(params: Tree) -> Int8AdamState:
@@ -90,7 +90,7 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
     for name, shape in shapes.items():
         size, here = math.gcd(block, shape[-1]), local[name][-1]
         if here % size:
-            fact = f"moments in int8 have blocks of {size} numbers, but a device has {here} of {name}'s {shape[-1]}"
+            fact = f"moments in int8 have blocks of {size} values, but a device has {here} of {name}'s {shape[-1]}"
             faults.append(f"{fact}; set moments_block to {math.gcd(size, here)}.")
     return faults
 
@@ -102,9 +102,9 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
     of each.
 
     Args:
-        x: numbers of one sign.
-        block_of: the largest number of their block.
-        draws: uniform numbers from 0 to 1.
+        x: values of one sign.
+        block_of: for each value, the largest value of its block.
+        draws: uniform random numbers from 0 to 1.
         extra: 0 for 127 codes, 1 for 254.
 
     Returns:
@@ -121,7 +121,7 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
 
 
 def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
-    """Return the value of a code, times the largest number of its block."""
+    """Return the value of a code, times the largest value of its block."""
     return _code(code.astype(jnp.int32), extra) / _top(extra) * block_of
 
 
@@ -167,12 +167,12 @@ def _largest(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _spread(scale: jax.Array, size: int) -> jax.Array:
-    """Return for each number the scale of its block."""
+    """Return the scale of the block of each value."""
     return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Return the step for Explicit axes too, where arrays cut into blocks would need explicit types."""
+    """Return the step in a form that also works under Explicit axes, where arrays cut into blocks would need types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

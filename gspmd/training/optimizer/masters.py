@@ -17,7 +17,7 @@ class MastersState(NamedTuple):
 
 
 def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Let an optimizer update float32 masters, whose rounded values are the parameters.
+    """Let an optimizer update float32 masters, of which the parameters are rounded copies.
 
     An update is the difference that `optax.apply_updates` adds to the parameters to get the rounded masters. An update
     of less than half a unit in a parameter's last place is not lost, but waits in its master.
@@ -26,7 +26,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
         inner: the optimizer. It sees gradients and masters in float32.
 
     Returns:
-        An optimizer whose `init` takes the parameters before they are rounded.
+        An optimizer whose `init` gets the parameters before they are rounded.
 
     Example:
         >>> optimizer = with_masters(optax.sgd(1.0))

@@ -1,8 +1,8 @@
-"""Meet the other processes of a run before JAX starts, at the port where JAX's service listens afterwards.
+"""Meet the other processes of a run before JAX starts, at the port at which JAX's service will listen.
 
 JAX's own wait prints nothing, does not notice a process that is interrupted meanwhile, and accepts two processes with
-number 0. Here each process opens a connection, which `Watch` keeps for the whole run, so that its end is noticed from
-then on.
+number 0. Here each process opens a connection, which `Watch` keeps for the whole run, so that from then on the end of
+the process is noticed.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from gspmd.training.syntax import Processes
 from gspmd.training.toml import ConfigError
 
 LIMIT = 300.0
-"""Seconds for all processes to arrive."""
+"""Longest wait for all processes to arrive, in seconds."""
 TELL = 10.0
 """Seconds of waiting after which the missing processes are reported."""
 WELCOME = b"welcome\0"
 """The first process's answer to a process that has arrived."""
 _AGAIN = 0.2
 _CONNECTING = 5.0
-"""Seconds for one attempt to connect; once connected, a process may wait longer for a stopped first process."""
+"""Longest time for one attempt to connect, in seconds; once connected, a process may wait longer for the first one."""
 _IN_USE = 2.0
-"""Seconds to wait for a port that is in use, for example because a run has just ended."""
+"""Longest wait for a port that is in use, for example because a run has just ended, in seconds."""
 
 
 def door(at: Processes) -> socket.socket:
@@ -104,7 +104,7 @@ def say_waiting(missing: list[int], processes: int, address: str, found: str = "
 
 
 def named(processes: list[int]) -> str:
-    """Return the numbers of processes as words.
+    """Describe processes by their numbers, in words.
 
     >>> named([1]), named([1, 2, 5]), named(list(range(1, 64)))
     ('process 1', 'processes 1, 2 and 5', '63 processes, among them 1, 2, 3 and 4')

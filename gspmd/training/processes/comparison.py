@@ -1,7 +1,7 @@
 """Compare the settings of the processes of a run before anything is compiled.
 
-Each process compiles its own program. Programs that differ in a batch or in a collective wait for one another for
-ever, or abort in a library. Programs that differ only in a number, such as a learning rate, run and compute nonsense.
+Each process compiles its own program. Programs that differ in a batch or in a collective wait for one another for ever,
+or abort in a library. Programs that differ only in a number, such as a learning rate, run and compute nonsense.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ _OPTIONS = (
 _WHERE = "--xla_dump_to="
 _ABSENT = "absent"
 _LONGEST = 200
-"""Number of characters of a value that a message shows."""
+"""Largest number of characters of a value that a message shows."""
 
 
 def compare(
     facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes have different settings."
 ) -> None:
-    """Refuse processes whose facts differ; all of them have to call this.
+    """Raise an error if the facts of processes differ; all processes must call this.
 
     Args:
         facts: returns values by name, nested or not, that JSON can express, such as settings; it is not called for a

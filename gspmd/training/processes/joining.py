@@ -38,22 +38,22 @@ _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Let a fault before `join` reach the processes that this one was to join, since they wait for this one.
+    """Report a fault that is raised before `join` to the processes that this one was to join, since they wait for it.
 
     Args:
-        given: as in `join`, looked up in the flags, since reading all settings may fail; "" for none.
+        given: the argument of `join`, read from the flags alone, since reading all settings may fail; "" for none.
     """
     global _expected
     _expected = given
 
 
 def several() -> bool:
-    """Return whether this is one of several processes, or is to join them."""
+    """Return whether this process is one of several, or is to join others."""
     return _watch is not None or bool(_expected)
 
 
 def join(given: str) -> None:
-    """Join the processes of a run; from then on they are one cluster, and if one dies, all end.
+    """Join the processes of a run; from then on they are one cluster, and if one process dies, all of them end.
 
     Args:
         given: "auto" for the cluster that JAX detects, `HOST:PORT,processes=N,process=I`, or "" for one process.
@@ -117,7 +117,7 @@ def _come(at: Processes, limit: float) -> Watch:
     """Meet the other processes of a run; from then on they watch one another.
 
     Raises:
-        ConfigError: as for `arrival.door` and `arrival.knock`.
+        ConfigError: `arrival.door` or `arrival.knock` raises it.
     """
     global _watch
     if at.process == 0:
@@ -154,7 +154,7 @@ def first() -> bool:
 
 
 def _client() -> Any:
-    """Return the client of the key-value store that all processes share; it has barriers, too."""
+    """Return the client of the key-value store that all processes share, which also has barriers."""
     return _runtime().client
 
 
@@ -176,7 +176,7 @@ def told(make: Callable[[], str]) -> str:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all processes, in order, in the first process, and nothing in others; uses no device."""
+    """Return the texts of all processes, in order, in the first process, and nothing in others; no device is used."""
     global _questions
     if count() == 1:
         return [text]
@@ -192,7 +192,7 @@ def meet(before: str) -> None:
 
     Call it between the compilation of a program that all of them run and its first run. In the first run they open
     connections for its collectives, and Gloo waits for each only 30 seconds; but one process may have found in the
-    cache a program that another one compiles for minutes.
+    cache a program that another process compiles for minutes.
 
     Args:
         before: the next program, for the message.
@@ -248,7 +248,7 @@ def leave() -> None:
 
 
 def fail(code: int, message: str, *, sure: bool = True) -> None:
-    """Report a fault once, in the first process, and end this process and all others. It does not return.
+    """Report a fault once, in the first process, and end this process and all others; this function does not return.
 
     Args:
         code: exit code.
@@ -272,8 +272,8 @@ def _come_to_tell(code: int, message: str) -> bool:
 
     Once this process and the first one have met, the first one prints the fault, through the watch. If the first one
     does not arrive soon, this process prints the fault itself, and goes on waiting, since the first one would wait for
-    it. An interrupted process does not wait: it tells the first one only if that is already listening, since before
-    that no process waits for this one.
+    it. An interrupted process does not wait: it tells the first one only if the first one is already listening, since
+    no process waits for this one before that.
     """
     spoken, interrupted = threading.Event(), code > 128
 

@@ -19,7 +19,7 @@ _kept: list[object] = []
 
 
 def keep_apart(aborted: Callable[[str], None]) -> None:
-    """Redirect output that is not Python's to a temporary file, and end with a message if a library aborts.
+    """Redirect the output of libraries to a temporary file, and end with a message if a library aborts.
 
     Args:
         aborted: called after an abort with the last output of libraries as its message; the process ends when
@@ -36,7 +36,7 @@ def keep_apart(aborted: Callable[[str], None]) -> None:
 
 
 def _on_abort(log: IO[bytes], aborted: Callable[[str], None]) -> None:
-    """Handle SIGABRT in the thread that aborts: Python's own handlers run in the main thread, which may never come."""
+    """Handle SIGABRT in the thread that aborts: Python's own handlers run in the main thread, which may be blocked."""
 
     @_HANDLER
     def handle(_: int) -> None:

@@ -35,8 +35,8 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
     Args:
         sharding: the sharding of the batch, [B, L+1], or of each of its arrays, with L unsharded.
         batch: its number of sequences.
-        vocabulary: number of tokens of the model. The function then raises a ConfigError for a batch with other ids,
-            which a compiled program cannot refuse. None for no check.
+        vocabulary: number of tokens of the model. The function then raises a ConfigError for a batch with ids outside
+            of it, which a compiled program cannot refuse. None for no check.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)
@@ -60,11 +60,11 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
 
 
 def _check_ids(rows: np.ndarray | Mapping[str, np.ndarray], vocabulary: int) -> None:
-    """Refuse ids outside of a vocabulary; a token that is read and not predicted may stand as its complement `~t`."""
+    """Refuse ids outside of a vocabulary; a token that is read but not predicted may be its complement `~t`."""
     arrays = rows if isinstance(rows, Mapping) else {"tokens": rows}
     least = {"tokens": -vocabulary, "source": 0}
     wrong = [
-        f"{name} of a batch are from {np.min(arrays[name])} to {np.max(arrays[name])}."
+        f"{name} of a batch range from {np.min(arrays[name])} to {np.max(arrays[name])}."
         for name in least
         if name in arrays and not least[name] <= np.min(arrays[name]) <= np.max(arrays[name]) < vocabulary
     ]

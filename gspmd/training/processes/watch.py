@@ -21,12 +21,12 @@ from typing import Any
 from gspmd.training.processes import arrival
 
 _BEAT, _SILENCE = 2.0, 30.0
-"""Seconds between two signs of life, and seconds without one after which a process counts as lost."""
+"""Seconds between two signs of life, and seconds without a sign after which a process counts as lost."""
 _GRACE = 3.0
 """Seconds that the first process waits before it prints another process's fault: it may find the same fault itself."""
 _SETTLE = 1.0
-"""Seconds to wait before an error counts as the cause of a failure. If the loss of another process is behind it, that
-is known by then, since the system closes all connections of a process at once."""
+"""Seconds to wait before an error counts as the cause of a failure. If the loss of another process caused the error,
+this process knows by then, since the system closes all connections of a process at once."""
 _ANSWER = 10.0
 """Seconds for the first process to print another process's fault; after that, the other process prints it itself. Well
 over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
@@ -37,7 +37,7 @@ _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
 _END, _FAILED = re.compile("end ([0-9]{1,3})"), re.compile("failed ([0-9]{1,3}) ([01]) (.*)", re.DOTALL)
 _LONGEST = 64
-"""The largest number of bytes of a greeting."""
+"""Largest number of bytes of a greeting."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Watch(threading.Thread):
 
     A fault of any process ends all of them, and is printed once, by the first. Each other process reports its fault to
     the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a consequence of
-    another. While some processes have not arrived, and may have the same fault, the first process stays to tell
+    another fault. While some processes have not arrived, and may have the same fault, the first process stays to tell
     them, unless a process is interrupted or lost.
 
     Args:
@@ -67,7 +67,7 @@ class Watch(threading.Thread):
         address: the address of the door.
 
     Attributes:
-        advice: returns the end of a message: the saved step, and the command to continue with.
+        advice: returns the end of a message: the saved step, and the command with which to continue.
         complete: set once all processes have arrived.
     """
 
@@ -96,7 +96,7 @@ class Watch(threading.Thread):
         self.advice: Callable[[], str] = lambda: ""
 
     def run(self) -> None:
-        """Watch until this process leaves, or another one fails or is lost."""
+        """Watch until this process leaves, or until another process fails or is lost."""
         try:
             self._watch()
         except Exception:  # Nobody would notice: the processes would wait for one another for ever.
@@ -147,12 +147,12 @@ class Watch(threading.Thread):
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
         """Make the first process print a fault of this one, once, and end all others.
 
-        It returns only if this process has to end by itself; otherwise the process ends inside this call.
+        It returns only if this process must end by itself; otherwise the process ends inside this call.
 
         Args:
             message: the fault.
             code: exit code of all processes.
-            sure: whether this process surely caused the fault; if not, the loss of another one may have caused it.
+            sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
             said: whether this process has printed it already.
         """
         if self._index != 0:
@@ -175,7 +175,7 @@ class Watch(threading.Thread):
             self.join()  # This ends the process.
 
     def settle(self) -> None:
-        """Wait for a moment: if another process is lost, or has failed, this one is ended meanwhile."""
+        """Wait for a moment, in which this process is ended if another process is lost or has failed."""
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
@@ -207,7 +207,7 @@ class Watch(threading.Thread):
         _send(caller, arrival.WELCOME)
         fault = ""
         if count != self._count:
-            fault = f"process {peer} was told that there are {count} processes, and process 0 that there are "
+            fault = f"process {peer} was told that there are {count} processes, but process 0 that there are "
             fault += f"{self._count}; give all of them the same number."
         elif peer == 0 or peer in self._peers:
             fault = f"two processes are process={peer}; number them from 0 to {self._count - 1}."
@@ -264,7 +264,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Act on the complete lines in another process's words, and return these lines."""
+        """Act on the complete lines of another process's messages, and return these lines."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))
@@ -315,7 +315,7 @@ class Watch(threading.Thread):
             os._exit(code)
 
     def _tell(self, word: str) -> bool:
-        """Send a word to all peers. Return whether any peer has received it."""
+        """Send a message to all peers, and return whether any peer has received it."""
         got = False
         with self._sending:
             for connection in self._peers.values():
@@ -324,7 +324,7 @@ class Watch(threading.Thread):
 
 
 def _send(connection: socket.socket, words: bytes) -> bool:
-    """Return whether words could be sent to another process; the end of a process is noticed when it is read."""
+    """Return whether a message could be sent to another process; the end of a process is noticed by reading from it."""
     try:
         connection.sendall(words)
         return True
@@ -333,7 +333,7 @@ def _send(connection: socket.socket, words: bytes) -> bool:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return the words of another process; nothing if it has ended."""
+    """Return what another process has sent; nothing if the process has ended."""
     try:
         return connection.recv(1 << 16)
     except OSError:
@@ -341,6 +341,6 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _say(message: str) -> None:
-    """Print the message that ends the process, which ends even if nobody reads it."""
+    """Print the message with which the process ends; the process ends even if nobody reads the message."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -20,9 +20,9 @@ class Display:
     Args:
         console: the console to print to.
         steps: number of steps of the whole run.
-        done: steps before a resume, or a change of layout.
-        every: number of steps between two lines that stay visible; 0 for a line every few seconds, and for none on a
-            terminal.
+        done: number of steps before the run was resumed, or before a change of layout.
+        every: number of steps between two lines that stay visible. With 0, a terminal shows only the progress bar, and
+            other outputs get a line every few seconds.
     """
 
     def __init__(self, console: Console, steps: int, done: int = 0, every: int = 0):

@@ -21,7 +21,7 @@ class Events:
 
     Args:
         out: the run's folder.
-        resumed_at: the step that the run resumes from; later events are hidden.
+        resumed_at: the step from which the run resumes; later events are hidden.
     """
 
     def __init__(self, out: str | Path, resumed_at: int | None = None):
@@ -35,7 +35,7 @@ class Events:
             self._write(Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Add a figure of a step: a scalar, [layers], or [layers, X], as for `Metrics.write`."""
+        """Add a figure of a step: a scalar, [layers], or [layers, X]; see `Metrics.write`."""
         if value.ndim == 0:
             self._add(step, scalar(name, float(value)))
             return

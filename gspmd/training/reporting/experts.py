@@ -11,7 +11,7 @@ FEW = 0.25
 
 
 class IdleExperts:
-    """A watch over the experts that get tokens, interval by interval.
+    """A check, interval by interval, of which experts get tokens.
 
     Args:
         interval: number of steps of an interval.

@@ -29,7 +29,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
-    """Refuse arrays that do not fit, before they are made: fake devices of a CPU would make it swap.
+    """Refuse arrays that do not fit, before they are made: on fake devices of a CPU, they would make the machine swap.
 
     Args:
         doing: the beginning of the message.

@@ -24,7 +24,7 @@ class Metrics:
 
     Args:
         out: the run's folder.
-        resumed_at: the step that the run resumes from; later figures are dropped.
+        resumed_at: the step from which the run resumes; later figures are dropped.
         settings: the settings of the run, for the events.
         log: "wandb" to log to Weights & Biases too.
 
@@ -86,7 +86,7 @@ class Metrics:
                     sink.add(step, name, np.asarray(value))
 
     def digest(self) -> str:
-        """Return the SHA-256 of all updates' objects, after writing them to disk: a checkpoint stores it, for
+        """Return the SHA-256 of all updates' objects, after writing them to disk; a checkpoint stores the digest, for
         `lost`."""
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
@@ -102,7 +102,7 @@ class Metrics:
             sink.picture(step, name, png)
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the file anew, completely before it replaces the old one, so that a full disk loses no figures."""
+        """Write a new file, which replaces the old one once it is complete, so that a full disk loses no figures."""
         write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -122,7 +122,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
     """Read the objects of `<out>/metrics.jsonl`, without an incomplete last line.
 
     Raises:
-        ConfigError: another line is not an object with a step.
+        ConfigError: a line other than the last is not an object with a step.
     """
     path = Path(out) / _FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -140,11 +140,11 @@ def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
 
     Args:
         out: the run's folder.
-        step: the step of the checkpoint that the run resumes from.
+        step: the step of the checkpoint from which the run resumes.
         digest: the value of `Metrics.digest` at that step; None for a checkpoint of an earlier version.
 
     Raises:
-        ConfigError: as for `read`.
+        ConfigError: `read` raises it.
     """
     rows = [row for row in read(out) if _is_of_update(row) and row["step"] <= step]
     if digest is not None and hashlib.sha256(_lines(rows).encode()).hexdigest() == digest:
@@ -157,11 +157,11 @@ def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
         return f"{path!r} has no figures{some or ' of'} {steps}: they are lost, and the run goes on without them."
     if digest is None:
         return None
-    return f"{path!r} has other figures up to step {step} than were written: it was changed, or is damaged."
+    return f"{path!r} was changed, or is damaged: up to step {step} it does not have the figures that were written."
 
 
 def _is_of_update(row: Mapping[str, Any]) -> bool:
-    """Return whether an object is about an update, and not about a validation at the end."""
+    """Return whether an object is about an update, not about a validation at the end."""
     return "loss" in row
 
 

@@ -66,8 +66,8 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Label each curve at its end with its name and last value; overlapping labels are moved apart.
 
-    A curve that ends outside the clipped axes has its label at their edge: a label at its value would leave no room for
-    the axes.
+    A curve that ends outside the clipped axes has its label at their edge: a label at the curve's value would leave no
+    room for the axes.
     """
     low, high = axes.get_ylim()
     heights = _apart([min(max((value - low) / (high - low), 0.0), 1.0) for value, *_ in ends], _LABEL)
@@ -149,7 +149,7 @@ def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
 
 
 def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
-    """Return a layer's other figures, averaged over the last tenth of the steps."""
+    """Return the figures of a layer that its title shows, averaged over the last tenth of the steps."""
     last = loaded[-max(1, len(loaded) // 10) :]
     said = []
     for name, text in (

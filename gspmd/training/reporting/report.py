@@ -75,7 +75,7 @@ def finish(
 
 
 def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, str]) -> None:
-    """Print the result of a run: time, scores, files, and the commands to go on with.
+    """Print the result of a run: time, scores, files, and the commands that may come next.
 
     Args:
         console: where to print.

@@ -56,7 +56,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
 
 
 def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
-    """Return one line on the peak for the MFU, or on why there is no MFU."""
+    """Return one line that states the peak for the MFU, or the reason why there is no MFU."""
     chip = chip_of_device(devices[0].device_kind)
     if chip is not None:
         return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"

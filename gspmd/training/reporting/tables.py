@@ -44,7 +44,7 @@ def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int |
 
 @dataclass(frozen=True)
 class _Row:
-    """Tensors of one spec and shape: `blocks.{0,1}.attention.{w_k,w_v}`."""
+    """Tensors of equal spec and shape: `blocks.{0,1}.attention.{w_k,w_v}`."""
 
     names: tuple[str, ...]
     spec: Spec
@@ -58,7 +58,7 @@ class _Row:
 
 
 def _alike(placed: Placed) -> list[_Row]:
-    """Group the tensors of one spec and shape whose names expand from one name with braces."""
+    """Group tensors of equal spec and shape whose names expand from one name with braces."""
     names = list(placed)
     rows = [_Row((name,), *placed[name]) for name in names]
     for position in (-1, -2, 1):
@@ -67,7 +67,7 @@ def _alike(placed: Placed) -> list[_Row]:
 
 
 def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
-    """Join rows of one spec and shape whose names differ in one position only."""
+    """Join rows of equal spec and shape whose names differ in one position only."""
     groups: dict[tuple, list[_Row]] = {}
     for row in rows:
         groups.setdefault((row.spec, row.shape, *_without(row, position)), []).append(row)

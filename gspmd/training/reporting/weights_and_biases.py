@@ -20,7 +20,7 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """A log of the events of `Events` at Weights & Biases; each start is a run there, in a group named by the folder.
+    """A log of the events of `Events` at Weights & Biases; each start is a run there, in a group named after `out`.
 
     Args:
         out: the run's folder.

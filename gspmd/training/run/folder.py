@@ -54,7 +54,7 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
     """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
 
     Args:
-        out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
+        out: the folder; "" for the newest run if a run is resumed, and otherwise for a new folder under runs/.
         resume: if true the folder must hold a run, otherwise it must not.
         step: the step of the checkpoint that it must hold; None for any.
 
@@ -77,7 +77,7 @@ def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
     """Refuse a folder that `choose_out` would refuse, without creating or locking it.
 
     Args:
-        out, resume, step: as for `choose_out`.
+        out, resume, step: see `choose_out`.
 
     Raises:
         ConfigError: the folder cannot be created or written, or it holds a run that would be overwritten.

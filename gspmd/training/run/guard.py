@@ -1,4 +1,4 @@
-"""Updates with a loss or gradient that is not finite: the step skips them, and too many of them end the run."""
+"""Updates with a loss or gradient that is not finite: the step skips such updates, and too many of them end the run."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Guard:
 
     Args:
         allowed: number of updates that may be skipped; one more ends the run.
-        skipped: number of updates skipped before a resume.
+        skipped: number of updates that were skipped before the run was resumed.
         console: the console that reports each skipped update.
     """
 
@@ -34,7 +34,7 @@ class Guard:
         self.allowed, self.skipped, self._console = allowed, skipped, console
 
     def count(self, step: int, figures: Mapping[str, Any]) -> str | None:
-        """Count an update if it was skipped; return the reason for which the run has to end, or None."""
+        """Count an update if it was skipped; return the reason for which the run must end, or None."""
         if not figures["non_finite"]:
             return None
         self.skipped += 1

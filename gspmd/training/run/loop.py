@@ -58,7 +58,7 @@ def fit(
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
-        settings: all settings of the run, kept in `out` for a resume.
+        settings: all settings of the run, kept in `out`, so that the run can be resumed.
         last: called at the end with the last state and the metrics, to which it can add pictures and text; the metrics
             are None in all processes but the first.
 
@@ -69,7 +69,7 @@ def fit(
         Interrupted: after SIGINT, SIGTERM or SIGHUP, or if the console's output is closed, once a checkpoint is saved.
             An interrupted validation writes no figure.
         Diverged: more than `config.non_finite` losses or gradients were not finite.
-        ConfigError: there is no checkpoint to resume from, or it does not fit.
+        ConfigError: there is no checkpoint from which to resume, or the checkpoint does not fit the model.
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
             next step.
     """
@@ -142,7 +142,7 @@ class _Run:
     evaluate: Callable | None = None
 
     def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
-        """Train in one program after another, and move the state between them."""
+        """Train with one program after another, and move the state from each to the next."""
         begin = int(state.step)
         if begin >= self.config.steps:
             self.console.print(f"All {self.config.steps} steps are done.")
@@ -243,7 +243,7 @@ class _Run:
             self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Return bits per byte of `limit` batches of held-out text, or of all of it for 0; empty if interrupted."""
+        """Return bits per byte of `limit` batches of held-out text (0: all of the text); empty if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:
@@ -300,7 +300,7 @@ class _Run:
 
 @jax.jit
 def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-    """Return the number of predicted tokens of a batch: those neither below 0 nor first in their segment."""
+    """Return the number of predicted tokens of a batch, which are neither below 0 nor first in their segment."""
     if not isinstance(batch, Mapping):
         return jnp.sum(batch[:, 1:] >= 0)
     tokens, segments = batch["tokens"], batch["segments"]

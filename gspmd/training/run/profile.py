@@ -11,12 +11,12 @@ _FOLDER = "profile"
 
 
 class Profile:
-    """The recording of some steps by JAX's profiler; requested steps before a resume are reported as done.
+    """The recording of some steps by JAX's profiler; requested steps that a resumed run has done are reported.
 
     Args:
         steps: `"FROM:TO"`, both included; "" for none.
         out: the run's folder; the trace is written to its folder profile/.
-        done: the step that the run goes on from.
+        done: the step after which the run goes on.
         tell: called with a line if some of the steps are done already. That is not an error, because a run may be
             resumed with the flags that began it.
         record: whether this process records; with several processes only the first one does.

@@ -20,13 +20,13 @@ class Program:
     """The functions and the initial state of a run, independent of the model.
 
     Attributes:
-        state: the initial state; on a resume, the shapes and shardings of the restored one.
-        step: (state, batch, key) -> (state, figures), as from `jit_step`; `figures` has `cross_entropy` and
+        state: the initial state; if a run is resumed, the shapes and shardings of the restored state.
+        step: (state, batch, key) -> (state, figures), as `jit_step` returns it; `figures` has `cross_entropy` and
             `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats; compiled ahead of its run if it is jitted.
-        place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it takes the rows that this
+        place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it gets the rows that this
             process reads.
-        key: the random key from which each step's key is derived, so that nothing random depends on a resume.
+        key: the random key from which each step's key is derived, so that a resumed run draws the same random numbers.
         part: the part of a batch that this process reads, as (number, number of parts) from `processes.part_of`.
         context: a context in which all other functions are called, such as `Arrangement.context`.
         gradients: shapes with shardings of all gradients as the optimizer reads them; None if unknown.

@@ -21,7 +21,7 @@ from gspmd.interruption import HungUp, Terminated
 
 
 class Interrupted(Exception):
-    """The run was interrupted; `step` is the newest checkpoint to resume from.
+    """The run was interrupted; `step` is that of the newest checkpoint, from which it can be resumed.
 
     Attributes:
         step: the step of the newest checkpoint; None if there is none.
@@ -86,7 +86,7 @@ class Stop:
 
     def agreed(self) -> bool:
         """Return whether a signal has come to any process, so that all of them stop at the same step; every process
-        has to call this."""
+        must call this."""
         import jax  # which this module's exceptions do not need
 
         if jax.process_count() > 1:

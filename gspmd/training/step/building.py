@@ -69,8 +69,8 @@ def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, ba
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    If the loss takes a parameter as `EF reduced-x` (`Trainable.for_loss`), its gradient is reduced once, by the move to
-    its spec in [optimizer].
+    If the loss gets a parameter as `EF reduced-x` (`Trainable.for_loss`), the parameter's gradient is reduced once, by
+    the move to its spec in [optimizer].
 
     Args:
         model: any model.
@@ -79,7 +79,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
             and every microbatch has its own random draws. Frozen parameters have neither gradients nor optimizer state.
 
     Returns:
-        A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as
+        A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] placed as
         `Trainable.batch_spec`, and a random key. Call or lower it under `jax.set_mesh`.
     """
     trained = model.trained(layout, update.frozen)
@@ -96,7 +96,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     def step(state: TrainState, tokens: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         if held and moves.partial and not jax.sharding.get_abstract_mesh().are_all_axes_explicit:
             raise PlanError(
-                "cannot keep gradients partial sums beside frozen parameters under Auto mesh axes.\n"
+                "cannot keep gradients as partial sums with frozen parameters under Auto mesh axes.\n"
                 "  Use Explicit axes, or one microbatch and [gradients] without partialsum-."
             )
         still = {path: value for path, value in state.params.items() if path in held}
@@ -131,7 +131,7 @@ def initial_state(
     """Return the state before the first update: all parameters, and the optimizer state of the trained parameters.
 
     Args:
-        model, layout, update: as for `training_step`.
+        model, layout, update: see `training_step`.
         values: the parameters in float32, placed, by path.
         mesh: the mesh of the parameters.
     """
@@ -172,7 +172,7 @@ def abstract_gradients(
     Partial sums are already reduced into the optimizer's layout, as in ZeRO-2.
 
     Args:
-        model, layout, frozen: as for `training_step`.
+        model, layout, frozen: see `training_step`.
         params: the parameters, or their shapes.
         mesh: the mesh.
     """
@@ -188,7 +188,7 @@ def evaluation_step(
     """Build (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
 
     Args:
-        model, layout: as for `training_step`.
+        model, layout: see `training_step`.
         microbatches: parts of a batch that follow one another through the stages of a pipeline.
     """
     return lambda params, tokens: model.cross_entropy(layout, params, tokens, microbatches)

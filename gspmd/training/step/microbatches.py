@@ -1,4 +1,4 @@
-"""Microbatches: a batch in parts, one after the other, whose gradients are added before they are reduced."""
+"""Microbatches: a batch is computed in parts, one after the other, and gradients are added before they are reduced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gspmd.pipeline.microbatches import cut_batch
 
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""A function of parameters, a batch, a random key and optionally a `total` that returns the loss and further
+"""A function of parameters, a batch, a random key and optionally a `total`, which returns the loss and further
 figures."""
 
 
@@ -46,13 +46,13 @@ class Microbatches:
 
         Args:
             loss: (params, batch, key) -> (loss, dictionary of further figures).
-            specs: the spec per parameter in which the loss takes it.
+            specs: for each parameter, the spec in which the loss gets it.
             params: the parameters, in these specs.
             batch: [B, L], or a tree of such arrays.
             key: random key.
 
         Returns:
-            As `jax.value_and_grad` with `has_aux`; a gradient of `EF reduced-x` is a partial sum over x.
+            The same as from `jax.value_and_grad` with `has_aux`; a gradient of `EF reduced-x` is a partial sum over x.
         """
 
         def share(params: Tree, tokens: Tree, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -71,7 +71,7 @@ class Microbatches:
 
 
 def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
-    """Return zeros in the type of a parameter's gradient, which may be a partial sum; at least in float32."""
+    """Return zeros in the type of a parameter's gradient, which may be a partial sum, in float32 or wider."""
     return mapped(
         lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
         spec.partition_spec(),

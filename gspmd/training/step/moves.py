@@ -11,7 +11,7 @@ from gspmd.annotate.spec import Spec
 
 Tree = Any
 Reshard = Callable[..., jax.Array]
-"""A function such as `gspmd.reshard`, which moves an array by an equation, and by a lowering if one is given."""
+"""A function such as `gspmd.reshard`, which moves an array by an equation, under a lowering if one is given."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Moves:
     reduce-scattered if they are partial sums and sliced otherwise, and the new parameters are all-gathered.
 
     Attributes:
-        to_loss: brings parameters to the specs in which the loss takes them.
+        to_loss: brings parameters to the specs in which the loss gets them.
         gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's specs.
         to_optimizer: brings parameters to the optimizer's specs.
         to_parameters: brings updated parameters back to their own specs.
         parameters: each parameter's own spec; None if not given.
-        loss: the spec per parameter in which the loss takes it; None if not given.
+        loss: for each parameter, the spec in which the loss gets it; None if not given.
 
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """
@@ -50,7 +50,7 @@ def plan_moves(
 ) -> Moves:
     """Build the moves between trees of specs.
 
-    The gradient of a parameter that the loss takes as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
+    The gradient of a parameter that the loss gets as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
     several uses add to the partial sum, and one move reduces it to the optimizer's spec.
 
     Args:
@@ -59,7 +59,7 @@ def plan_moves(
         reshard: moves an array by an equation, such as `gspmd.reshard`.
         gradients: a spec per parameter, for its gradient on its way to the optimizer; None, or the parameter's own, for
             a single move.
-        loss: the spec per parameter in which the loss takes it; None for the parameter's own.
+        loss: for each parameter, the spec in which the loss gets it; None for the parameter's own.
 
     Example:
         >>> specs = [{"w": Spec.parse(text)} for text in ("EF", "E_xF", "EF reduced-x")]

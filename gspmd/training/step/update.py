@@ -41,12 +41,12 @@ def make_step(
             arrays; params are sharded as `moves.loss`.
         transform: the optimizer, whose state has its own layout.
         rate: learning rate by step, for the metrics.
-        limit: largest global norm of the gradients; 0 for none.
+        limit: largest global norm of the gradients; 0 for no clipping.
         norm: computes the global norm of gradients in the optimizer's layout.
         moves: the moves between the layouts; None if the layouts agree.
         microbatches: the split and the spec of the batch; needed if gradients are partial sums.
         total: a function from the whole batch to the `total` of each microbatch's loss, such as the number of tokens
-            over which it is the mean; None, or a result of None, for a loss without `total`.
+            over which the loss is averaged; None, or a result of None, for a loss without `total`.
 
     Returns:
         A pure function. The key is folded with the step, so that a resumed run has the same random draws as an

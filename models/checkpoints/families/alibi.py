@@ -123,7 +123,7 @@ def _written_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_whole_exponent(config: ModelConfig) -> list[str]:
-    """Return the reason why a model with an exponent that is not whole cannot be written; empty if it is whole."""
+    """Return the reason why a model whose exponent is not whole cannot be written; empty if the exponent is whole."""
     if config.alibi_max == round(config.alibi_max):
         return []
     return [f"alibi_max is {config.alibi_max}, which is not a whole number"]

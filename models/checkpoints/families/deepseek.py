@@ -34,7 +34,7 @@ def _read(
     """Read latent attention, the factor of its scores, layers without experts, and groups of experts.
 
     Args:
-        json, fields, faults: as for `Agreement.read`.
+        json, fields, faults: see `Agreement.read`.
         dense: the entries of layers without experts.
         groups: the defaults of the number of groups of experts and of the number of groups kept; None if topk_method
             says whether there are groups.

@@ -1,4 +1,4 @@
-"""Entries that say which layers have no experts, and the width of these layers."""
+"""Entries that name the layers without experts, and give the width of these layers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DenseLayers:
 
     Attributes:
         width: default of intermediate_size, the width of dense layers; None if it must be given.
-        first: default of first_k_dense_replace, the number of first layers, if only these are dense. None if a layer is
-            dense because its number, from 1, is not a multiple of decoder_sparse_step, or because mlp_only_layers lists
-            it.
+        first: for families in which only the first layers are dense, the default of first_k_dense_replace, the number
+            of these layers. None for families that choose dense layers one by one: layers that mlp_only_layers lists,
+            and layers whose number, counted from 1, is not a multiple of decoder_sparse_step.
     """
 
     width: int | None
@@ -92,7 +92,7 @@ class DenseLayers:
         return entries | {_STEP: 1, _ONLY: dense}
 
     def reasons(self, config: ModelConfig) -> list[str]:
-        """Return the reasons why the entries cannot describe a model's dense layers."""
+        """Return the reasons why the entries cannot describe the dense layers of a model."""
         sparse = [*map(config.is_sparse, range(config.layers))]
         if config.moe is None or self.first is None or sparse == sorted(sparse):
             return []
@@ -101,7 +101,7 @@ class DenseLayers:
 
 
 def pattern(sparse: Sequence[bool]) -> dict[str, Any]:
-    """Return the fields that say which layers have experts, with the fewest `moe.dense_layers`.
+    """Return the fields that name the layers with experts, with as few `moe.dense_layers` as possible.
 
     Args:
         sparse: for each layer, whether it has experts; at least one has.

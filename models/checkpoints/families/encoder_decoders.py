@@ -70,13 +70,13 @@ def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _same_sizes(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Refuse stacks of different widths."""
+    """Refuse stacks of different sizes."""
     for name, key in {"feed_forward": "decoder_ffn_dim", "heads": "decoder_attention_heads"}.items():
         if key not in json:
             faults.append(f"{key} is missing.")
         elif json[key] != fields[name] or isinstance(json[key], bool):
             other = key.replace("decoder", "encoder")
-            faults.append(f"{key} is {in_json(json[key])}, and {other} {fields[name]}; both stacks have one size here.")
+            faults.append(f"{key} is {in_json(json[key])}, and {other} is {fields[name]}; they must be equal.")
     return {}
 
 
@@ -145,7 +145,7 @@ def _read_nllb(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[
     encoder, decoder = steps.values()
     if encoder != decoder and not wrong:
         fact = f"encoder_sparse_step is {in_json(encoder)}, and decoder_sparse_step {in_json(decoder)}"
-        faults.append(f"{fact}; both stacks have the same share of experts here.")
+        faults.append(f"{fact}; here both stacks must have the same share of experts.")
     return {"moe.every": encoder}
 
 
@@ -332,7 +332,7 @@ def _experts(path: str, stack: str, last: int) -> dict[str, Stored]:
 
 
 def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[str]) -> int:
-    """Return the n for which every nth block of a stack has experts, as transformers computes it; 0 with a fault."""
+    """Return the n for which every nth block of a stack has experts, as in transformers; on a fault, return 0."""
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:
@@ -354,7 +354,7 @@ def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: li
     if encoder != decoder and encoder and decoder:
         faults.append(
             f"1 of {encoder} blocks of the encoder has experts, and 1 of {decoder} of the decoder "
-            "(num_sparse_encoder_layers, num_sparse_decoder_layers); both stacks have the same share here."
+            "(num_sparse_encoder_layers, num_sparse_decoder_layers); here both stacks must have the same share."
         )
     capacity = json.get("expert_capacity", 64)
     if not is_whole(capacity) or capacity < 1:

@@ -1,7 +1,7 @@
 """Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
-An entry that is in none of these tables, and that the family does not read, is refused by name: it may change what the
-model computes.
+An entry that is in none of these tables, and that the family does not read, is refused by name, since it may change the
+results of the model.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
 
 REMEDIES = {
     "quantization_config": "a quantization of weights that is not supported (mxfp4 and fp8 in blocks of 128 by 128 "
-    "are); take a checkpoint whose weights are not quantized"
+    "are); use a checkpoint whose weights are not quantized"
 }
 """Remedies for entries whose value cannot simply be changed."""
 
 
 def is_read_packed(value: Any) -> bool:
-    """Return whether a quantization_config describes weights that are converted as they are read (`packed`)."""
+    """Return whether a quantization_config describes weights that are converted while they are read (`packed`)."""
     if not isinstance(value, dict):
         return False
     method = value.get("quant_method")
@@ -105,7 +105,7 @@ def is_read_packed(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number in the range of a float, and not a boolean."""
+    """Return whether a JSON value is a number in the range of a float, not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -21,7 +21,7 @@ class Option:
     Attributes:
         key: the entry's name, or several alternative names; the first is used for writing.
         default: the value of an absent entry: a constant, a function of the fields of other entries, or REQUIRED.
-        names: maps values in the file to values of the field; None if both are the same.
+        names: maps values in the file to values of the field; None if they are the same.
         null: the value that null stands for, given like `default`; WRONG if null is not allowed.
     """
 
@@ -53,7 +53,7 @@ class Stored:
             each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
         part: the index of the parameter among the parameters that the tensor holds.
         paired: the tensor's name in a parallel block with two norms, if that differs.
-        offset: the constant that the model adds to the stored numbers: 1 for norms that scale by 1 + w.
+        offset: the constant that the model adds to the stored values: 1 for norms that scale by 1 + w.
         gated: the tensor's name in a feed-forward layer with a gate, if that differs.
     """
 
@@ -66,7 +66,7 @@ class Stored:
 
 
 def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
-    """Return the rows of the parameters that one tensor holds, in its order.
+    """Return the rows of the parameters that one tensor holds, in the order of the tensor.
 
     Example:
         >>> fused("mlp.gate_up_proj", "(F|F)E", "ffn.w_gate", "ffn.w_in")["ffn.w_in"].part
@@ -130,30 +130,31 @@ class Family:
         model_type: its name in `model_type`.
         options: maps a field (such as "heads", or "moe.experts" for a field of experts) to the entries that set it.
         fixed: maps a field to the value that it has in the whole family.
-        tensors: maps a parameter's path, without "blocks.0." or another place, to its stored form.
+        tensors: maps a parameter's path, without the position of its block ("blocks.0."), to its stored form.
         derived: maps a field to its value as a function of the other fields.
         inactive: maps an entry to the values with which it has no effect, its default first; others are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta; None if it cannot be set.
         rope_types: maps the names of scalings of the rotary embedding to kinds of `RopeScaling`; empty if the family
             has all of them, under their own names.
-        original_length: default of original_max_position_embeddings in families that have this entry beside the table
+        original_length: default of original_max_position_embeddings in families that have this entry outside the table
             of the scaling, where it wins over the entry in the table; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
-        default_rope: the table of the scaling for files that have none; None for no scaling.
+        default_rope: the table of the scaling for files without such a table; None for no scaling.
         local_rope_base: default base of the rotary embedding of sliding layers; None if all layers have the same base.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
         scale_embedding: whether its models multiply embedded tokens by √E.
         length: names of the entry with the longest sequence; the first is used for writing; empty if there is no such
             entry.
-        agreement: entries that are read together with others; None if there are none.
+        agreement: entries that no `Option` reads, since they depend on others (see `Agreement`); None if there are
+            none.
         root_scaled: entries that say whether logits are multiplied by 1/√E, true by default; the first one that a file
             has counts. Empty if logits are never multiplied. In written checkpoints, tied models have this factor.
         output_dropout: the entry with the share of the experts' outputs that training drops, and its default. In
             evaluation outputs are multiplied by 1 - share; here this factor is part of the experts' last matrix and
             bias. In written checkpoints the share is 0. None if the family has no such entry.
-        rope_names: names of the entries rope_theta and partial_rotary_factor beside the table of the scaling.
+        rope_names: names of the entries rope_theta and partial_rotary_factor outside the table of the scaling.
         multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. In
             written checkpoints it is 1.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.

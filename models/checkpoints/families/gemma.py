@@ -74,7 +74,7 @@ def _scalar(config: ModelConfig) -> float:
 
 
 def _no_whole_scale(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written: its query_pre_attn_scalar would not be a whole number."""
+    """Return the reason why a model cannot be written if its query_pre_attn_scalar is not a whole number."""
     scalar = _scalar(config)
     if abs(scalar - round(scalar)) < 1e-9 * scalar:
         return []

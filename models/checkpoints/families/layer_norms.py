@@ -155,7 +155,7 @@ def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
     if norms == 2:
         faults.append("num_ln_in_parallel_attn is 2, which needs new_decoder_architecture.")
     if not given["multi_query"] and heads != fields["heads"]:
-        fact = f"num_kv_heads is {in_json(heads)}, and num_attention_heads {fields['heads']}"
+        fact = f"num_kv_heads is {in_json(heads)}, and num_attention_heads is {fields['heads']}"
         faults.append(f"{fact}; fewer key/value heads need multi_query or new_decoder_architecture.")
     block = "parallel" if given["parallel_attn"] else "serial"
     return {"kv_heads": 1 if given["multi_query"] else fields["heads"], "parallel_norms": 1, "block": block}
@@ -173,7 +173,7 @@ def _no_groups(config: ModelConfig) -> list[str]:
     """Return the reason why a model with serial blocks and groups of heads cannot be written."""
     if config.block == "parallel" or config.kv_heads in (1, config.heads):
         return []
-    return [f"kv_heads is {config.kv_heads}, and a serial block has 1 or {config.heads} of them"]
+    return [f"kv_heads is {config.kv_heads}, but a serial block has 1 or {config.heads} of them"]
 
 
 #: Entries that are read together, with their defaults.

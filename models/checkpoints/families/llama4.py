@@ -56,11 +56,11 @@ def _kinds(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]
     ours = {(FULL, 1): "full", (FULL, 0): "unrotated", (_CHUNKED, 1): "chunked"}
     pairs = [*zip(listed, map(int, rotated))]
     if (_CHUNKED, 0) in pairs:
-        fact = f"layer {pairs.index((_CHUNKED, 0))} is {_CHUNKED} (layer_types), and not rotated (no_rope_layers)"
+        fact = f"layer {pairs.index((_CHUNKED, 0))} is {_CHUNKED} (layer_types), but not rotated (no_rope_layers)"
         faults.append(f"{fact}; only layers with full attention are read without rotary embedding.")
         return {}
     if _CHUNKED in listed and chunk is None:
-        faults.append(f"layer_types has {_CHUNKED!r}, and attention_chunk_size is null.")
+        faults.append(f"layer_types has {_CHUNKED!r}, but attention_chunk_size is null.")
         return {}
     kinds = repeating([ours[pair] for pair in pairs])
     return {"layer_kinds": kinds, "attention_chunk": chunk if _CHUNKED in listed else None}

@@ -1,4 +1,4 @@
-"""The entries of config.json about the rotary embedding of sliding layers, where it differs from other layers'."""
+"""The entries of config.json for a rotary embedding of sliding layers that differs from that of other layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_local_rope(
 
 
 def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field `local_rope_base`: None where no layer slides, or where all are rotated alike.
+    """Return the field `local_rope_base`: None if no layer is sliding, or if all layers are rotated alike.
 
     Args:
         base: the base of the sliding layers.
@@ -93,4 +93,4 @@ def local_rope_reasons(family: Family, config: ModelConfig) -> list[str]:
         return []
     if config.rope_scaling is None:
         return []
-    return ["rope_scaling is set for sliding layers too, and it stretches only layers of full attention"]
+    return ["rope_scaling is set for sliding layers too, but the family stretches only layers with full attention"]

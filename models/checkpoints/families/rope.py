@@ -58,9 +58,9 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     """Return the fields rope_base, rope_scaling and rotary_size; append unsupported entries to `faults`.
 
     They are read from `rope_parameters`, or, in files older than transformers 5, from `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor`. If several entries say the same thing, precedence is as in transformers: `rope_scaling`
-    wins over `rope_parameters`, and an entry inside the table wins over the same entry beside it, except that
-    `original_max_position_embeddings` beside the table wins over the one inside.
+    `partial_rotary_factor`. If several entries give the same setting, precedence is as in transformers: `rope_scaling`
+    wins over `rope_parameters`, and an entry inside the table wins over the same entry outside the table, except that
+    `original_max_position_embeddings` outside the table wins over the entry inside.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
@@ -134,7 +134,7 @@ def _scaling(
 
 
 def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a scaling, including those that stand beside the table or follow from other entries."""
+    """Return the entries of a scaling, including entries outside the table, and entries that follow from others."""
     longest = json.get(family.length[0])
     given = {_ORIGINAL: longest, **entries}
     if _ORIGINAL in json or family.original_length is not None:
@@ -149,7 +149,7 @@ def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[
 
 
 def _wrong(key: str, value: Any) -> str:
-    """Return what the value of an entry must be; empty if the value is right."""
+    """Describe the values that an entry may have; return an empty string if its value is right."""
     if key == "truncate":
         return "" if isinstance(value, bool) else "true or false"
     if key in ("short_factor", "long_factor"):

@@ -56,7 +56,7 @@ def read_rotated(json: Mapping[str, Any], layers: int, faults: list[str]) -> lis
         faults.append(f"no_rope_layers is {in_json(listed)}; it must be a list of 0 and 1, one for each layer.")
         return None
     if len(listed) != layers:
-        faults.append(f"no_rope_layers names {len(listed)} layers, and num_hidden_layers is {layers}.")
+        faults.append(f"no_rope_layers names {len(listed)} layers, but num_hidden_layers is {layers}.")
         return None
     return listed
 

@@ -32,7 +32,8 @@ class Window:
             these entries are ignored.
         pattern: n, if every nth layer has full attention and the layers between have a window; 0 for families whose
             layers are split by `max_window_layers`.
-        patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
+        patterned: whether the entry `sliding_window_pattern` sets a different pattern, in files older than transformers
+            5.
         bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
         unrotated: whether layers with full attention have no rotary embedding.
         sliding: whether all layers have a window by default, and `max_window_layers` is not read.
@@ -66,7 +67,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         faults.append(f"layer_types is {in_json(kinds)}; it must be a list of names, one for each layer.")
         return {}
     if kinds is not None and len(kinds) != layers:
-        faults.append(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {layers}.")
+        faults.append(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {layers}.")
         return {}
     known = {FULL, SLIDING} if window and window.layered else {FULL}
     if unknown := sorted({*(kinds or ())} - known):
@@ -99,7 +100,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
     if SLIDING not in kinds:
         size = None
     elif size is None:
-        faults.append(f"layer_types has {SLIDING!r}, and there is no sliding window (use_sliding_window).")
+        faults.append(f"layer_types has {SLIDING!r}, but there is no sliding window (use_sliding_window).")
         return {}
     ours = {FULL: "unrotated" if window.unrotated else "full", SLIDING: "sliding"}
     return {"sliding_window": size, "layer_kinds": repeating([ours[kind] for kind in kinds])}
@@ -108,7 +109,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
 def _default_kinds(
     window: Window, json: Mapping[str, Any], layers: int, size: int | None, faults: list[str]
 ) -> list[str] | None:
-    """Return the kinds of layers of a file that does not name them; None if it cannot be read."""
+    """Return the kinds of layers of a file that does not name the kinds; None if an entry cannot be read."""
     if window.sliding:
         return [FULL if size is None else SLIDING] * layers
     if not window.pattern:

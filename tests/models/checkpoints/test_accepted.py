@@ -79,12 +79,12 @@ def test_entries_of_published_files_change_nothing(name, tmp_path):
         (
             "Llama-4-Maverick-17B-128E",
             {"layer_types": ["chunked_attention"] * 48},
-            "layer 3 is chunked_attention (layer_types), and not rotated (no_rope_layers); only layers with full",
+            "layer 3 is chunked_attention (layer_types), but not rotated (no_rope_layers); only layers with full",
         ),
         (
             "Llama-4-Maverick-17B-128E",
             {"layer_types": ["chunked_attention"] * 48, "no_rope_layers": [1] * 48, "attention_chunk_size": None},
-            "layer_types has 'chunked_attention', and attention_chunk_size is null",
+            "layer_types has 'chunked_attention', but attention_chunk_size is null",
         ),
         ("Llama-4-Maverick-17B-128E", {"floor_scale": 0}, "floor_scale is 0; it must be a whole number of tokens"),
         ("Llama-4-Maverick-17B-128E", {"attn_scale": -1}, "attn_scale is -1; it must be a number that is not negative"),

@@ -230,13 +230,13 @@ def test_a_missing_template_is_one_message(tmp_path):
         CheckpointError, match=r"has no chat template: neither chat_template\.jinja nor chat_template in"
     ):
         byte_tokenizer().chat([USER])
-    with pytest.raises(CheckpointError, match=r"there is no chat template 'rag'; take one of 'default', 'tool_use'\."):
+    with pytest.raises(CheckpointError, match=r"there is no chat template 'rag'; use one of 'default', 'tool_use'\."):
         spoken("x", tool_use="y").chat([USER], template="rag")
-    with pytest.raises(CheckpointError, match=r"the chat templates are 'a', 'b', and none is the default; choose one"):
+    with pytest.raises(CheckpointError, match=r"the chat templates are 'a', 'b', but none is the default; choose one"):
         Tokenizer(byte_tokenizer().backend, templates={"a": "", "b": ""}).chat([USER])
     for entry in (3, [{"name": "default"}], {"default": "x"}):
         folder(tmp_path, byte_level(), {"chat_template": entry})
-        with pytest.raises(CheckpointError, match=r"chat_template of tokenizer_config\.json must be a text, or a list"):
+        with pytest.raises(CheckpointError, match=r"chat_template of tokenizer_config\.json must be a string, or a"):
             tokenizer(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_a_faulty_template_is_one_message(source, fault):
     said = str(caught.value).splitlines()
     assert said[0] == "cannot render a chat:"
     assert said[1].startswith(f"  chat template 'default'{fault}")
-    assert said[2].startswith("  Change the messages, take another template (--chat-template NAME)")
+    assert said[2].startswith("  Change the messages, use another template (--chat-template NAME)")
     assert len(said) == 3
 
 

@@ -106,10 +106,10 @@ REFUSED = {
     ),
     "layers with a window where it is off": (
         {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types has 'sliding_attention', and there is no sliding window (use_sliding_window)",
+        "layer_types has 'sliding_attention', but there is no sliding window (use_sliding_window)",
     ),
     "other layers": ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention', which is not"),
-    "too few layers": ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, and num_hidden_layers is 2"),
+    "too few layers": ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers is 2"),
     "attention to later tokens": ({"is_causal": False}, "is_causal is false, which is not supported; true is."),
     "attention to later tokens, by null": ({"is_causal": None}, "is_causal is null, which is not supported"),
     "Gemma's attention to later tokens": (
@@ -264,7 +264,11 @@ NLLB = M2M_100 | {
 SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2}
 
 REFUSED_WITH_ENCODER = {
-    "stacks of different widths": (M2M_100, {"decoder_ffn_dim": 40}, "decoder_ffn_dim is 40, and encoder_ffn_dim 20;"),
+    "stacks of different widths": (
+        M2M_100,
+        {"decoder_ffn_dim": 40},
+        "decoder_ffn_dim is 40, and encoder_ffn_dim is 20",
+    ),
     "stacks of different heads": (M2M_100, {"decoder_attention_heads": 6}, "decoder_attention_heads is 6, and encoder"),
     "another padding token": (M2M_100, {"pad_token_id": 0}, "pad_token_id is 0, which is not supported; 1 is"),
     "tokens that are not scaled": (M2M_100, {"scale_embedding": False}, "scale_embedding is false"),
@@ -290,7 +294,7 @@ REFUSED_WITH_ENCODER = {
         SWITCH,
         SPARSE | {"num_sparse_decoder_layers": 4},
         "1 of 2 blocks of the encoder has experts, and 1 of 1 of the decoder (num_sparse_encoder_layers, "
-        "num_sparse_decoder_layers); both stacks have the same share here",
+        "num_sparse_decoder_layers); here both stacks must have the same share",
     ),
     "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; with num_spar"),
     "too many experts' layers": (
@@ -309,7 +313,7 @@ REFUSED_WITH_ENCODER = {
     "stacks with other shares": (
         NLLB,
         {"decoder_sparse_step": 1},
-        "encoder_sparse_step is 2, and decoder_sparse_step 1; both stacks have the same share of experts here",
+        "encoder_sparse_step is 2, and decoder_sparse_step 1; here both stacks must have the same share of experts",
     ),
     "a part of a period": (
         NLLB,
@@ -360,7 +364,7 @@ REFUSED_OF_FALCON = {
     ),
     "heads that Falcon does not group": (
         {"multi_query": False, "num_kv_heads": 3},
-        "num_kv_heads is 3, and num_attention_heads 6; fewer key/value heads need multi_query or new_decoder",
+        "num_kv_heads is 3, and num_attention_heads is 6; fewer key/value heads need multi_query or new_decoder",
     ),
     "two norms of an older Falcon": ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, which"),
     "three norms": (
@@ -433,7 +437,7 @@ def test_a_serial_falcon_with_groups_of_heads_has_no_form(read):
     config = dataclasses.replace(read(FALCON | {"parallel_attn": False, "alibi": True}), kv_heads=3)
     with pytest.raises(CheckpointError) as error:
         expressing(config)
-    assert "Falcon: kv_heads is 3, and a serial block has 1 or 6 of them." in error.value.faults
+    assert "Falcon: kv_heads is 3, but a serial block has 1 or 6 of them." in error.value.faults
 
 
 def test_a_falcon_has_the_heads_and_norms_of_its_form(read):

@@ -142,7 +142,7 @@ def test_values_that_are_not_finite_are_counted_over_all_parts(fused_llama, plac
     held[name][[0, 5, 23], [1, 2, 3]] = np.nan
     with pytest.raises(CheckpointError) as error:
         load(write(folder, held, files=2, **sizes), *placing("replicated"), "float32")
-    assert error.value.faults == (f"{name} has 3 of 240 values that are NaN or infinite; take an intact copy.",)
+    assert error.value.faults == (f"{name} has 3 of 240 values that are NaN or infinite; use an intact copy.",)
 
 
 def test_a_row_says_its_part():

@@ -59,7 +59,7 @@ def test_every_parameter_is_its_tensors_and_the_file_is_read_once(preset, placin
     assert report.tensors == len(values)
     assert report.host_bytes == max(shard.data.nbytes for x in arrays.values() for shard in x.addressable_shards)
     assert re.fullmatch(
-        r"21 tensors, [\d.]+ kB of [\d.]+ kB read in .*; .* of host memory beside the arrays", str(report)
+        r"21 tensors, [\d.]+ kB of [\d.]+ kB read in .*; .* of host memory besides the arrays", str(report)
     )
 
 
@@ -204,7 +204,7 @@ def test_a_value_that_is_not_finite_is_an_error_that_names_its_tensor(
         load(folder, *placing(preset, padding), **options)
     assert str(error.value).startswith(f"cannot load LlamaForCausalLM from '{folder}':\n")
     assert set(error.value.faults) == {
-        f"{name} has 1 of {values[name].size} values that are NaN or infinite; take an intact copy."
+        f"{name} has 1 of {values[name].size} values that are NaN or infinite; use an intact copy."
         for name, _, _ in FAULTY
     }
 
@@ -217,7 +217,7 @@ def test_a_value_that_only_the_dtype_makes_infinite_is_told_so(placing, tmp_path
     with pytest.raises(CheckpointError) as error:
         load(folder, *placing("replicated"), "bfloat16")
     assert error.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 3.4e+38, but bfloat16 holds at most 3.38953e+38; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 3.4e+38, but bfloat16 holds at most 3.38953e+38; use another dtype.",
     )
     load(folder, *placing("replicated"), "float32")
 

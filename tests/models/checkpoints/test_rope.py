@@ -151,7 +151,7 @@ REFUSED = {
     "too few factors": (
         {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}
         | {"original_max_position_embeddings": 8},
-        "rope_scaling has 1 short_factors and long_factors, and a head has 2 rotated pairs",
+        "rope_scaling has 1 short_factors and long_factors, but a head has 2 rotated pairs",
     ),
 }
 

@@ -124,8 +124,8 @@ def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, t
     with pytest.raises(CheckpointError) as caught:
         save(model, tmp_path / "out", dtype="float16")
     assert caught.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 65520, but float16 holds at most 65504; take another dtype.",
-        "lm_head.weight has 70000, but float16 holds at most 65504; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 65520, but float16 holds at most 65504; use another dtype.",
+        "lm_head.weight has 70000, but float16 holds at most 65504; use another dtype.",
     )
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
     save(model, tmp_path / "out", dtype="bfloat16")
@@ -181,7 +181,7 @@ def test_a_folder_that_holds_something_is_not_overwritten(trained, tmp_path):
 
 
 def test_int8_weights_are_refused(trained, tmp_path):
-    with pytest.raises(CheckpointError, match="its weights are int8; save the model from before quantization"):
+    with pytest.raises(CheckpointError, match="its weights are int8; save the model before it is quantized"):
         save(models.quantize(trained()), tmp_path / "out")
 
 

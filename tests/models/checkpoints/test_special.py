@@ -196,8 +196,8 @@ def test_special_tokens_may_be_texts_or_tables_with_their_content(tmp_path):
             {"added_tokens_decoder": {"1": {"text": "<x>"}}},
             "tokenizer_config.json describes a token as {'text': '<x>'}",
         ),
-        ({"extra_special_tokens": [3]}, "tokenizer_config.json describes a token as 3; it must be a text, or a table"),
-        ({"pad_token": [3]}, r"pad_token of tokenizer_config.json is \[3\]; it must be a token's text"),
+        ({"extra_special_tokens": [3]}, "tokenizer_config.json describes a token as 3; it must be a string, or a"),
+        ({"pad_token": [3]}, r"pad_token of tokenizer_config.json is \[3\]; it must be the text of a token"),
     ],
 )
 def test_faulty_special_tokens_are_one_message(entries, fault, tmp_path):

@@ -107,7 +107,7 @@ def test_an_end_token_that_is_no_id_is_one_message(value, folder):
 
 def test_an_end_token_that_is_no_text_is_one_message(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": 2}))
-    with pytest.raises(CheckpointError, match=r"eos_token of tokenizer_config\.json is 2; it must be a token's text"):
+    with pytest.raises(CheckpointError, match=r"eos_token of tokenizer_config\.json is 2; it must be the text of"):
         tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {}}))
     assert tokenizer(folder).ends == frozenset()

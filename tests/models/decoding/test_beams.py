@@ -89,18 +89,18 @@ def test_what_does_not_go_with_beams_is_said_together(alone):
         alone.generator(PROMPTS, 4, beams=65, samples=2, seed=1, length_penalty=float("nan"), n_best=9)
     assert str(error.value) == (
         "cannot search with beams:\n"
-        "  beams is 65; it must be at most 64, and not negative (0 draws tokens instead)\n"
+        "  beams is 65; it must be from 0 to 64 (0 draws tokens instead)\n"
         "  length_penalty is nan; it must be a finite number\n"
-        "  samples is 2, and beam search draws no samples; set n_best for more texts of a prompt\n"
-        "  sampling is set, and beam search draws no tokens; leave out sampling and seed"
+        "  samples is 2, but beam search draws no samples; set n_best for more texts of a prompt\n"
+        "  sampling is set, but beam search draws no tokens; leave out sampling and seed"
     )
     with pytest.raises(
-        GenerationError, match=r"length_penalty is 2\.0, and there are no beams; set beams, or leave it"
+        GenerationError, match=r"length_penalty is 2\.0, but there are no beams; set beams, or leave it"
     ):
         check_beams(0, 2.0, 1, False, 64, 0)
     with pytest.raises(GenerationError, match=r"n_best is 3; it must be at least 1, and at most beams \(2\)"):
         check_beams(2, 1.0, 1, False, 64, 0, 3)
-    with pytest.raises(GenerationError, match="n_best is 2, and there are no beams; set beams, or samples to draw"):
+    with pytest.raises(GenerationError, match="n_best is 2, but there are no beams; set beams, or samples to draw"):
         check_beams(0, 1.0, 1, False, 64, 0, 2)
     with pytest.raises(GenerationError, match="all 2 tokens of the vocabulary end a text; at least one must continue"):
         check_beams(2, 1.0, 1, False, 2, 2)

@@ -261,11 +261,11 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
     assert cache.source.keys[0].sharding.shard_shape(cache.source.keys[0].shape)[1:] == spec.local_shape(
         {"B": 8, "K": 8, "T": 32, "D": 4}, dict(mesh.shape)
     )
-    with pytest.raises(ValueError, match="has an encoder, and source_length is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="has an encoder, but source_length is 0; it must be at least 1"):
         models.abstract_cache(TRANSLATOR, layout, mesh, 8, 16, "bfloat16")
     program = serving_program(TRANSLATOR, layout, mesh, "decode", batch=8, room=16, source_length=32)
     assert program.arguments[program.donated].source == cache.source
-    with pytest.raises(GenerationError, match="the model has an encoder, and source_length is 0; it must be at least"):
+    with pytest.raises(GenerationError, match="the model has an encoder, but source_length is 0; it must be at least"):
         serving_program(TRANSLATOR, layout, mesh, "decode", batch=8, room=16)
     with pytest.raises(GenerationError, match="layouts are ranked for decoder-only models, and this one has"):
         rank_serving(TRANSLATOR, [layout], mesh, "decode", batch=8, room=16)
@@ -274,8 +274,8 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
 @pytest.mark.parametrize(
     ("config", "prompts", "options", "message"),
     [
-        ({}, None, {}, "this model has an encoder, and there is no source for it; give at least one"),
-        ({}, None, {"sources": []}, "this model has an encoder, and there is no source for it; give at least one"),
+        ({}, None, {}, "this model has an encoder, but there is no source for it; give at least one"),
+        ({}, None, {"sources": []}, "this model has an encoder, but there is no source for it; give at least one"),
         (
             {}, [[1]], {"sources": [[1], [2]]},
             "cannot pair 1 prompt with 2 sources; give one prompt for each source, or no prompts",
@@ -285,11 +285,11 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
         ({}, None, {"sources": [[1]], "source_length": 0}, "source_length is 0; it must be at least 1"),
         (
             {}, None, {"sources": [[1] * 9], "source_length": 8},
-            "a source has 9 tokens, and the cache has room for 8; shorten the source, or raise source_length",
+            "a source has 9 tokens, but the cache has room for 8; shorten the source, or raise source_length",
         ),
         (
             {"context_length": 8}, None, {"sources": [[1] * 9]},
-            "a source has 9 tokens, and the model was made for at most 8 (context_length; max_position_embeddings in "
+            "a source has 9 tokens, but the model was made for at most 8 (context_length; max_position_embeddings in "
             "the config.json of most checkpoints); shorten it",
         ),
         (

@@ -149,14 +149,14 @@ def test_experts_drop_nothing_whatever_the_batch():
         (
             [[1, 2]],
             {"tokens": 2**20},
-            "a prompt of 2 tokens and 1048576 more need 1048577 positions, and there are at most 1048576; shorten them",
+            "a prompt of 2 tokens and 1048576 more need 1048577 positions, but there are at most 1048576; shorten them",
         ),
         ([[1]], {"samples": 0}, "samples is 0; it must be at least 1"),
         ([[1]], {"chunk": 0}, "chunk is 0; it must be at least 1"),
         (
             [[1, 2, 3]],
             {"cache_length": 2},
-            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or raise "
+            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, but it has room for 2; shorten them, or raise "
             "cache_length",
         ),
     ],
@@ -209,7 +209,7 @@ def test_settings_of_sampling_are_checked_together():
         models.Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2)
     assert str(error.value) == (
         "cannot sample:\n"
-        "  temperature is -1; it must be a finite number, and not negative (0 takes the likeliest token)\n"
+        "  temperature is -1; it must be a finite number that is not negative (0 takes the likeliest token)\n"
         "  top_k is -1; it must not be negative (0 keeps all tokens)\n"
         "  top_p is 0; it must be greater than 0, and at most 1 (1 keeps all tokens)\n"
         "  min_p is 2; it must be between 0 (all tokens) and 1"
@@ -294,7 +294,7 @@ def test_weights_that_are_not_finite_are_an_error_that_names_them(value, int8, t
     assert str(error.value) == (
         "cannot continue text 1 after 0 new tokens: the model's logits are NaN.\n"
         f"  {weight.replace('w_', 's_') if int8 else weight} has NaN or infinity: "
-        "take a model whose weights are finite."
+        "use a model whose weights are finite."
     )
 
 
@@ -328,7 +328,7 @@ def test_finite_weights_whose_products_overflow_are_an_error_too(faulty, alone):
 
 def test_a_layout_that_pads_otherwise_is_refused(alone):
     layout = alone.model.layout.override({"padding.F": 96})
-    with jax.set_mesh(alone.mesh), pytest.raises(LayoutError, match="would have other shapes"):
+    with jax.set_mesh(alone.mesh), pytest.raises(LayoutError, match="would have different shapes"):
         models.Generator(alone.model, layout)([[1, 2]], 2)
 
 

@@ -133,7 +133,7 @@ def test_a_program_that_encodes_needs_an_encoder_and_a_source(config, make_mesh)
     assert (program.tokens, program.donated, program.arguments[1].shape) == (8 * 24, None, (8, 24))
     for settings, given, fault in (
         (config(), {"phase": "encode"}, "the model is decoder-only, and encodes nothing"),
-        (encoder, {"phase": "encode"}, "the model has an encoder, and source_length is 0; it must be at least 1"),
+        (encoder, {"phase": "encode"}, "the model has an encoder, but source_length is 0; it must be at least 1"),
         (encoder, {"phase": "decode", "source_length": 24}, "room is 0; it must be at least 1"),
         (config(), {"phase": "forward", "room": 8}, "phase is 'forward'; it must be encode, prefill or decode"),
     ):

@@ -126,7 +126,7 @@ def test_a_checkpoint_knows_its_step(saved, make_program):
     """A folder that is renamed, or swapped with another, is not believed by its name."""
     folder, like, said = saved / "checkpoints", make_program()[0].state, []
     (folder / "7").rename(folder / "9")
-    misnamed = f"'{folder}/9' is the checkpoint of step 7 under another name: rename the folder"
+    misnamed = f"'{folder}/9' is the checkpoint of step 7, but its name is not 7: rename the folder"
     with Checkpoints(saved) as checkpoints:
         assert checkpoints.restore(like, tell=said.append)[1]["at"] == 3
         assert said == [f"{misnamed}; the checkpoint of step 3 is used instead."]
@@ -137,8 +137,8 @@ def test_a_checkpoint_knows_its_step(saved, make_program):
     with Checkpoints(saved) as checkpoints, pytest.raises(ConfigError) as error:
         checkpoints.restore(like)
     assert error.value.faults[:2] == (
-        f"'{folder}/7' is the checkpoint of step 3 under another name: rename the folder.",
-        f"'{folder}/3' is the checkpoint of step 7 under another name: rename the folder.",
+        f"'{folder}/7' is the checkpoint of step 3, but its name is not 3: rename the folder.",
+        f"'{folder}/3' is the checkpoint of step 7, but its name is not 7: rename the folder.",
     )
 
 
@@ -152,7 +152,7 @@ def test_an_older_checkpoint_has_its_step_in_the_state(saved, make_program):
     with Checkpoints(saved) as checkpoints:
         assert checkpoints.restore(like, 7)[1]["at"] == 7
     folder.rename(folder.with_name("8"))
-    with Checkpoints(saved) as checkpoints, pytest.raises(ConfigError, match="8' is the checkpoint of step 7 under"):
+    with Checkpoints(saved) as checkpoints, pytest.raises(ConfigError, match="8' is the checkpoint of step 7, but"):
         checkpoints.restore(like, 8)
 
 

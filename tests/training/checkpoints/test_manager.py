@@ -81,7 +81,7 @@ def test_another_model_is_one_message(make_program, corpus, tmp_path):
         with pytest.raises(ConfigError) as error:
             checkpoints.restore(dataclasses.replace(wrong, params=renamed))
     assert str(error.value).splitlines() == [
-        "cannot resume from step 3: the checkpoint is of another model.",
+        "cannot resume from step 3: the checkpoint is from a different model.",
         "  bias is in the checkpoint, but not in the model.",
         "  bia is in the model, but not in the checkpoint.",
         "  table is (8, 8) in the checkpoint, but (9, 8) in the model.",
@@ -97,7 +97,7 @@ def test_another_optimizer_is_one_message(make_program, corpus, tmp_path):
         with pytest.raises(ConfigError) as error:
             checkpoints.restore(dataclasses.replace(state, optimizer=without))
     said = str(error.value).splitlines()
-    assert said[0] == "cannot resume from step 3: its optimizer state has another form."
+    assert said[0] == "cannot resume from step 3: its optimizer state has a different form."
     assert said[1].endswith(" is in the checkpoint, but not in the optimizer.")
     assert len(said) == 6
     assert "more." in said[4]

@@ -98,7 +98,7 @@ def test_standard_library_without_installed_packages():
     assert not any({"site-packages", "test"} & set(path.relative_to(root).parts) for path in paths)
 
 
-REMEDY = "Name other files, or leave them out for Python's standard library."
+REMEDY = "Name other files, or none for Python's standard library."
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_run_goes_on_with_the_same_batches_in_another_number_of_processes(coun
 
 
 def test_processes_that_do_not_divide_a_batch_are_refused(counting):
-    with pytest.raises(ConfigError, match="4 processes do not divide a batch of 6 sequences; take a multiple of 4"):
+    with pytest.raises(ConfigError, match="4 processes do not divide a batch of 6 sequences; use a multiple of 4"):
         counting.batches(6, 16, 0, 1, 4)
 
 
@@ -238,7 +238,7 @@ def test_another_stream_is_one_message(counting):
     with pytest.raises(ConfigError) as error:
         data.check_stream(saved, data.stream(other, TrainingConfig(batch=8, length=16, seed=1)))
     assert error.value.faults[:-1] == (
-        "the text differs: other files, other contents, or another validation_fraction.",
+        "the text differs, because of its files, their contents, or validation_fraction.",
         "batch was 4, but is 8.",
         "seed was 0, but is 1.",
     )

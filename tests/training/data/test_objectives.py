@@ -245,7 +245,7 @@ def test_faults_of_pairs_name_file_and_line(tmp_path):
             f"{first}: line 5 has 2 tabs; a pair is SOURCE, one tab, TARGET.",
             f"{second}: line 1 has no target; both sides of a pair need text.",
             f"{second}: line 2 has no field 'de'; it has 'en'. See --data-field.",
-            f"{second}: line 3: 'en' is a number, and not a text.",
+            f"{second}: line 3: 'en' is a number, not a string.",
         ]
     )
 
@@ -265,10 +265,10 @@ def test_a_side_that_is_too_long_is_named(tmp_path):
     where, objective = repr(str(tmp_path / "a.tsv")), Pairs(9, START, END)
     with pytest.raises(ConfigError) as error:
         load(str(tmp_path / "a.tsv"), objective, 8)
-    remedy = "leave the pair out, or raise it."
+    wrong, remedy = "and one for its end, but", "leave the pair out, or raise"
     assert sorted(error.value.faults) == [
-        f"{where}: line 2: the source has 9 tokens, and one for its end, but --source-length is 9; {remedy}",
-        f"{where}: line 3: the target has 8 tokens, and one for its end, but --length is 8; {remedy}",
+        f"{where}: line 2: the source has 9 tokens, {wrong} --source-length is 9; {remedy} --source-length.",
+        f"{where}: line 3: the target has 8 tokens, {wrong} --length is 8; {remedy} --length.",
     ]
     assert load(str(tmp_path / "a.tsv"), dataclasses.replace(objective, source_length=10), 9).files
 
@@ -400,7 +400,7 @@ def test_bytes_have_ids_of_their_own_and_then_the_end_start_and_sentinels():
         (
             {"source_length": 2},
             358,
-            "source_length is 2, and length 114; both must be at least 3.",
+            "source_length is 2, and length is 114; both must be at least 3.",
         ),
     ],
 )
@@ -420,7 +420,7 @@ def test_sentinels_of_the_tokenizer_are_taken(backend):
     short = config(source_length=64, length=32)
     wanted = SpanCorruption(64, 0, end, count + 19)
     assert data.objective(short, vocabulary=1000, start=0, tokenizer=tokenizer) == wanted
-    with pytest.raises(ConfigError, match="has 28 spans, but the tokenizer has no <extra_id_0> to <extra_id_27> with"):
+    with pytest.raises(ConfigError, match="has 28 spans, but the tokenizer lacks <extra_id_0> to <extra_id_27> with"):
         data.objective(config(), vocabulary=1000, start=0, tokenizer=tokenizer)
     without = SimpleNamespace(backend=backend, ends=frozenset({0}))
     assert data.objective(short, vocabulary=1000, start=0, tokenizer=without).sentinel == 999

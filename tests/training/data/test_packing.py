@@ -34,7 +34,7 @@ def test_first_fit_is_first_fit(sizes):
 
 
 def test_an_item_larger_than_a_row_is_an_error():
-    with pytest.raises(ValueError, match=r"item 1 has \[3, 9\] tokens, and a row has room for \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"item 1 has \[3, 9\] tokens, but a row has room for \[4, 8\]"):
         first_fit([[1, 1], [3, 9]], (4, 8))
 
 

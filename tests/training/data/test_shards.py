@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_message(text, small_files, cache):
         data.load(text)
     assert str(error.value) == (
         f"cannot write tokens to {str(cache)!r}:\n"
-        "  File too large; nothing of it is kept. Name a folder with room with --data-cache."
+        "  File too large; no part of them is kept. Name a folder that has room, with --data-cache."
     )
     assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
@@ -203,7 +203,7 @@ def test_parts_that_are_swapped_are_not_believed(text, cache, tmp_path, capsys):
     for path in folder.iterdir():
         shutil.copy(other / path.name, path)
     assert data.load(text, console=Console(width=500)).identity() == whole.identity()
-    assert "are damaged (index.json is that of another text or tokenizer)" in capsys.readouterr().out
+    assert "are damaged (index.json belongs to a different text or tokenizer)" in capsys.readouterr().out
 
 
 def test_a_file_that_changes_meanwhile_is_refused(text, encoded):

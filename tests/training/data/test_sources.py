@@ -61,11 +61,11 @@ def test_blank_lines_empty_texts_and_a_byte_order_mark_are_passed_over(tmp_path)
 
 BAD = {
     '{"text": "a"': "line 2: it is not JSON: Expecting ',' delimiter at column 13.",
-    "[1, 2]": "line 2 is a list, and not an object.",
+    "[1, 2]": "line 2 is a list, not an object.",
     '{"id": 3, "body": "a"}': "line 2 has no field 'text'; it has 'id', 'body'. See --data-field.",
-    '{"text": null}': "line 2: 'text' is null, and not a text.",
-    '{"text": 4.5}': "line 2: 'text' is a number, and not a text.",
-    '{"text": {"a": "b"}}': "line 2: 'text' is an object, and not a text.",
+    '{"text": null}': "line 2: 'text' is null, not a string.",
+    '{"text": 4.5}': "line 2: 'text' is a number, not a string.",
+    '{"text": {"a": "b"}}': "line 2: 'text' is an object, not a string.",
     '{"text": "\\ud800"}': "line 2: it has half of a surrogate pair, which is not a character.",
     "[" * 100_000: "line 2: it is nested more than 64 levels deep.",
     "9" * 5000: "line 2: it has a number of more than 4,300 digits.",
@@ -117,7 +117,7 @@ def test_a_line_that_is_too_long_is_refused_in_little_memory(tmp_path):
     tracemalloc.stop()
     assert texts == ["first"]
     assert faults == [
-        f"{str(path)!r}: line 2 is longer than 16,777,216 bytes, the most that is read; split that text, or put it "
+        f"{str(path)!r}: line 2 is longer than 16,777,216 bytes, the limit for a line; split that text, or put it "
         "into a file of its own, of any length."
     ]
 
@@ -161,9 +161,9 @@ def test_parquet(tmp_path):
         [],
         [f"{str(path)!r} has no column 'body'; it has 'id', 'text'. Name one with --data-field."],
     )
-    assert read(path, "id")[1][0] == f"{str(path)!r}: row 1: 'id' is a number, and not a text."
+    assert read(path, "id")[1][0] == f"{str(path)!r}: row 1: 'id' is a number, not a string."
     parquet.write_table(arrow.table({"text": ["a", None]}), path)
-    assert read(path) == (["a"], [f"{str(path)!r}: row 2: 'text' is null, and not a text."])
+    assert read(path) == (["a"], [f"{str(path)!r}: row 2: 'text' is null, not a string."])
     path.write_bytes(b"PAR1 no")
     assert read(path)[1][0].startswith(f"{str(path)!r} cannot be read as Parquet: ")
 

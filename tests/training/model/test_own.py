@@ -115,7 +115,7 @@ def test_matrices_are_stored_and_computed_as_the_settings_say(layout, make_mesh)
     dtypes = {path: str(leaf.dtype) for path, leaf in state.params.items()}
     assert dtypes == {"table": "bfloat16", "blocks.w_in": "bfloat16", "blocks.w_out": "float32", "norm": "float32"}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.optimizer)} >= {"int8", "uint8", "float32"}
-    with pytest.raises(ConfigError, match=r"blocks of 32 numbers, but a device has 16 of blocks.w_in's 32"):
+    with pytest.raises(ConfigError, match=r"blocks of 32 values, but a device has 16 of blocks.w_in's 32"):
         program(layout, mesh, optimizer={"moments": "int8"})
     seen = {}
 
@@ -173,25 +173,25 @@ SCALAR = jnp.float32(1)
     ("name", "answer", "message"),
     [
         ("sizes", lambda found: [],
-         "sizes has to return letters with whole numbers above 0, such as {'B': 8, 'E': 64}, and not []."),
+         "sizes must return letters with whole numbers above 0, such as {'B': 8, 'E': 64}, but returned []."),
         ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F: sizes must give"),
-        ("sizes", lambda found: found | {"F": 0.5}, "sizes has to return letters"),
+        ("sizes", lambda found: found | {"F": 0.5}, "sizes must return letters"),
         ("sizes", lambda found: {"B": 1, "L": 1, "V": 256, "E": 16},
          "parameter 'blocks.w_in' has dimension F: sizes must give a size that does not depend"),
         ("parameters", lambda found: {"positions": Parameter("mixer.w_in", "LF", Normal(1.0))},
          "parameter 'positions' has dimension L: sizes must give a size that does not depend"),
-        ("parameters", lambda found: {}, "parameters has to return a mapping of paths to Parameter, and not {}."),
-        ("parameters", lambda found: found | {"blocks.w-in": 1}, "a parameter's path has to be names joined by dots"),
-        ("parameters", lambda found: {"w": 3}, "parameter 'w' has to be a gspmd.training.model.Parameter, and is 3."),
+        ("parameters", lambda found: {}, "parameters must return a mapping of paths to Parameter, but returned {}."),
+        ("parameters", lambda found: found | {"blocks.w-in": 1}, "a parameter's path must be names joined by dots"),
+        ("parameters", lambda found: {"w": 3}, "parameter 'w' must be a gspmd.training.model.Parameter, but it is 3."),
         ("parameters", lambda found: {"w": Parameter("mixer.w_in", "NEF", Normal(1.0))},
          "parameter 'w' has dims 'NEF': write letters, without N, which layers= adds."),
-        ("loss", lambda found: found[0], "loss has to return a scalar and a mapping of figures, and not an array"),
-        ("loss", lambda found: (jnp.ones(3), found[1]), "loss has to return a float32 scalar, and not an array f"),
+        ("loss", lambda found: found[0], "loss must return a scalar and a mapping of figures, but returned an array"),
+        ("loss", lambda found: (jnp.ones(3), found[1]), "loss must return a float32 scalar, but returned an array f"),
         ("loss", lambda found: (found[0], {"entropy": found[0]}),
-         "the figures of loss lack 'cross_entropy', and have 'entropy'."),
-        ("loss", lambda found: (found[0], {}), "the figures of loss lack 'cross_entropy', and have none."),
+         "the figures of loss must have 'cross_entropy', but have 'entropy'."),
+        ("loss", lambda found: (found[0], {}), "the figures of loss must have 'cross_entropy', but have none."),
         ("loss", lambda found: (found[0], found[1] | {"many": jnp.ones(2)}),
-         "figure 'many' of loss has to be a scalar, and is an array float32[2]."),
+         "figure 'many' of loss must be a scalar, but it is an array float32[2]."),
         ("loss", lambda found: (found[0], found[1] | {"loss": SCALAR}), "every step has a figure 'loss' already"),
     ],
 )  # fmt: skip
@@ -205,13 +205,13 @@ def test_an_initialiser_of_another_shape_is_named(layout, make_mesh):
     wrong = {"w": Parameter("mixer.w_in", "EF", lambda key, shape: jnp.ones(3), 2)}
     with pytest.raises(ConfigError) as error:
         Own(changed("parameters", lambda found: wrong)).initial(layout, make_mesh({"x": 1, "y": 1}), jax.random.key(0))
-    assert str(error.value) == only("the initialiser of 'w' returns an array float32[3], and not shape (16, 32).")
+    assert str(error.value) == only("the initialiser of 'w' returned an array float32[3], not shape (16, 32).")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mixer.w_in": "F_yE"}, "'blocks.w_in' has dimensions E and F, and its line mixer.w_in = 'F_yE' has F and E."),
+        ({"mixer.w_in": "F_yE"}, "'blocks.w_in' has dimensions E and F, but its line mixer.w_in = 'F_yE' has F and E."),
         ({"pipeline.layers": "N_x"}, "it splits layers into stages.\n  Leave [pipeline] out."),
         ({"padding.F": 64}, "it pads F.\n  Leave [padding] out."),
         ({"mixer.w_in": "EF_xy"}, "Use a size that is a multiple of 6 (30 or 36), or leave F unsharded: 'EF'."),
@@ -251,7 +251,7 @@ def test_a_batch_may_have_a_line_of_its_own(tmp_path, make_mesh):
     _, _, tokens, _ = program(layout, mesh, of_own())
     assert tokens.sharding.spec == jax.P(("x", "y"), None)
     wrong = type("Tiny", (Tiny,), {"batch_line": "mixer.hidden"})
-    with pytest.raises(LayoutError, match=r"dimensions B and L, and its line mixer\.hidden = 'B_xLF_y' has others\."):
+    with pytest.raises(LayoutError, match=r"dimensions B and L, but its line mixer\.hidden = 'B_xLF_y' has others\."):
         Own(wrong()).batch_spec(layout)
 
 
@@ -259,5 +259,5 @@ def test_sizes_may_be_shares_of_a_length_that_a_batch_has(layout):
     chunked = type("Tiny", (Tiny,), {"sizes": lambda self, b, l: Tiny.sizes(self, b, l) | {"C": l // 8}})
     assert Own(chunked()).rows(layout)
     assert Own(chunked()).sizes(8, 16)["C"] == 2
-    with pytest.raises(ConfigError, match="sizes has to return letters with whole numbers above 0"):
+    with pytest.raises(ConfigError, match="sizes must return letters with whole numbers above 0"):
         Own(chunked()).sizes(8, 4)

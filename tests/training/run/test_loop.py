@@ -151,8 +151,11 @@ def _without(*steps):
         (lambda lines: [*lines[:5], lines[5][:40]], "has no figures of step 6: they are lost"),
         (lambda lines: [], "has no figures of steps 1 to 6: they are lost"),
         (None, "has no figures of steps 1 to 6: they are lost"),
-        (lambda lines: [lines[0].replace('"loss": 2', '"loss": 3'), *lines[1:]], "has other figures up to step 6 than"),
-        (lambda lines: [lines[1], lines[0], *lines[2:]], "has other figures up to step 6 than were written"),
+        (
+            lambda lines: [lines[0].replace('"loss": 2', '"loss": 3'), *lines[1:]],
+            "up to step 6 it does not have the figures",
+        ),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], "up to step 6 it does not have the figures that were written"),
     ],
     ids=["none", "killed", "truncated", "last", "two", "cut", "empty", "gone", "flipped", "swapped"],
 )

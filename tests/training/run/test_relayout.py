@@ -107,7 +107,7 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize(("change", "words"), [
     ("2=zero-33", "zero-33"),
-    ("2=zero-3:x=4", "mesh x=4 has 4 devices, but the run has 8, and keeps them all."),
+    ("2=zero-3:x=4", "mesh x=4 has 4 devices, but the run has 8, and keeps all of them."),
     ("2=zero-3:w=8", "'w'|axis w"),
 ])  # fmt: skip
 def test_a_layout_or_mesh_that_does_not_fit_is_one_error(started, change, words):
