@@ -21,15 +21,9 @@ from gspmd.display.printed import Printed
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import rank
 from gspmd.tracing.program_plan import of_equation
+from tests.references.hlo import HLO
 
 SIZES, MESH = {"B": 64, "L": 128, "E": 1024, "F": 4096}, {"x": 4}
-HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=4
-
-ENTRY %main (p: bf16[8,128]) -> bf16[8,512] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %n = bf16[8,128]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1050"}}
-  ROOT %g = bf16[8,512]{1,0} all-gather(%n), replica_groups={{0,1,2,3}}, dimensions={1}, channel_id=1
-}"""
 NAMES = (
     "Topology", "Spec", "Equation", "SpecError", "PlanError", "Layout", "Ranking", "Ranked", "Chip", "Plan", "Step",
     "ProgramPlan", "PlannedStep", "Ledger", "Entry", "Comparison", "Difference", "Timeline", "Report that fits",

@@ -7,16 +7,10 @@ from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.figures.bars import Bar, bars_figure
 from gspmd.tracing.program_plan import of_equation
 from tests.figures.svg import SVG, bars_of, check_places, root, words
+from tests.references.hlo import HLO
 
 MESH = {"x": 4}
 SIZES = {"B": 64, "L": 128, "E": 1024, "F": 4096}
-HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=4
-
-ENTRY %main (p: bf16[8,128]) -> bf16[8,512] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %n = bf16[8,128]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1050"}}
-  ROOT %g = bf16[8,512]{1,0} all-gather(%n), replica_groups={{0,1,2,3}}, dimensions={1}, channel_id=1
-}"""
 
 
 def _plan():

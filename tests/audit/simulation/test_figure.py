@@ -11,15 +11,9 @@ from gspmd.audit.simulation.timeline import CategoryTotal
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.hardware.chips import CHIPS
 from tests.figures.svg import SVG, check_places, having, root, words, written
+from tests.references.hlo import HLO
 
 MESH = {"x": 4}
-HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=4
-
-ENTRY %main (p: bf16[8,128]) -> bf16[8,512] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %n = bf16[8,128]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1050"}}
-  ROOT %g = bf16[8,512]{1,0} all-gather(%n), replica_groups={{0,1,2,3}}, dimensions={1}, channel_id=1
-}"""
 
 
 def test_a_timeline():
