@@ -28,6 +28,10 @@ _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
 
 _STACK = 64 * 2**20
 """Bytes of the stack of a thread that works for another."""
+_left: "list[threading.Event]" = []
+"""For each function that an interrupt left working: the event of its end."""
+_in_command = False
+"""Whether this process runs a command, which ends it after an interrupt."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -82,12 +86,6 @@ def end_as_usual() -> None:
             signal.signal(number, usual)
 
 
-_left: "list[threading.Event]" = []
-"""For each function that an interrupt left working: the event of its end."""
-_in_command = False
-"""Whether this process runs a command, which ends it after an interrupt."""
-
-
 def begin_command() -> None:
     """Note that this process runs a command of gspmd, and ends with it."""
     global _in_command
@@ -115,7 +113,6 @@ def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
     working; see `is_left_working`. Settings that JAX keeps for each thread, such as those of `jax.log_compiles()`, are
     not those of the caller.
     """
-    from contextvars import copy_context
     from threading import Event, Thread, current_thread, main_thread, stack_size
 
     if current_thread() is not main_thread():  # No signal is handled here.
@@ -131,17 +128,18 @@ def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
             done.append((None, error))
         finished.set()
 
-    thread = Thread(target=copy_context().run, args=(run,), daemon=True)
+    thread = Thread(target=run, daemon=True)
     # Compilers recurse deeply. With `ulimit -s unlimited` the main thread has any size, but glibc gives threads 2 MB.
     before = stack_size(_STACK)
     try:
-        thread.start()
-    finally:
-        stack_size(before)
-    try:
-        while not finished.wait(0.2):  # Without a limit, no signal would be handled here either.
+        try:
+            thread.start()
+        finally:
+            stack_size(before)
+        # Where locks are no semaphores, as on macOS, an unlimited wait would handle no signal either.
+        while not finished.wait(0.2):
             pass
-    except BaseException:
+    except KeyboardInterrupt:
         _left.append(finished)
         raise
     value, error = done.pop()

@@ -13,7 +13,7 @@ from pathlib import Path
 _NOT_RENAMED = {errno.EBUSY, errno.EPERM, errno.EACCES, errno.EXDEV}
 _LONGEST_ENDING = 20
 """Endings with more characters are left out of the temporary name, which could otherwise become too long."""
-
+_OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/")
 _MOST_LINKS = 40
 """The most links that Linux follows; a longer chain is a circle."""
 
@@ -21,8 +21,10 @@ _MOST_LINKS = 40
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Write a file whole: if writing fails, the old contents stay, or no file if there was none.
 
-    The contents are written to a temporary file in the same folder, with the same ending and mode, which is renamed at
-    the end. Pipes and devices are written directly, and so are files in a read-only folder.
+    The contents are written to a temporary file in the same folder, with the same ending, mode and group, which is
+    renamed at the end. Some files are written directly, so that a failure leaves what was written until then: pipes,
+    devices and open files such as /dev/stdout, files in a read-only folder, and files that a rename would change
+    otherwise, since they are another user's, or have a second name (a hard link).
 
     Args:
         path: the file; of a symbolic link, the target is replaced.
@@ -39,31 +41,34 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
             raise ValueError("a name has no null byte")
     except ValueError as error:  # Also UnicodeEncodeError, for half of a surrogate pair.
         raise ValueError(f"cannot write {given!r}: {error}.\n  Give another name.") from None
+    file = Path(os.path.realpath(given))
+    ending = file.suffix if len(file.suffix) <= _LONGEST_ENDING else ""
+    beside = file.with_name(f".part-{secrets.token_hex(6)}{ending}")
     try:
-        _replace(given, write)
+        _replace(given, file, beside, write)
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or error.filename not in (None, given, str(file), str(beside)):
             raise
         raise OSError(error.errno, error.strerror, given) from None  # Names this file, not the temporary one.
 
 
-def _replace(given: str, write: Callable[[Path], object]) -> None:
-    file = Path(os.path.realpath(given))
+def _replace(given: str, file: Path, beside: Path, write: Callable[[Path], object]) -> None:
     before = os.stat(file) if os.path.exists(file) else None
-    is_stream = before is not None and not stat.S_ISREG(before.st_mode)
-    if is_stream or _is_open(given) or not os.access(file.parent, os.W_OK):
+    if before is not None and (not stat.S_ISREG(before.st_mode) or _is_open(given)):
         write(Path(given))
         return
     if before and not os.access(file, os.W_OK):  # A rename would ignore this protection.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    ending = file.suffix if len(file.suffix) <= _LONGEST_ENDING else ""
-    beside = file.with_name(f".part-{secrets.token_hex(6)}{ending}")
-    mode = stat.S_IMODE(before.st_mode) if before else 0o666
+    would_change = before is not None and (before.st_nlink > 1 or before.st_uid != os.geteuid())
+    if would_change or not os.access(file.parent, os.W_OK):
+        write(file)
+        return
     try:
-        os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         if before:
+            os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             with suppress(OSError):
-                os.chmod(beside, mode)  # Without the umask.
+                os.chown(beside, -1, before.st_gid)
+            os.chmod(beside, stat.S_IMODE(before.st_mode))
         write(beside)
         try:
             beside.replace(file)
@@ -81,7 +86,7 @@ def _is_open(given: str) -> bool:
     An open file may have other writers, which a rename would cut off.
     """
     links = 0
-    while not os.path.abspath(given).startswith(("/dev/", "/proc/")):
+    while not os.path.abspath(given).startswith(_OPEN_FILES):
         links += 1
         if not os.path.islink(given) or links > _MOST_LINKS:
             return False

@@ -7,7 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from gspmd.display import images
 from gspmd.writing import replace_file
 
 
@@ -98,6 +100,40 @@ def test_a_file_that_cannot_be_renamed_over_is_written(tmp_path, monkeypatch, nu
     monkeypatch.setattr(Path, "replace", refuses)
     replace_file(file, writing("new"))
     assert (file.read_text(), os.listdir(tmp_path)) == ("new", ["a"])
+
+
+def test_both_names_of_a_file_are_written(tmp_path):
+    """A rename would leave the second one, a hard link, with the old contents."""
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    replace_file(tmp_path / "a", writing("new"))
+    assert (tmp_path / "b").read_text() == "new"
+
+
+def test_the_file_of_another_user_stays_theirs(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("old")
+    kept = os.stat(tmp_path / "a").st_ino
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    replace_file(tmp_path / "a", writing("new"))
+    assert ((tmp_path / "a").read_text(), os.stat(tmp_path / "a").st_ino) == ("new", kept)
+
+
+def test_an_error_about_another_file_names_that_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'/none/font\.ttf'"):
+        replace_file(tmp_path / "a", lambda file: Path("/none/font.ttf").read_bytes())
+
+
+@pytest.mark.parametrize("name", ["chart", "chart.png", "chart.svg", "chart." + 100 * "p" + "ng"])
+def test_pictures_of_matplotlib_have_the_name_that_it_gives_them(tmp_path, name):
+    if len(name) > 20:
+        with pytest.raises(ValueError, match="not supported"):
+            images.save(Figure(), tmp_path / name, "title", "1 s")
+        assert os.listdir(tmp_path) == []
+        return
+    images.save(Figure(), tmp_path / name, "title", "1 s")
+    [file] = tmp_path.iterdir()
+    assert file.name == (name if "." in name else "chart.png")
+    assert file.read_bytes()[1:4] in (b"PNG", b"?xm")
 
 
 def test_links_stay(tmp_path):

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         """Parse the flags, and refuse unknown flags here: argparse would leave those of a subcommand to its parent."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(word or repr(word) for word in unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -20,24 +20,28 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
     path = Path(given)
     if not given:
         return
-    if suffix and path.suffix != suffix:
+    if suffix and path.suffix.lower() != suffix:
         yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
+    shown = f"{given:.40}..." if len(given) > 80 else given
     try:
         if "\0" in given:
             yield f"--{flag} {given!r:.40}: a name cannot have null characters."
-        elif given.endswith(os.sep):  # `Path` would leave the slash out.
-            yield f"--{flag} {given}: it is a folder; give a file."
-        elif not os.path.isdir(path.parent):
-            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
-        elif stat.S_ISDIR(os.stat(path).st_mode):
-            yield f"--{flag} {path}: it is a folder; give a file."
-        elif not os.access(path, os.W_OK):
-            yield f"--{flag} {path}: the file is read-only."
+            return
+        file = Path(os.path.realpath(given))  # The target of a link.
+        folder = path.parent if file == path.absolute() else file.parent  # As it was given, if it can be.
+        if given.endswith(os.sep):  # `Path` would leave the slash out.
+            yield f"--{flag} {shown}: it is a folder; give a file."
+        elif not os.path.isdir(file.parent):
+            yield f"--{flag} {shown}: there is no folder {str(folder)!r}."
+        elif stat.S_ISDIR(os.stat(file).st_mode):
+            yield f"--{flag} {shown}: it is a folder; give a file."
+        elif not os.access(file, os.W_OK):
+            yield f"--{flag} {shown}: the file is read-only."
     except FileNotFoundError:
-        if not os.access(path.parent, os.W_OK):
-            yield f"--{flag} {path}: the folder is read-only."
-    except OSError as error:  # A name that is too long.
-        yield f"--{flag} {path!s:.40}...: {error.strerror}."
+        if not os.access(file.parent, os.W_OK):
+            yield f"--{flag} {shown}: the folder is read-only."
+    except OSError as error:  # A name that is too long, or a circle of links.
+        yield f"--{flag} {shown}: {error.strerror}."
 
 
 def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]:
@@ -45,7 +49,7 @@ def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]
     try:
         write(path)
     except OSError as error:
-        return [f"cannot write --{flag} {path}: {error.strerror}. Name a file elsewhere."]
+        return [f"cannot write --{flag} {path}: {error.strerror or error}. Name a file elsewhere."]
     return []
 
 

@@ -116,7 +116,9 @@ def parse(
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)
-    if "" in vars(early).values():  # The parser of all flags refuses it, whatever their defaults are.
+    # An empty value of these would be taken for a flag that is not given; the parser of all flags refuses it. An empty
+    # value of any other flag may clear what the file or the run has set.
+    if "" in (early.config, early.model) or (early.resume and early.out == ""):
         return parse_flags(cls, argv, cls(), description, prog, common)
     may_be_own = any(field.name == "model_class" for field in fields(cls))
     own = (early.model or "") if may_be_own else ""

@@ -416,7 +416,8 @@ def write(
         prompts: the beginnings of the texts; the same number of texts begins with each.
         texts: the texts, not yet begun.
         bursts: the tokens of the texts.
-        ended: called with the numbers of texts that end with a stop string, or at an id for which there is no token.
+        ended: the indices of the texts that end with a stop string, or at an id for which there is no token, are added
+            to this set.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []

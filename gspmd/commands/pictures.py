@@ -25,9 +25,12 @@ def asked(options: argparse.Namespace) -> list[Path]:
 def write(figure: Figure, options: argparse.Namespace) -> list[str]:
     """Write the pictures that were asked for; return a message for each file that was not written."""
     faults = []
-    for path in asked(options):
+    for ending in ENDINGS:
+        path = getattr(options, ending)
+        if path is None:
+            continue
         try:
-            faults += unwritten(path.suffix[1:], str(path), figure.save)
+            faults += unwritten(ending, str(path), figure.save)
         # A name that no file can have; a PNG without resvg, or without fonts.
         except (ValueError, ImportError, RuntimeError) as error:
             faults.append(str(error))

@@ -26,5 +26,10 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
     """
     texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
     carried = {name: text for name, text in texts.items() if text}
-    kept = carried if Path(path).suffix.lower() == ".png" else None
-    replace_file(path, lambda file: figure.savefig(file, metadata=kept))
+    path = Path(path)
+    if not path.suffix and not path.exists():  # As matplotlib names it.
+        path = path.with_name(f"{path.name}.png")
+    kind = path.suffix[1:].lower() or "png"
+    kept = carried if kind == "png" else None
+    # With its format given, matplotlib adds no ending to the name of the temporary file.
+    replace_file(path, lambda file: figure.savefig(file, format=kind, metadata=kept))

@@ -17,10 +17,11 @@ class Bar:
     """A row of the figure.
 
     Attributes:
-      label: the name of the row, above its bars on the left. kind: the class that colors the row: a collective's kind,
-      `"other"`, or `"ink"` for the row that stands out. amounts: the lengths of its bars, from top to bottom; all
-      except the last are pale. told: the amounts as text, above the bars on the right. pale: whether the last bar is
-      pale too.
+      label: the name of the row, above its bars on the left.
+      kind: the class that colors the row: a collective's kind, `"other"`, or `"ink"` for the row that stands out.
+      amounts: the lengths of its bars, from top to bottom; all except the last are pale.
+      told: the amounts as text, above the bars on the right.
+      pale: whether the last bar is pale too.
     """
 
     label: str

@@ -25,9 +25,11 @@ class Figure:
     """A picture that notebooks show, `print` writes as text, and `save` writes as SVG or PNG.
 
     Attributes:
-      title: the subject, for a window's title and for screen readers. description: a sentence for those who cannot see
-      the picture. text: the same information as text, or a function that returns it. box: left, top, width and height
-      of the drawing. body: the SVG elements, without the document around them.
+      title: the subject, for a window's title and for screen readers.
+      description: a sentence for those who cannot see the picture.
+      text: the same information as text, or a function that returns it.
+      box: left, top, width and height of the drawing.
+      body: the SVG elements, without the document around them.
 
     Example:
       >>> figure = Figure("A dot", "One dot.", "*", (0, 0, 8, 8), '<circle r="2" cx="4" cy="4" class="ink"/>')
@@ -67,9 +69,9 @@ class Figure:
         """Return the picture as SVG.
 
         Args:
-          color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers. standalone: whether
-          the picture is a document of its own. Otherwise it follows the theme of the page around it, such as
-          JupyterLab, and shrinks to the width that is available on the page.
+          color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers.
+          standalone: whether the picture is a document of its own. Otherwise it follows the theme of the page around
+            it, such as JupyterLab, and shrinks to the width that is available on the page.
 
         Raises:
           ValueError: `color` is no theme.
@@ -105,8 +107,9 @@ class Figure:
           The path of the file.
 
         Raises:
-          ValueError: the name has a different ending, or no file can have it; or `color` is not a theme. OSError: the
-          file cannot be written. ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
+          ValueError: the name has a different ending, or no file can have it; or `color` is not a theme.
+          OSError: the file cannot be written.
+          ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
           RuntimeError: a PNG is asked for, and the machine has no fonts.
         """
         path = Path(fspath(path))

@@ -13,7 +13,9 @@ class Ownership:
     """A tensor split into blocks over a mesh; devices are numbered with the last mesh axis fastest.
 
     Attributes:
-      spec: the spec of the tensor. shape: the sizes of its dimensions, in order. mesh: sizes of the mesh axes.
+      spec: the spec of the tensor.
+      shape: the sizes of its dimensions, in order.
+      mesh: the sizes of the mesh axes.
 
     Example:
       >>> from gspmd.annotate import Spec

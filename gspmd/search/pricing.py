@@ -143,7 +143,7 @@ class Prices:
         return list(added_up(priced).items())
 
     def _is_left_out(self, what: Unknown) -> bool:
-        """Return whether a saving is not counted: no compiler has it, or its table is too large."""
+        """Return whether a saving is not counted: the chip's compiler does not make it, or its table is too large."""
         if isinstance(what, UnknownReduction) and not compiler_for(self.chip).reduces_sums:
             return True
         # The common steps of two chains are then priced twice.

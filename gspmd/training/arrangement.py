@@ -160,7 +160,7 @@ def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
     """Refuse states that cannot be moved to each other's shardings, for example of layouts that pad differently.
 
     Args:
-        states: a mapping from the name of an arrangement to the shapes and dtypes of its state.
+        states: for each arrangement, its name and the shapes and dtypes of its state.
 
     Raises:
         ConfigError: arrays differ from those of the first state; lists them.

@@ -114,7 +114,7 @@ LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not positive, not finite, or not below `LIMIT`; None is valid.
+    """Add a fault for every value that is not positive or finite, or is an integer not below `LIMIT`; None is valid.
 
     Example:
         >>> faults = []

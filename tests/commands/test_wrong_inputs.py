@@ -20,6 +20,7 @@ from gspmd.commands.search import settings as search_settings
 from gspmd.training import ConfigError
 from gspmd.training.checkpoints import load_settings
 from gspmd.training.run.folder import check_out
+from gspmd.writing import replace_file
 
 # -- empty texts -------------------------------------------------------------------------------------------------------
 
@@ -50,6 +51,8 @@ def test_an_empty_text_clears_what_a_file_has_set(tmp_path):
     flags = ["--config", str(file)]
     assert settings.parse(flags).training.tokenizer == str(tmp_path / "tokens.json")
     assert settings.parse([*flags, "--tokenizer", ""]).training.tokenizer == ""
+    file.write_text('[sharding]\nmesh = "x=2"\n')
+    assert settings.parse([*flags, "--mesh", ""]).sharding.mesh == ""
     with pytest.raises(FlagError, match=r"^--layout is empty"):  # Its default is not empty.
         settings.parse([*flags, "--layout", ""])
 
@@ -134,6 +137,34 @@ def test_a_file_that_cannot_be_written_is_one_message(tmp_path):
     assert fault == "cannot write --json /dev/full: No space left on device. Name a file elsewhere."
 
 
+def test_the_errors_of_a_writer_are_told(tmp_path):
+    def fails(path):
+        raise OSError("the encoder failed")
+
+    [fault] = files.unwritten("gantt", "x.png", lambda path: replace_file(tmp_path / path, fails))
+    assert fault == "cannot write --gantt x.png: the encoder failed. Name a file elsewhere."
+
+
+def test_a_link_is_checked_where_it_leads(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert [*files.faults_of("json", str(tmp_path / "link"))] == [
+        f"--json {tmp_path / 'link'}: there is no folder '{tmp_path / 'none'}'."
+    ]
+    [fault] = files.faults_of("json", str(tmp_path / "circle"))
+    assert "symbolic links" in fault
+    assert [*files.faults_of("gantt", str(tmp_path / "a.PNG"), ".png", "a PNG file")] == []
+
+
+@pytest.mark.parametrize(
+    "given", [["layouts", "show", "zero-3", ""], ["layouts", "list", ""], ["completion", "bash", ""]]
+)
+def test_an_empty_word_too_many_is_one_message(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(given)
+    assert "unrecognized arguments: ''" in capsys.readouterr().err
+
+
 def test_names_are_refused_before_the_work(tmp_path):
     (tmp_path / "file").touch()
     for given, said in {
@@ -215,6 +246,9 @@ def test_names_of_files_are_checked_before_the_devices_start(flags, said, tmp_pa
 
 def test_lost_settings_of_a_run_say_how_they_are_written_anew(tmp_path):
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"Name another folder\.$"):  # There is nothing to resume.
+        load_settings(tmp_path, "cannot use the run:")
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught:
         load_settings(tmp_path, "cannot use the run:")
     assert str(caught.value).startswith("cannot use the run:\n  ")

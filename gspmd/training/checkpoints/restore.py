@@ -26,6 +26,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
         out: the run's folder, which is only read.
         tell: called with one line for each newer checkpoint, which names what is damaged.
         doing: the beginning of an error message.
+
     Raises:
         ConfigError: there is no checkpoint, or none is intact.
     """

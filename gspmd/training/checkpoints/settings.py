@@ -43,13 +43,15 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
         ConfigError: the folder holds no run, or its settings were changed after the run wrote them.
     """
     again = f"gspmd train --resume --out {shlex.quote(str(out))} --config ..."
-    remedy = f"To write the file anew, resume the run with its settings, from their file and flags: {again}"
+    remedy = f"To write the file again, resume the run with the config and flags that it was started with: {again}"
+    if newest(out) is None:  # Nothing can be resumed.
+        remedy = "Name another folder."
     path = Path(out) / "config.json"
     try:
         settings = read_json(path)
     except MissingError:
         fault = f"{str(out)!r} holds no run: there is no {str(path)!r}."
-        raise ConfigError(doing, [fault, "Name another folder." if newest(out) is None else remedy]) from None
+        raise ConfigError(doing, [fault, remedy]) from None
     except ReadError as error:
         raise ConfigError(doing, [f"{str(path)!r} cannot be read: {error}.", remedy]) from None
     if not isinstance(settings, dict):
