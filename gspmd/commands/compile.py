@@ -29,7 +29,9 @@ from gspmd_models.stages import check_stages, schedule_of
 
 
 def run(argv: Sequence[str], script: str = "", settings: CompileSettings | None = None) -> int:
-    """Run `gspmd compile`; return its exit code: 1 if the model does not fit, 2 for bad input, 130 for an interrupt.
+    """Run `gspmd compile`; return its exit code.
+
+    It is 1 if the model does not fit, 2 for bad input or a file that cannot be written, and 130 for an interrupt.
 
     Args:
         argv: the flags.
@@ -41,7 +43,7 @@ def run(argv: Sequence[str], script: str = "", settings: CompileSettings | None 
 
 
 def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None = None) -> int:
-    """Compile, and print the report; return 1 if the model does not fit."""
+    """Compile, print the report and write the files; return the exit code, as `run` does."""
     settings = settings or parse(argv, script)
     host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
     host.start(1, "cpu")  # For JAX itself: the slice's devices exist for the compiler only.
@@ -57,7 +59,9 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
     command = shlex.join([*(("python", f"scripts/{script}") if script else ("gspmd", "compile")), *argv])
     faults = save(settings, report, command)
     print(*faults, sep="\n", end="\n" * bool(faults), file=sys.stderr)
-    return 2 if faults else 0 if report.fits else 1
+    if not report.fits:
+        return 1
+    return 2 if faults else 0
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
