@@ -34,7 +34,7 @@ def plan_routine(
     Args:
         equation: the equation to plan.
         environment: sizes, mesh, chip.
-        inputs: the operands, group members one by one, in reading order; their specs contain no mesh axis of size 1.
+        inputs: the operands, including every member of a group, in reading order; no spec has a mesh axis of size 1.
         outputs: the results.
         via: for each operand, the spec to which it is brought before the local einsum, or None to search for it.
 

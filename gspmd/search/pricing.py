@@ -241,7 +241,10 @@ class Prices:
     def _moved(
         self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the graph of a tensor, the placements of its parts, and its target; None if none is possible."""
+        """Return the graph of a moved tensor, and its placements before and after the move.
+
+        None if no choice makes the move possible.
+        """
         if isinstance(what, UnknownMoves):
             return self._moved_as_planned(what, of)
         tensor = self._tensor(what)

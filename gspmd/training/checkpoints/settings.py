@@ -43,7 +43,7 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
         ConfigError: the folder holds no run, or its settings were changed after the run wrote them.
     """
     again = f"gspmd train --resume --out {shlex.quote(str(out))} --config ..."
-    remedy = f"To write the file anew, resume the run with its settings, from their file and flags: {again}"
+    remedy = f"To write the file again, resume the run with the config and flags that it was started with: {again}"
     path = Path(out) / "config.json"
     try:
         settings = read_json(path)
