@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The largest number of texts in a batch: more than caches have room for, but few enough to be counted on the host."""
+"""The maximum number of texts in a batch: more than caches can hold, but few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
