@@ -16,7 +16,7 @@ drawn, or only the first."""
 _ABREAST = 8
 """The maximum number of cells in a row."""
 _THIN = 2.5
-"""Least width and height of a filled block."""
+"""Minimum width and height of a filled block."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class Sizes:
         rows: number of rows of the decode loop, R.
         prefill_rows: number of rows of a prefill, P.
         chunk: tokens of a row that a prefill step reads.
-        room: tokens of a row that the cache has room for, T.
+        room: tokens of a text that the cache can hold, T.
         prefill, decode: the layouts, as returned by `phases`, without alternatives.
-        source: tokens of a source that the encoder reads and the cache has room for; 0 for a decoder-only model.
+        source: tokens of a source that the encoder reads and the cache can hold; 0 for a decoder-only model.
     """
 
     rows: int
@@ -143,9 +143,9 @@ def make_batch(
         samples: number of texts of each prompt.
         beams: number of beams of each prompt, which all lie on one device; 0 without beams.
         chunk: the largest number of tokens of a row that are read in one step.
-        cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
+        cache_length: tokens of a text that the cache can hold; if None, the needed number, rounded up so that few
             programs serve all lengths.
-        source_length: tokens of a source that the cache has room for; if None, chosen in the same way.
+        source_length: tokens of a source that the cache can hold; if None, chosen in the same way.
 
     Raises:
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
