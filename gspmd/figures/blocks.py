@@ -35,7 +35,7 @@ def blocks_figure(
 
     Returns:
         The figure. Every device is a group with its id as `data-device`. It contains a rectangle with `data-block`, the
-        number of its block in row-major order, and, for a partial sum, `data-summand`.
+        index of its block in row-major order, and, for a partial sum, `data-summand`.
 
     Raises:
         SpecError: the spec does not fit the sizes and the mesh.

@@ -88,9 +88,9 @@ class ProductGroup:
     """The products of one operand, which is moved once for all of them.
 
     Attributes:
-        left: the number of the common operand among the inputs.
+        left: the index of the common operand among the inputs.
         tensor: the common operand.
-        rights: the numbers of the operands by which the common operand is multiplied; None if it is only summed.
+        rights: the indices of the operands by which the common operand is multiplied; None if it is only summed.
         contractions: the operands of `rights` with the results and pins of their products.
         pinned: the spec to which the common operand is brought, if it is not searched.
     """
@@ -253,7 +253,7 @@ class RoutineBuilder:
         self.outputs: list[RoutineOutput] = []
 
     def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
-        """Add the moves and products that the search found for a group; return the numbers of the products."""
+        """Add the moves and products that the search found for a group; return the indices of the products."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
             right = None

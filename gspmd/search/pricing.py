@@ -49,7 +49,7 @@ LARGEST_SHARED = 400_000
 """The largest number of pairs of chains whose common steps are found."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The numbers of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
+"""The indices of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
 
 Planned = tuple[tuple, ...]
 """Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""

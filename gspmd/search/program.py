@@ -305,8 +305,8 @@ class Run(NamedTuple):
     Attributes:
         what: the step, with unknowns.
         region: the region that contains it.
-        number: the number of its tensor in the region. A loop that has one outer tensor twice as an operand has two
-            numbers for it.
+        number: the value number of its tensor in the region. A loop that has one outer tensor twice as an operand has
+            two value numbers for it.
     """
 
     what: Unknown
@@ -317,7 +317,7 @@ class Run(NamedTuple):
 Chains = dict[tuple[Region, int], list[Run]]
 """The steps found so far for each tensor.
 
-A key is the region in which they begin to run, and the tensor's number in that region.
+A key is the region in which they begin to run, and the tensor's value number in that region.
 """
 Marked = tuple[Unknown, int, int, bool]
 """A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and whether it is inside."""

@@ -67,7 +67,7 @@ class Batch:
             start token.
         texts: number of texts; the samples of a prompt are neighbours.
         sizes: the sizes of the programs.
-        owners: for each row of text, the number of its prompt; None for a row without a text.
+        owners: for each row of text, the index of its prompt; None for a row without a text.
         shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
         sources: the token ids of each prompt's source; none for a decoder-only model.
     """
