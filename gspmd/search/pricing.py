@@ -97,7 +97,7 @@ class Prices:
         }
 
     def named(self, number: int) -> tuple[str, ...]:
-        """Return the mesh axes of a sequence, by its number."""
+        """Return the mesh axes of a sequence, given its index."""
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
