@@ -44,7 +44,7 @@ class Sizes:
     length: int = 2048
     """Tokens of each prompt, which are in the cache of a decode step."""
     cache: int = 2112
-    """Positions that the cache has room for."""
+    """Positions that the cache can hold."""
     int8: bool = False
 
 

@@ -40,7 +40,7 @@ PRESETS = {
 }  # fmt: skip
 CONTEXT = 2048
 FEW = 64
-"""The most rows that are served with int8 weights, as in the paper; larger batches are served in bfloat16."""
+"""The maximum number of rows served with int8 weights, as in the paper; larger batches are served in bfloat16."""
 MARKS = ("<!-- points: python benchmarks/pareto.py -->", "<!-- end of points -->")
 NAMES = {"palm-8b": "PaLM 8B", "palm-62b": "PaLM 62B", "palm-540b": "PaLM 540B"}
 

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--chip", default="tpu-v4", choices=SLICES, help="default: %(default)s")
     parser.add_argument("--shapes", type=int, default=75, help="random shapes of the grid (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again, and print them")
     options = parser.parse_args()
     if not options.fit and options.chip not in EFFICIENCIES:
         parser.error(f"{options.chip} has no constants yet: add --fit")

@@ -157,7 +157,7 @@ def keep_compiled(wanted: bool = True) -> str:
     `compiled/` of the cache folder, in a folder for each kind of CPU, since one kind cannot run another's machine code.
 
     Args:
-        wanted: False to compile everything anew and keep nothing.
+        wanted: False to compile everything from scratch and keep nothing.
 
     Returns:
         The folder where programs are kept, or the reason why none are kept.

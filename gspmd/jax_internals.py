@@ -177,7 +177,7 @@ def detected_processes(limit: float) -> tuple[str, int, int] | None:
     """Return what `jax.distributed.initialize` would detect, or None if there is no cluster.
 
     Args:
-        limit: the most seconds to wait for the first process to give its address.
+        limit: the maximum number of seconds to wait for the first process to give its address.
 
     Returns:
         The address of the first process, the number of processes, and the index of this process.

@@ -15,7 +15,7 @@ _LONGEST_ENDING = 20
 """Endings with more characters are left out of the temporary name, which could otherwise become too long."""
 _OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/")
 _MOST_LINKS = 40
-"""The most links that Linux follows; a longer chain is a circle."""
+"""The maximum number of links that Linux follows; a longer chain is a circle."""
 
 
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:

@@ -155,7 +155,7 @@ def check_inputs(
         known = not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
         if known and (row := _unordered(np.asarray(given))) is not None:
             raise ValueError(
-                f"{name} of row {row} are not in order: they must not decrease, and padding, 0, stands at the end.\n"
+                f"{name} of row {row} are not in order: they must not decrease, and the 0 of padding comes last.\n"
                 "  Number the texts of a row 1, 2 and so on."
             )
         if known and segments is None and np.asarray(given).max(initial=0) > 1:

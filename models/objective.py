@@ -90,7 +90,7 @@ def loss(
         masked: whether some tokens, such as those of a prompt, are read but not predicted. They are given as their
             complement `~t`, which is negative, and the mean is over the other tokens.
         total: number of tokens over which the mean is taken; by default the number that is predicted in `tokens`. For a
-            part of a batch, pass the number of the whole batch divided by the number of parts: then the mean over the
+            part of a batch, pass that of the whole batch divided by the number of parts: then the mean over the
             parts is the mean over the batch, however unevenly the predicted tokens are distributed.
 
     Returns:

@@ -28,7 +28,7 @@ class RopeScaling:
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
       original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
       high_frequency are the same, as in Llama 4 Scout, nothing lies in between.
-    - `yarn`: the same as `llama3`, but interpolated by the number of the pair. Cosines and sines are multiplied by
+    - `yarn`: the same as `llama3`, but interpolated by the index of the pair. Cosines and sines are multiplied by
       `attention_factor`.
     - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
       (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
@@ -65,7 +65,7 @@ class RopeScaling:
     original_length: int = 8192
     """Length of the sequences of the first training."""
     truncate: bool = True
-    """Whether yarn rounds the numbers of the two pairs between which it interpolates."""
+    """Whether yarn rounds the indices of the two pairs between which it interpolates."""
     attention_factor: float | None = None
     """Factor by which cosines and sines are multiplied; None for 1 + log(factor) / 10 (yarn), or √(1 + log(factor) /
     log(original_length)) (longrope), or 1 if `factor` is at most 1."""

@@ -103,7 +103,7 @@ class Tensor:
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of the parameter's elements."""
+        """Return how many elements the parameter has."""
         return math.prod(self.shape(sizes))
 
 

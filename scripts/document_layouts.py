@@ -35,11 +35,12 @@ def _tables() -> dict[str, str]:
     dimensions = "\n".join(f"| {letter} | {meaning} |" for letter, meaning in DIMENSIONS.items())
     overrides = "\n".join(f"- `[{section}]`: {meaning}" for section, meaning in OVERRIDES.items())
     padded = "\n".join(f"- {dim}: {how}." for dim, how in PADDED.items())
+    alike = "\n".join(f"- {listed(dims)} of `{first}` and `{second}`" for first, second, dims in ALIKE)
     presets = "\n\n".join(f"### {name}\n\n```toml\n{text_of(name).rstrip()}\n```" for name in preset_names())
     return {
         "dimensions": f"\n\n| letter | meaning |\n| --- | --- |\n{dimensions}\n\n",
         "keys": "\n\n" + "\n\n".join(map(_section, (*PARTS, PIPELINE))) + "\n\n",
-        "alike": ", ".join(f"{listed(dims)} of `{first}` and `{second}`" for first, second, dims in ALIKE),
+        "alike": f"\n\n{alike}\n\n",
         "overrides": f"\n\n{overrides}\n\n",
         "lowerings": ", ".join(LOWERINGS),
         "padding": f"\n\n{padded}\n\n",

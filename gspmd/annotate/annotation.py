@@ -91,7 +91,7 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
     dims = tuple(letters[:rank] if dims is None else letters) if isinstance(letters, Sequence) else ()
     if len(dims) != rank or not all(isinstance(dim, str) for dim in dims):
         raise SpecError(
-            f"cannot name the dimensions of an array of shape {shape} by {shown(letters)}.\n"
+            f"cannot name the dimensions of an array of shape {shape} with {shown(letters)}.\n"
             "  Write one capital letter for each dimension of the array."
         )
     return placed_spec(x, dims)

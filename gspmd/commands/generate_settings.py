@@ -33,12 +33,12 @@ COMMON = (
 """The settings whose flags --help shows."""
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
-"""The settings of sampling."""
+"""The sampling settings."""
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order. A setting that is not given comes from
+    """Sampling settings; the filters apply in this order. A setting that is not given comes from
     generation_config.json of the checkpoint, or of the checkpoint with which the run began; without this file, no
     filter applies."""
 

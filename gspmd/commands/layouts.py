@@ -109,7 +109,7 @@ def list_presets(options: argparse.Namespace) -> int:
 
 
 def _summary(text: str) -> str:
-    """Return the first sentence of the comment at the head of a layout's file, without its name."""
+    """Return the first sentence of a layout file's opening comment, without the layout's name that begins it."""
     head = " ".join(
         line.removeprefix("#").strip() for line in text.split("\n\n")[0].splitlines() if line.startswith("#")
     )

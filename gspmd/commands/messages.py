@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 LINES = 8
-"""The most lines of a message that a command prints. The error itself lists all faults."""
+"""The maximum number of lines of a message that a command prints. The error itself lists all faults."""
 
 
 def told(error: BaseException) -> str:

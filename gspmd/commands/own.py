@@ -83,7 +83,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 def _rows_of(settings: Any) -> dict[str, Any]:
     """Return, as arguments of `Language`, which arrays a batch has besides tokens."""
     training = getattr(settings, "training", None)
-    if training is None:  # Commands other than train have no settings of data.
+    if training is None:  # Commands other than train have no data settings.
         pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
         return pairs if settings.model.encoder_layers else {}
     return {

@@ -227,7 +227,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
     """Refuse a model that does not fit the data, or that cannot generate the requested sample.
 
     Args:
-        training: the settings of training.
+        training: the training settings.
         model: the settings of the model.
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
@@ -330,7 +330,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
     """Save the tokenizer with the run, with checksums; if the run is resumed, replace a damaged copy."""
     if (folder / checksums.FILE).exists() and (fault := checksums.fault_of(folder)):
-        console.print(f"{str(folder)!r} is damaged, and written anew: {fault}.", soft_wrap=True, markup=False)
+        console.print(f"{str(folder)!r} is damaged, and written again: {fault}.", soft_wrap=True, markup=False)
         shutil.rmtree(folder)
     checkpoints.keep_tokenizer(folder, tokenizer, checkpoint)
     checksums.write(folder)

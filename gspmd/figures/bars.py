@@ -8,8 +8,7 @@ from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure, Text
 
 _LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
-"""Least width of the longest bar, height of each bar, the most rows that are drawn, and space between texts of a row.
-"""
+"""Minimum width of the longest bar, height of each bar, maximum number of rows, and space between texts of a row."""
 
 
 @dataclass(frozen=True)

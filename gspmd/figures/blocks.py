@@ -34,8 +34,8 @@ def blocks_figure(
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
 
     Returns:
-        The figure. Every device is a group with its id as `data-device`. In it is a rectangle with `data-block`, the
-        number of its block in row-major order, and, for a partial sum, `data-summand`.
+        The figure. Every device is a group with its id as `data-device`. It contains a rectangle with `data-block`, the
+        index of its block in row-major order, and, for a partial sum, `data-summand`.
 
     Raises:
         SpecError: the spec does not fit the sizes and the mesh.

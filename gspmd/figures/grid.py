@@ -11,12 +11,12 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The most devices that are drawn. Of a larger mesh, the first devices and the last along each axis are drawn, or only
-the first."""
+"""The maximum number of devices that are drawn. Of a larger mesh, the first devices and the last along each axis are
+drawn, or only the first."""
 _ABREAST = 8
-"""The most cells in a row."""
+"""The maximum number of cells in a row."""
 _THIN = 2.5
-"""Least width and height of a filled block."""
+"""Minimum width and height of a filled block."""
 
 
 @dataclass(frozen=True)

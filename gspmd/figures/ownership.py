@@ -74,14 +74,14 @@ class Ownership:
         return tuple(self._number(axes, at) for axes in self.spec.axes)
 
     def block(self, device: int) -> int:
-        """Return the number of a device's block, with the last dimension fastest."""
+        """Return the index of a device's block, with the last dimension fastest."""
         number = 0
         for place, count in zip(self.place(device), self.parts):
             number = number * count + place
         return number
 
     def summand(self, device: int) -> int:
-        """Return the number of the summand that a device holds."""
+        """Return the index of the summand that a device holds."""
         return self._number(self.spec.partial, self.coordinates(device))
 
     def holder(self, place: Sequence[int], summand: int, copy: int) -> int:

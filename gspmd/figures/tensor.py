@@ -7,7 +7,7 @@ from math import prod
 from gspmd.figures.ownership import Ownership, sizes_text
 
 _ROWS, _COLUMNS, _HOLDERS = 16, 8, 4
-"""The most rows, columns, and devices of a block that are written."""
+"""The maximum numbers of rows, of columns, and of devices of a block that are written."""
 _GAP = -1
 """The value that stands for indices that are left out."""
 

@@ -170,7 +170,7 @@ def not_another(asked: str, known: Iterable[str]) -> list[str]:
 
 
 def slice_of(device: Any) -> int:
-    """Return the number of the TPU slice to which a device belongs; 0 for all devices except TPUs.
+    """Return the index of the TPU slice to which a device belongs; 0 for all devices except TPUs.
 
     For GPUs, JAX numbers the hosts as slices; these are not slices here.
     """

@@ -144,7 +144,7 @@ def product_seconds(
         True
 
     Source: for TPUs, cycles that the compiler estimates for products compiled offline (benchmarks/thin.py computes them
-    anew). For some 280 products per chip the median error is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51
+    again). For some 280 products per chip the median error is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51
     products timed on an H200 (benchmarks/gpu.py fits them), with a median error of 5% and a 90th percentile of 12%;
     matmul.toml states the assumptions for other GPUs.
 

@@ -21,7 +21,7 @@ class Call:
         equation: the equation to compute.
         sizes: the sizes of the equation's dimensions.
         context: mesh, chip, type of mesh axes, lowering.
-        dtypes: the dtypes of the operands, group members one by one.
+        dtypes: the dtypes of the operands; every member of a group counts as an operand.
         via: the `via` of `gspmd.einsum`.
         wire_dtype: the dtype in which every tensor is sent; None to send each tensor in its own dtype.
         precision: the precision of the local products.
@@ -39,7 +39,7 @@ class Call:
 
     @property
     def operands(self) -> list[Spec]:
-        """The specs of the operands, group members one by one."""
+        """The specs of the operands, including every member of a group."""
         return [spec for operand in self.equation.operands for spec in operand.specs]
 
     @property

@@ -98,7 +98,7 @@ def _einsum_on_tpu(
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the number of the operand that is a single row, and the last of the matrix's dimensions in the result."""
+    """Return the index of the operand that is a single row, and the last of the matrix's dimensions in the result."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -117,7 +117,10 @@ _IN_TILES = ContextVar("in_tiles", default=True)
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Leave the memory order of products in a `with` block to the compiler, even of possible products of matrices."""
+    """Inside a `with` block, do not rewrite batched einsums as products of matrices.
+
+    The compiler then chooses their memory order.
+    """
     token = _IN_TILES.set(False)
     try:
         yield

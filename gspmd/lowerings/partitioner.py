@@ -47,8 +47,8 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
     """Return why a dimension cannot be left to the compiler on a mesh where it may end the process."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
-        f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: not all are"
-        f" powers of one prime ({manual.page('compiler.md')}).\n"
+        f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: its sizes"
+        f" are not all powers of one prime ({manual.page('compiler.md')}).\n"
         f"  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
     )
 

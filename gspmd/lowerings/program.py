@@ -176,7 +176,7 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
-# The body is part of the cache's key, so callers of `run` must cache their body too, or each call is compiled anew.
+# The body is part of the cache's key, so callers of `run` must cache their body too, or each call is compiled again.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):

@@ -164,7 +164,7 @@ def _passes(call: Call, forward: type[Executor], backward: type[Executor], kept:
 
 
 def _ordered(via: Via, call: Call) -> list[Spec]:
-    """Return the spec in which each operand is multiplied, group members one by one, in the operand's own order."""
+    """Return the spec in which each operand (each member of a group) is multiplied, in the operand's own order."""
     met = spread_over_groups(call.equation, via.specs, call.operands)
     return [Spec(own.dims, tuple(spec.axes_of(dim) for dim in own.dims)) for spec, own in zip(met, call.operands)]
 

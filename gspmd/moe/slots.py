@@ -23,7 +23,7 @@ SPARSE = 4
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Copy each token's activations to the slots it was assigned; empty slots are 0.
 
-    Form "sort" scatters the int32 number of each choice to its slot, and gathers the activations of token number // k;
+    Form "sort" scatters the int32 index of each choice to its slot, and gathers the activations of token index // k;
     its time grows with the number of slots. Form "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with
     tokens · slots. Both give the same result, and a token with NaN or inf affects only its own slots.
 

@@ -28,15 +28,15 @@ def plan(
 
     For each mesh axis the planner chooses the dimension that the axis shards while the einsum runs (a shared, a
     contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan takes the fewest
-    seconds on this chip for all moves and products if nothing overlaps. Ties go to fewer bytes, then fewer steps, then
-    the order of the specs. `"looped"` and `"auto"` overlap the steps of this plan; they do not search for a plan that
-    overlaps better.
+    seconds on this chip for all moves and products if nothing overlaps. Of plans that take equally long, the one with
+    fewer bytes is chosen, then the one with fewer steps, then the first in a fixed order. `"looped"` and `"auto"`
+    overlap the steps of this plan; they do not search for a plan that overlaps better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
         sizes: the unsharded size of every dimension; dimensions that the equation lacks are ignored.
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
-        dtype: the dtype of all operands, or one for each (group members one by one).
+        dtype: one dtype for all operands, or one for each; every member of a group counts as an operand.
         chip: a row of chips.toml.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, which is the
             cheaper of blocking and looped.
@@ -87,7 +87,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the name of every operand's dtype, group members one by one, given one dtype for all or one for each."""
+    """Return the dtype name of every operand, given one dtype for all or one for each; members of a group count."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

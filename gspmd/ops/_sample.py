@@ -55,7 +55,7 @@ def sample(
         top_k: the number k of most likely tokens to keep; tokens as likely as the k-th are kept too; 0 keeps all.
         top_p: the total probability that the kept, most likely tokens must reach; tokens of equal probability are all
             kept or all dropped; 1 keeps all.
-        min_p: the least probability of a kept token, as a fraction of the most likely token's; 0 keeps all.
+        min_p: the minimum probability of a kept token, as a fraction of the most likely token's; 0 keeps all.
 
     Returns:
         [B] or [B, L] int32, with the spec of the logits without `dim`; -1 for a row with a NaN, or without a token to

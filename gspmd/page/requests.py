@@ -11,7 +11,7 @@ from gspmd.reading import WHOLE, ReadError, parse_json, whole_number
 
 
 class BadRequest(ValueError):
-    """The error for a request that no page sends: it has the wrong form, or exceeds the limits."""
+    """The error for a request that is malformed or exceeds the limits; the page itself never sends one."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Tasks:
 def answered(
     task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of a request, and the answer: `refused` with a reason, if no page would send it."""
+    """Return the HTTP status of a request, and the answer: `refused`, with a reason, if the request is bad."""
     try:
         return 200, task(given)
     except BadRequest as error:

@@ -59,7 +59,7 @@ class Worker:
         Args:
             task: the name of a task.
             given: the object of the request.
-            seconds: the most seconds that the answer may take, not counting the start of the process.
+            seconds: the maximum time that the answer may take, not counting the start of the process.
             tell: called with each note, as JSON.
 
         Raises:

@@ -36,7 +36,7 @@ class StageChunk(NamedTuple):
 
     Attributes:
         source: the stage that stores the chunk.
-        place: the number of the chunk among those that this stage stores.
+        place: the index of the chunk among those that this stage stores.
         target: the stage that computes the chunk.
         round: the round in which the chunk is computed.
     """

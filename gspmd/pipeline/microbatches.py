@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches; each device cuts its own sequences, so that nothing is sent."""
+"""Divide a batch into microbatches; each device divides the sequences that it holds, so that nothing is sent."""
 
 from math import prod
 

@@ -57,7 +57,7 @@ class Schedule:
         ticks: for each tick, its slots by kind: `"forward"`, `"backward"` and, if backward passes are split,
             `"weights"`. In this case `"backward"` computes gradients of inputs, and `"weights"` gradients of weights.
             If a tick lacks a kind, no stage does this kind of work in it.
-        stack: the number of the stack of blocks whose work this is, from 0 (see `in_stacks`).
+        stack: the index of the stack of blocks whose work this is, from 0 (see `in_stacks`).
         stacks: the number of stacks that a microbatch goes through.
 
     Example:

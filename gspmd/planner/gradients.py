@@ -76,7 +76,7 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 
 def _common_operand(routine: Routine) -> int | None:
-    """Return the number of the operand that has several products; None if no operand has."""
+    """Return the index of the operand that has several products; None if no operand has."""
     sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 

@@ -36,7 +36,7 @@ class Plan:
         equation: the parsed equation.
         sizes: dimension sizes of the whole tensors.
         mesh: mesh axis sizes.
-        dtypes: dtype of each operand, group members one by one.
+        dtypes: dtype of each operand; every member of a group counts as an operand.
         chip: the hardware figures that determine the seconds.
         lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper one
             of `"blocking"` and `"looped"`.

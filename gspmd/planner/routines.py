@@ -34,7 +34,7 @@ def plan_routine(
     Args:
         equation: the equation to plan.
         environment: sizes, mesh, chip.
-        inputs: the operands, group members one by one, in reading order; their specs contain no mesh axis of size 1.
+        inputs: the operands, including every member of a group, in reading order; no spec has a mesh axis of size 1.
         outputs: the results.
         via: for each operand, the spec to which it is brought before the local einsum, or None to search for it.
 
@@ -88,9 +88,9 @@ class ProductGroup:
     """The products of one operand, which is moved once for all of them.
 
     Attributes:
-        left: the number of the common operand among the inputs.
+        left: the index of the common operand among the inputs.
         tensor: the common operand.
-        rights: the numbers of the operands by which the common operand is multiplied; None if it is only summed.
+        rights: the indices of the operands by which the common operand is multiplied; None if it is only summed.
         contractions: the operands of `rights` with the results and pins of their products.
         pinned: the spec to which the common operand is brought, if it is not searched.
     """
@@ -253,7 +253,7 @@ class RoutineBuilder:
         self.outputs: list[RoutineOutput] = []
 
     def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
-        """Add the moves and products that the search found for a group; return the numbers of the products."""
+        """Add the moves and products that the search found for a group; return the indices of the products."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
             right = None

@@ -100,7 +100,7 @@ class Product:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the moves of the one or two operands."""
+        """The indices of the moves of the one or two operands."""
         return (self.left,) if self.right is None else (self.left, self.right)
 
     @property
@@ -216,7 +216,7 @@ class RoutineChains:
 
     Attributes:
         moves: the chain of each move.
-        einsums: the number of each product's local einsum.
+        einsums: the step number of each product's local einsum.
         products: the chain after each local einsum.
         outputs: the chain after each sum.
     """

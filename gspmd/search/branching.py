@@ -25,7 +25,7 @@ class Branching:
     Args:
         measures: Messages of the same buckets by three measures: at some rate, which gives the order of options; at
             rate 0; of bytes alone.
-        ceilings: The most that a completion may cost by each measure; they may fall during the walk.
+        ceilings: The maximum cost of a completion by each measure; they may fall during the walk.
         poll: Called at every node; it raises to end the walk.
     """
 

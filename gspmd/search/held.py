@@ -315,7 +315,7 @@ def _dot_flops(equation: Any) -> int:
 
 
 Moment = tuple[int, ...]
-"""A point of a program: the number of an operation and, if that is a loop, the number of a program inside and a point
+"""A point of a program: the index of an operation and, if that is a loop, the index of a program inside and a point
 in that."""
 
 

@@ -445,7 +445,7 @@ class LineChoice:
     Attributes:
         name: the name of the first of its lines.
         unknowns: the unknowns, in the order of the columns.
-        rows: [option, unknown] the number of a sequence of mesh axes (`gspmd.planner.graph.placements.sequences`).
+        rows: [option, unknown] the index of a sequence of mesh axes (`gspmd.planner.graph.placements.sequences`).
     """
 
     name: str

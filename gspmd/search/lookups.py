@@ -95,7 +95,7 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest seconds [pair, table], and the joint placement that needs them."""
+        """The minimum of seconds [pair, table], and the joint placement that needs them."""
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)

@@ -57,7 +57,7 @@ class MoveCosts:
         """Return [sources, targets] the seconds of the cheapest chains of steps; infinite if there is none.
 
         Args:
-            sources, targets: numbers of placements; -1 for a tensor that does not exist.
+            sources, targets: indices of placements; -1 for a tensor that does not exist.
             by: `"sources"` or `"targets"`: shortest paths are searched once for each of these; by default for the
                 fewer.
         """

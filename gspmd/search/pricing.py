@@ -49,7 +49,7 @@ LARGEST_SHARED = 400_000
 """The largest number of pairs of chains whose common steps are found."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The numbers of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
+"""The indices of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
 
 Planned = tuple[tuple, ...]
 """Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""
@@ -97,7 +97,7 @@ class Prices:
         }
 
     def named(self, number: int) -> tuple[str, ...]:
-        """Return the mesh axes of a sequence, by its number."""
+        """Return the mesh axes of a sequence, given its index."""
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
@@ -241,7 +241,10 @@ class Prices:
     def _moved(
         self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the graph of a tensor, the placements of its parts, and its target; None if none is possible."""
+        """Return the graph of a moved tensor, and its placements before and after the move.
+
+        None if no choice makes the move possible.
+        """
         if isinstance(what, UnknownMoves):
             return self._moved_as_planned(what, of)
         tensor = self._tensor(what)

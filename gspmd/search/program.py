@@ -47,11 +47,11 @@ _REFUSALS = (ShardingTypeError, TypeError, ValueError)
 """Errors that JAX and operations raise if a dimension must not be sharded, or not in this way."""
 
 MOST_HELD = 3
-"""The most unknowns that are made to shard nothing because of one error: an operation needs few dimensions unsharded,
-and the program is traced for every set of unknowns that is tried."""
+"""The maximum number of unknowns that are made to shard nothing because of one error: an operation needs few dimensions
+unsharded, and the program is traced for every set of unknowns that is tried."""
 
 ROUNDS = 200
-"""The most times that a program is traced until its unknowns are tied as it needs them."""
+"""The maximum number of times that a program is traced until its unknowns are tied as it needs them."""
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,8 @@ class Run(NamedTuple):
     Attributes:
         what: the step, with unknowns.
         region: the region that contains it.
-        number: the number of its tensor in the region. A loop that has one outer tensor twice as an operand has two
-            numbers for it.
+        number: the value number of its tensor in the region. A loop that has one outer tensor twice as an operand has
+            two value numbers for it.
     """
 
     what: Unknown
@@ -315,7 +315,10 @@ class Run(NamedTuple):
 
 
 Chains = dict[tuple[Region, int], list[Run]]
-"""The steps of one tensor so far, by the region where they begin to run, and the number of the tensor there."""
+"""The steps found so far for each tensor.
+
+A key is the region in which they begin to run, and the tensor's value number in that region.
+"""
 Marked = tuple[Unknown, int, int, bool]
 """A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and whether it is inside."""
 

@@ -27,7 +27,7 @@ from gspmd.search.tables import Tables
 ROUNDING = 1e-12
 """The relative difference up to which costs count as equal: they may be added up in different orders."""
 RATES = 60
-"""The most rates that are tried. Five to ten are usual; a lower limit would leave more to branching."""
+"""The maximum number of rates that are tried. Five to ten are usual; a lower limit would leave more to branching."""
 FEW = 50
 """Number of options of a choice among which good picks are looked for first."""
 NEAR = 1e-4

@@ -18,7 +18,7 @@ class Tables:
     Attributes:
         problem: The problem with the terms of the tables.
         kept: For each choice the options that are allowed, by index in the problem, ascending.
-        of: For each term, the numbers of the choices along the axes of its table.
+        of: For each term, the indices of the choices along the axes of its table.
         seconds, bytes: For each term its tables; the table of bytes is None if the term holds none.
     """
 

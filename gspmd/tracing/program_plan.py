@@ -140,7 +140,7 @@ class ProgramPlan(Printed):
         return {key: (counts[key], sent[key]) for key in sorted(counts)}
 
     def table(self) -> Sheet:
-        """Return the collectives as a rich table, most bytes first."""
+        """Return a table of the collectives, most bytes first."""
         sheet = Sheet("planned collectives, per device", _COLUMNS)
         rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
         for (kind, axes), (count, sent) in rows:

@@ -325,7 +325,7 @@ class Region:
         return Value(number, number, self, number)
 
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
-        """Return the number of an operation's result before any subexpressions are eliminated.
+        """Return the value number of an operation's result before any subexpressions are eliminated.
 
         Outside of planned programs JAX itself lowers equal operations to one; inside them every call has its own
         operations.

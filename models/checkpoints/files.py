@@ -253,7 +253,7 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file of another known format, with the remedy; empty if the format is not known."""
+    """Describe a folder or file in a known format other than a checkpoint's, with the remedy; otherwise empty."""
     is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"

@@ -1,4 +1,4 @@
-"""The settings of sampling that a checkpoint's generation_config.json asks for."""
+"""The sampling settings that a checkpoint's generation_config.json asks for."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GenerationConfig:
 
 
 def sampling(directory: str | os.PathLike) -> Sampling:
-    """Return the settings of sampling that a checkpoint's generation_config.json asks for.
+    """Return the sampling settings that a checkpoint's generation_config.json asks for.
 
     With `do_sample: false` the likeliest token is chosen. Settings that the file lacks are those of plain sampling.
 

@@ -30,7 +30,7 @@ class ParameterSource:
         row: the parameter, whose shape may be padded.
         stored: the names and dimensions of its tensors.
         factor: the parameter is factor · (tensor + offset).
-        layers: numbers of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
+        layers: indices of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
         sizes: the sizes of the dimensions of all parameters, without padding; Q is the query heads per key/value head.
     """
 

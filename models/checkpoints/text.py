@@ -297,7 +297,7 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a tokenizer with a run, and the checkpoint's config.json and settings of generation.
+    """Save a tokenizer with a run, and the checkpoint's config.json and generation settings.
 
     `gspmd generate` and `gspmd export` read them.
 

@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The largest number of texts in a batch: more than caches have room for, but few enough to be counted on the host."""
+"""The maximum number of texts in a batch: more than caches can hold, but few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Sizes:
         rows: number of rows of the decode loop, R.
         prefill_rows: number of rows of a prefill, P.
         chunk: tokens of a row that a prefill step reads.
-        room: tokens of a row that the cache has room for, T.
+        room: tokens of a text that the cache can hold, T.
         prefill, decode: the layouts, as returned by `phases`, without alternatives.
-        source: tokens of a source that the encoder reads and the cache has room for; 0 for a decoder-only model.
+        source: tokens of a source that the encoder reads and the cache can hold; 0 for a decoder-only model.
     """
 
     rows: int
@@ -67,7 +67,7 @@ class Batch:
             start token.
         texts: number of texts; the samples of a prompt are neighbours.
         sizes: the sizes of the programs.
-        owners: for each row of text, the number of its prompt; None for a row without a text.
+        owners: for each row of text, the index of its prompt; None for a row without a text.
         shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
         sources: the token ids of each prompt's source; none for a decoder-only model.
     """
@@ -143,9 +143,9 @@ def make_batch(
         samples: number of texts of each prompt.
         beams: number of beams of each prompt, which all lie on one device; 0 without beams.
         chunk: the largest number of tokens of a row that are read in one step.
-        cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
+        cache_length: tokens of a text that the cache can hold; if None, the needed number, rounded up so that few
             programs serve all lengths.
-        source_length: tokens of a source that the cache has room for; if None, chosen in the same way.
+        source_length: tokens of a source that the cache can hold; if None, chosen in the same way.
 
     Raises:
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text

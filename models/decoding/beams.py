@@ -73,7 +73,7 @@ def check_beams(
         beams: the number of beams of each text; 0 for none.
         length_penalty: the exponent of a text's length.
         samples: texts of each prompt.
-        draws: whether the settings of sampling differ from their defaults.
+        draws: whether the sampling settings differ from their defaults.
         vocabulary: number of tokens.
         stops: number of tokens that end a text.
         n_best: texts of each prompt that the search returns.

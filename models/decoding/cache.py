@@ -102,10 +102,10 @@ def abstract_cache(
         layout: the layout whose `cache` places keys and values.
         mesh: devices with the layout's axes.
         batch: number of rows, B.
-        length: number of tokens that a row has room for, T.
+        length: number of tokens of a text that the cache can hold, T.
         dtype: dtype of keys and values.
         int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
-        source_length: number of tokens of a source that a row has room for, if the model has an encoder.
+        source_length: number of tokens of a source that the cache can hold, if the model has an encoder.
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.

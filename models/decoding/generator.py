@@ -185,8 +185,8 @@ class Generator:
             length_penalty: exponent of the length by which this search divides the score of a text.
             n_best: number of texts of each prompt that this search returns, the best first, at most `beams`.
             stop: tokens that end a text; they are not part of it.
-            cache_length: tokens that a row of the cache has room for; by default as many as needed, or a few more.
-            source_length: tokens of a source that the cache has room for; the default is chosen in the same way.
+            cache_length: tokens of a text that the cache can hold; by default as many as needed, or a few more.
+            source_length: tokens of a source that the cache can hold; the default is chosen in the same way.
             ended: numbers of texts to end early; the caller may add to it between two bursts. Texts of beams do not end
                 early.
 

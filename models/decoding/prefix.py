@@ -22,7 +22,7 @@ class Shares:
     """The prompt that each row of the prefill reads, and the prefill row that each row of text continues.
 
     Attributes:
-        prompts: for each row of the prefill, the number of its prompt; None for a row without a prompt.
+        prompts: for each row of the prefill, the index of its prompt; None for a row without a prompt.
         sources: [R] int32, for each row of text, the row of the prefill that it copies, counted on its own device;
             None if every row of text has its own row of the prefill, so that nothing is copied.
     """
@@ -44,7 +44,7 @@ def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
     """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row has to be sent.
 
     Args:
-        owners: for each row of text, the number of its prompt; None for a row without a text.
+        owners: for each row of text, the index of its prompt; None for a row without a text.
         shards: number of shards of the cache's batch; it divides the rows.
         each: rows of the prefill in each shard, at least `most_prompts`.
 

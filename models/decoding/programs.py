@@ -69,14 +69,14 @@ def serving_program(
         mesh: devices, possibly of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: tokens that a row of the cache has room for; unused by encoding.
+        room: tokens of a text that the cache can hold; unused by encoding.
         length: tokens of each row that a prefill reads into an empty cache.
         prefill: a different layout for the phase `prefill`, see `phases`.
         dtype: dtype of activations.
         weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
         cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
             and head.
-        source_length: tokens of a source that a row of the cache has room for, if the model has an encoder; `encode`
+        source_length: tokens of a source that the cache can hold, if the model has an encoder; `encode`
             reads sources of this length.
 
     Raises:

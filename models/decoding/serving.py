@@ -126,7 +126,7 @@ def check_source(config: ModelConfig, source: int, room: int | None) -> None:
     Args:
         config: the config of the model.
         source: tokens of the longest source.
-        room: tokens that the cache of sources has room for; None if it is as long as needed.
+        room: tokens of a source that the cache can hold; None if it is as long as needed.
 
     Raises:
         GenerationError: the source is too long; the message gives its length and the limit.

@@ -41,7 +41,7 @@ class Workload:
         microbatches: the number of parts of a training step's batch that run one after the other.
         weights: in serving, `"int8"` for int8 matrices with a scale for each channel; otherwise `"dtype"`.
         cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; otherwise `"dtype"`.
-        room: tokens that a row of the cache has room for; 0 for `length`.
+        room: tokens of a text that the cache can hold; 0 for `length`.
         fixed: lines that are not searched, with their specs.
         update: how a training step updates parameters; its number of microbatches is ignored.
         source_length: tokens per source of an encoder–decoder; 0 for `length`.

@@ -140,7 +140,7 @@ def test_spec_of(make_mesh):
     with pytest.raises(SpecError) as error:
         spec_of(VALUE, "BLE")
     assert str(error.value) == (
-        "cannot name the dimensions of an array of shape (8, 12) by 'BLE'.\n"
+        "cannot name the dimensions of an array of shape (8, 12) with 'BLE'.\n"
         "  Write one capital letter for each dimension of the array."
     )
 

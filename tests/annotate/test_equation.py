@@ -293,7 +293,9 @@ UNREADABLE = {
         ("         ^^", "this group is empty.", "Write a group as '(A, B)'; write nothing for a scalar."),
     ],
     "A, (A, A -> A": [("   ^", "this parenthesis is not closed.", "Write a group as '(A, B)'.")],
-    "A), A -> A": [(" ^", "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")],
+    "A), A -> A": [
+        (" ^", "this parenthesis closes nothing.", "Add the opening parenthesis, as in '(A, B)', or drop this one.")
+    ],
     "A (A, A) -> (A, A)": [(" ^", "a comma is missing between 'A' and '(A, A)'.", "Write 'A, (A, A)'.")],
     "A, (A, A) B -> (A, A)": [
         ("         ^", "a comma is missing between '(A, A)' and 'B'.", "Write '(A, A), B'."),

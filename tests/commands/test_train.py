@@ -165,7 +165,7 @@ def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path
             ):
                 Source.at(tmp_path)
             train.keep_tokenizer(Console(file=said, width=500), kept, tokenizer, str(files / "public"))
-            assert "tokenizer' is damaged, and written anew: " in said.getvalue()
+            assert "tokenizer' is damaged, and written again: " in said.getvalue()
             assert path.read_bytes() == content
         assert Source.at(tmp_path).tokenizer.encode(TEXT) == tokenizer.encode(TEXT)
 

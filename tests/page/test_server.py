@@ -142,7 +142,7 @@ def test_a_field_has_a_limit(client):
 
 
 def _malformed(draw: random.Random) -> tuple[bytes, dict[str, str]]:
-    """Draw a request that no page sends."""
+    """Draw a malformed request, which the page itself never sends."""
     good = json.dumps(ASKED).encode()
     at = draw.randrange(len(good))
     wild = [

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 MOST_FAULTS = 12
-"""The most faults that an error's message lists; it counts the rest, and `.faults` of the error holds them all."""
+"""The maximum number of faults that a message lists; it counts the rest, and `.faults` of the error holds them all."""
 _WIDEST = 160  # characters of a notation
 _LONGEST = 400  # characters of a sentence
 

@@ -49,7 +49,8 @@ class EquationReader(Reader):
             elif self._comma():
                 terms[-1].append(self.operand())
             elif self.take(")"):
-                self.fault(start, "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")
+                remedy = "Add the opening parenthesis, as in '(A, B)', or drop this one."
+                self.fault(start, "this parenthesis closes nothing.", remedy)
                 self._read_on(terms[-1])
             else:
                 before = terms[-1][-1]

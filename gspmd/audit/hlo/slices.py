@@ -31,7 +31,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PRODUCT = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
 _IN_SLICE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-broadcast)(-start)?")
 _SLICE = 100_000
-"""The number of a device is 100,000 · slice + the device's position in the slice; slices are counted from 1."""
+"""The id of a device is 100,000 · slice + the device's position in the slice; slices are counted from 1."""
 
 
 def of_all_slices(module: Module, mesh: Any) -> Module:

@@ -53,7 +53,7 @@ class Difference(Printed):
         return bool(self.rows) or self.flops[0] != self.flops[1]
 
     def table(self) -> Sheet:
-        """Return the changes as a rich table with the totals of bytes and operations."""
+        """Return a table of the changes, with the totals of bytes and operations."""
         sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
         for row in self.rows:
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]

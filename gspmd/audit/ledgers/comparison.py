@@ -54,7 +54,7 @@ class Comparison(Printed):
         return tuple(row for row in self.rows if row.verdict == verdict)
 
     def table(self) -> Sheet:
-        """Return planned and compiled bytes of every kind and set of axes, as a rich table."""
+        """Return a table of planned and compiled bytes for every kind and set of axes."""
         sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
         for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
             figures = amount_of_bytes(planned), amount_of_bytes(compiled)

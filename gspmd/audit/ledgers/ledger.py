@@ -79,7 +79,7 @@ class Ledger(Printed):
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self, together: bool = False) -> Sheet:
-        """Return the collectives as a rich table, with equal collectives in one row, most bytes first.
+        """Return a table of the collectives, with equal ones in one row, most bytes first.
 
         Args:
             together: whether the steps of one equation that differ only in their numbers share one row.

@@ -21,7 +21,7 @@ Steps = Mapping[Name, Sequence[PlannedStep]]
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One step of one equation with all its executions, or a collective that the compiler sends without a step.
+    """One step of one equation with all its executions, or a collective that the compiler adds without a step.
 
     Attributes:
         verdict: `"as planned"`; `"shared"`: the step uses the result of an equal step, or both steps are one reduction

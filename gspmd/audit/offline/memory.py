@@ -163,7 +163,7 @@ def _padded(array: Array, order: str, tiles: str) -> int:
 def buffers_table(
     buffers: Sequence[AllocatedArray], most: int = KEPT, title: str = "largest buffers of one device"
 ) -> Sheet:
-    """Return the largest buffers as a rich table, equal ones in one row."""
+    """Return a table of the largest buffers, with equal ones in one row."""
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)
     for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:

@@ -22,7 +22,7 @@ DRAWN = 0.93 * WIDTH
 """Approximate length of the time axis in inches."""
 
 _EDGED = 0.03
-"""Least width in inches of a bar that is drawn with a white edge; of a narrower bar only the edge would be seen."""
+"""Minimum width in inches of a bar that is drawn with a white edge; of a narrower bar only the edge would be seen."""
 
 _LABEL = 7.5
 """Font size of a bar's label, in points."""

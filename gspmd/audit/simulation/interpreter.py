@@ -17,7 +17,7 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""The transfers that an instruction may wait for through a value: the number of a transfer; for a tuple, such values by
+"""The transfers that an instruction may wait for through a value: the index of a transfer; for a tuple, such values by
 index; or None."""
 
 
@@ -77,7 +77,7 @@ class Interpreter:
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """Compute, send or copy; a transfer's number passes through instructions that have it as an operand."""
+        """Compute, send or copy; a transfer's index passes through instructions that have it as an operand."""
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
             self.machine.wait(_number(operands[0]))

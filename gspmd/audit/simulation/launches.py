@@ -5,7 +5,7 @@ from gspmd.audit.simulation.roofline import runs
 from gspmd.hardware.chips import Chip
 
 GRAPH_KERNELS = 5
-"""The least number of consecutive kernels that XLA records as one CUDA graph, which the host launches as a whole.
+"""The minimum number of consecutive kernels that XLA records as one CUDA graph, which the host launches as a whole.
 
 Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs. XLA makes them of fusions,
 copies, and calls of cuBLAS and cuDNN, but not of collectives or loops (openxla/xla,

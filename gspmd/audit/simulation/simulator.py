@@ -14,10 +14,10 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
 NOTABLE = 0.02
-"""The least fraction of a step at which a copy inside a loop is reported."""
+"""The minimum fraction of a step at which a copy inside a loop is reported."""
 
 NOTABLE_SLICES = 0.1
-"""The least fraction of a step at which the slices that loops copy out of stacks are reported."""
+"""The minimum fraction of a step at which the slices that loops copy out of stacks are reported."""
 
 _MODELLED = "times are modelled: products as in cuBLAS, other kernels by their bytes, launches, collectives as in NCCL"
 

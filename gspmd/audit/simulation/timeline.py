@@ -117,7 +117,7 @@ class Timeline(Printed):
         return placed
 
     def table(self) -> Sheet:
-        """Return the parts as a rich table, longest first, and the whole step in its last row."""
+        """Return a table of the parts, longest first, with the whole step in the last row."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         chips = f"{prod(self.mesh.values())} {self.chip.describe(self.mesh)}"
         title = f"timeline of {self.name or 'a program'}: one of {chips}, {mesh}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FRONT, _FOUND, _PRESET = PALETTE["collective-permute"], PALETTE["all-reduce"], PALETTE["einsum"]
 _NAMED = 2
-"""The most presets that one label names."""
+"""The maximum number of presets that one label names."""
 _NEAR = 0.02, 0.03
 """Marks closer than this, as fractions of the picture's width and height, share a label."""
 _LETTER, _LINE = 0.0077, 0.042

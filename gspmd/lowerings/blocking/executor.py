@@ -106,7 +106,7 @@ class Executor:
         return self.send(self.chains.products[number], value, self.outputs[self.output_of(number)].wire)
 
     def output_of(self, product: int) -> int:
-        """Return the number of the output to which a product belongs."""
+        """Return the index of the output to which a product belongs."""
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:

@@ -115,7 +115,7 @@ def _round(
     """Send the blocks of all walks round one axis each, at the same time.
 
     Yields:
-        The number of a walk, a position along the gathered dimension, and the part of a block that belongs there.
+        The index of a walk, a position along the gathered dimension, and the part of a block that belongs there.
     """
     blocks = [walk.block for walk in walks]
     for hop in range(max(mesh[walk.axes[stage]] for walk in walks)):

@@ -123,7 +123,7 @@ class RingTransfer:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
-        """Return the number of a chunk along a dimension, from the coordinates on its axes, major first."""
+        """Return the index of a chunk along a dimension, from the coordinates on its axes, major first."""
         index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)

@@ -9,7 +9,7 @@ from gspmd.planner.steps import Routine, Step
 STRIPES = (2, 4)
 
 FULL_STRIPE = 128
-"""The least size of a stripe: the number of rows that fill the lanes of a vector register."""
+"""The minimum size of a stripe: the number of rows that fill the lanes of a vector register."""
 
 
 def stripe_dim(

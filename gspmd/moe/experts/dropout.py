@@ -67,7 +67,7 @@ class Dropout:
             key: the two words of a threefry key.
             spec: the spec of the hidden activations.
             shape: the shape of the shard.
-            start: the number of the first slot, if slots are cut into chunks.
+            start: the index of the first slot, if slots are cut into chunks.
         """
         at = {dim: shard_index(spec.axes_of(dim)) * size for dim, size in zip(spec.dims, shape)}
         of = {dim: at[dim] + jax.lax.broadcasted_iota(jnp.int32, shape[:3], d) for d, dim in enumerate("GXC")}

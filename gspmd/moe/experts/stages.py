@@ -25,8 +25,8 @@ class StageEquation:
     Attributes:
         routine: the routine.
         inputs, outputs: the tensors of the routine.
-        weights: the numbers of the inputs that are moved once.
-        sums: the numbers of the outputs that are added up over the chunks and then reduced once.
+        weights: the indices of the inputs that are moved once.
+        sums: the indices of the outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine
@@ -89,7 +89,7 @@ class ChunkedEquation:
         )
 
     def weights(self, pieces: Arrays) -> Arrays:
-        """Move the weights among the inputs, and return them by the number of the move."""
+        """Move the weights among the inputs, and return them by the index of the move."""
         executor = self._executor(RoutineChains(self.once, {}, {}, {}))
         return dict(zip(self.once, executor.move_all(self.once, pieces)))
 
@@ -99,7 +99,7 @@ class ChunkedEquation:
         """Run the equation on a chunk.
 
         Args:
-            number: the number of the chunk.
+            number: the index of the chunk.
             pieces: the inputs other than weights.
             weights: the moved weights that `weights` returned.
             rows: [X] int32, the number of rows of each expert if slots are rows sorted by expert; otherwise None.

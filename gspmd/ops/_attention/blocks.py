@@ -19,7 +19,7 @@ LARGEST = 2**25
 _BLOCK = 2**24
 """Number of logits in a block: few enough for a TPU v4 to keep them on the chip."""
 _LENGTHS = 512, 2048
-"""The least number of keys in a block, and the largest number of queries or keys.
+"""The minimum number of keys in a block, and the maximum number of queries or keys.
 
 With fewer keys, rescaling the running sums of values takes more time than the products.
 """

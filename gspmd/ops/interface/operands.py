@@ -14,7 +14,7 @@ from gspmd.hardware.dtypes import no_joint
 
 
 def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
-    """Return the arrays of a call in reading order, group members one by one.
+    """Return the arrays of a call in reading order, including every member of a group.
 
     Raises:
         SpecError: the number of operands is wrong, or an operand is neither an array nor a tuple of arrays.

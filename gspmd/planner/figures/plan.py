@@ -32,7 +32,7 @@ _STEP = 62.0
 _HEAD = 16.0
 """Height of an operand's name above its first box."""
 _NARROW = 330.0
-"""Least width for the lines of the heading."""
+"""Minimum width for the lines of the heading."""
 
 
 @dataclass

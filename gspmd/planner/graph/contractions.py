@@ -40,7 +40,7 @@ class PlacedTensor:
     Attributes:
         tensor: the operand as given, or the result as requested.
         paths: the shortest paths between its placements.
-        nodes: the number of its placement in each row of the table.
+        nodes: the index of its placement in each row of the table.
     """
 
     tensor: Tensor
@@ -133,7 +133,7 @@ class ContractionTable:
 
     @property
     def _target_number(self) -> int:
-        """The number of the placement to which the result is brought before any dimension is broadcast."""
+        """The index of the placement to which the result is brought before any dimension is broadcast."""
         spec = self.result.tensor.spec
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 

@@ -81,7 +81,7 @@ class ShortestPaths:
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """Return the number of a placement; -1 if the axes of the placement do not divide the sizes."""
+        """Return the index of a placement; -1 if the axes of the placement do not divide the sizes."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )

@@ -2,7 +2,7 @@
 
 A placement gives each mesh axis a role: it shards a dimension, at some position in the order of that dimension's axes,
 or belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
-numbered, and a placement is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n
+numbered, and a placement is a row with the index of a sequence for each dimension. Sets of axes are bit masks. For n
 axes and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
 15,120 for 5 axes.
 """
@@ -146,12 +146,12 @@ class Nodes:
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the number of the placement with each of these keys; -1 for a key that no placement has."""
+        """Return the index of the placement with each of these keys; -1 for a key that no placement has."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return a placement's number; -1 if its axes do not divide the sizes, or its partial sum is not allowed."""
+        """Return a placement's index; -1 if its axes do not divide the sizes, or its partial sum is not allowed."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 

@@ -141,7 +141,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """Return the lowest cost for each number from 0 to `count` - 1; `at` gives the number of each cost."""
+    """Return the lowest cost for each index from 0 to `count` - 1; `at` gives the index of each cost."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))

@@ -21,7 +21,7 @@ NEAR = 5e-4
 TOLERANCE = 1e-4
 """The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
-"""The most times that a search may ask whether to stop: the search for an answer, and the search for the best answer
+"""How often a search may at most ask whether to stop: the search for an answer, and the search for the best answer
 with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
 
 

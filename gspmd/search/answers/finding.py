@@ -79,7 +79,7 @@ class SearchResult(Printed):
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
 
     def table(self) -> Sheet:
-        """Return the meshes that were tried as a rich table, the cheapest first."""
+        """Return a table of the meshes that were tried, cheapest first."""
         sheet = Sheet("the cheapest layout on every mesh", _COLUMNS)
         for each in self._rows():
             answer = self.answer if each is self.best else each.answer

@@ -83,7 +83,7 @@ class Corpus:
 
         Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; the
         rest after the last whole window is dropped. With an objective, a batch is a dictionary of int32 arrays (see
-        `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
+        `gspmd.training.data.objectives`), and spans and splits are drawn again in every epoch. A batch may span two
         epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
         checkpoints. It does not depend on the number of processes.
 
@@ -253,7 +253,7 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if "text" in names:
         faults.insert(0, "the text differs, because of its files, their contents, or validation_fraction.")
     if faults:
-        remedy = "Leave out the flags of the data to use the run's own data, or start anew in another --out."
+        remedy = "Leave out the data flags to use the run's own data, or start anew in another --out."
         raise ConfigError("cannot resume: the batches would differ from those of the run so far.", [*faults, remedy])
 
 

@@ -2,7 +2,7 @@
 
 A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1], for an
 encoder–decoder also `source` [T] and `source_segments` [T]; `tokens` is then the row of the decoder. Segments number
-the documents of a row, from 1; padding, which stands at the end, has 0. Source segment s belongs to target segment s. A
+the documents of a row, from 1; padding, which comes last, has 0. Source segment s belongs to target segment s. A
 token is predicted from the previous one if both are in one segment.
 """
 

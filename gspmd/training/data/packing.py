@@ -86,7 +86,7 @@ class PackedRows:
 
 
 class PackedBatches(Iterator[Row]):
-    """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
+    """Iterate endlessly over batches of packed rows, shuffled again in every epoch.
 
     The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled
     again, since its last rows are less full. The seed gives every process the same rows, and each reads only the tokens

@@ -169,7 +169,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
         return None
     except ValueError as error:
         if tell:
-            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and are made anew.")
+            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and are made again.")
         return None
 
 

@@ -150,7 +150,7 @@ def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, b
             everything is part 0.
 
     Yields:
-        The number of the part, and a piece of it.
+        The index of the part, and a piece of it.
     """
     held = b""
     for part, left in enumerate((None,) if cut is None else (cut, None)):

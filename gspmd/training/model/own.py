@@ -312,7 +312,7 @@ class Own:
         self.trained(layout, frozen)
 
     def num_parameters(self, layout: Layout) -> int:
-        """Return the number of the model's parameters."""
+        """Return how many parameters the model has."""
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:

@@ -126,7 +126,7 @@ def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
 
 
 def _code(code: jax.Array, extra: int) -> jax.Array:
-    """Return the number of a code, from 0 to `_top`."""
+    """Return the value that a code stands for, from 0 to `_top`."""
     first = 2**extra
     decade = jnp.floor(jnp.log2((jnp.maximum(code, 1) + first - 1) / first + 1e-6))
     parts = jnp.exp2(decade) * first
@@ -136,7 +136,7 @@ def _code(code: jax.Array, extra: int) -> jax.Array:
 
 
 def _top(extra: int) -> float:
-    """Return the number of the last code."""
+    """Return the value that the last code stands for."""
     return 0.1 + 0.9 * (1 - 0.5 / 2 ** (_DECADES - 1 + extra))
 
 

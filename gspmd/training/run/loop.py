@@ -222,7 +222,7 @@ class _Run:
     def finish(self, state: TrainState) -> None:
         """Validate on up to `last_validation` batches of held-out text, and write the last object of metrics.jsonl.
 
-        A signal that arrives during the last batch stops the run after the validation.
+        If a signal arrives during the last of these batches, the run stops once the result is written.
         """
         self._wait()  # the last step is safe before the validation, which may take long
         limit = self.config.last_validation

@@ -1,4 +1,4 @@
-"""The training step, the state and the evaluation of any model in any layout, for arrays and for their shapes."""
+"""The training step, the state and the evaluation of any model in any layout, for arrays or for abstract shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

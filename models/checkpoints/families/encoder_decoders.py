@@ -217,7 +217,7 @@ def _t5_stack(path: str, stack: str, dense: str, last: int) -> dict[str, Stored]
         path: the beginning of its parameters' paths.
         stack: its name.
         dense: the name of its dense feed-forward layers.
-        last: the number of the feed-forward layer in a block.
+        last: the index of the feed-forward layer in a block.
     """
     block = f"{stack}.block.{{N}}"
     feed_forward = f"{block}.layer.{last}.{dense}"

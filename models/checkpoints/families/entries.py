@@ -1,7 +1,7 @@
 """Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
-An entry that is in none of these tables, and that the family does not read, is refused by name, since it may change the
-results of the model.
+An entry that is in none of these tables, and that the family does not read, is refused with an error that names it,
+since it may change the results of the model.
 """
 
 from __future__ import annotations

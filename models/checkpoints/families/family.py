@@ -46,7 +46,7 @@ class Stored:
     """The stored form of a parameter.
 
     Attributes:
-        name: the tensor's name; {N} is the number of the layer and {X} the number of the expert.
+        name: the tensor's name; {N} is the index of the layer and {X} the index of the expert.
         dims: the tensor's dimensions, in the parameter's letters; dimensions in parentheses are merged into one, as in
             "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where
             they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for
