@@ -36,8 +36,9 @@ TABLED = {
 MODEL = "model."
 _TOP = """# Commands
 
-Every command with its flags; those that `--help` shows come first, and `--help-all` shows the others too. This page is
-generated: `python scripts/document_commands.py`.
+Every command with its flags; those that `--help` shows come first, and `--help-all` shows the others too. Without
+`--config`, `gspmd train` reads configs/default.toml, which sets some flags to values other than the defaults below;
+`gspmd train --help` shows these values. This page is generated: `python scripts/document_commands.py`.
 """
 _OF_MODEL = """## Flags of a model
 

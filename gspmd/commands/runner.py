@@ -18,6 +18,7 @@ from gspmd.display import terminal
 from gspmd.interruption import number_of
 from gspmd.training import processes
 from gspmd.training.checkpoints import newest
+from gspmd.training.model.finding import blamed
 from gspmd.training.run.folder import Unwritable
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.signals import Interrupted, terminable, unheard
@@ -85,9 +86,12 @@ def guarded(
     except KeyboardInterrupt as stopped:
         message, code = f"\n{interrupted}", 128 + number_of(stopped)
     except Exception as error:
-        if not processes.several():
+        if blame := blamed(error):
+            message, code = told(ConfigError("the model failed:", blame)), 2
+        elif not processes.several():
             raise
-        message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
+        else:
+            message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
     terminal.leave()  # Otherwise the message would fail if the terminal was closed.
     if processes.several() and not together:
         processes.fail(code, message, sure=sure)  # It may wait for processes that have not arrived.

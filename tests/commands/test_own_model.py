@@ -270,3 +270,46 @@ def test_a_step_is_compiled_for_64_chips_that_are_not_there(folder, capfd):
     assert "64 tpu-v5e devices, mesh x=8 y=8" in capfd.readouterr().out
     figures = json.loads((here / "figures.json").read_text())
     assert figures["fits"]
+
+
+def test_an_error_of_the_model_names_its_line(folder, capsys):
+    """Not a traceback through JAX and this package; the innermost line of the model comes before the error."""
+    here, name = folder
+    assert train.run(flags(name, "--explain", "--mesh", "x=4,y=2")) == 0
+    faulty = "def loss(self, *given, **more):\n        return {}['spatialx']\n\n    def unused("
+    (here / f"{name}f.py").write_text(MODEL.replace("def loss(", faulty, 1))
+    sys.path_importer_cache.clear()
+    capsys.readouterr()
+    assert train.run(flags(f"{name}f", "--explain", "--mesh", "x=4,y=2")) == 2
+    said = capsys.readouterr().err
+    assert "ConfigError: the model failed:\n" in said
+    assert f"{here}/{name}f.py:" in said
+    assert "in loss: return {}['spatialx']\n  KeyError: 'spatialx'\n" in said
+    assert len(said[said.index("ConfigError") :].splitlines()) <= 8
+    assert "Traceback" not in said
+
+
+def test_a_model_that_python_cannot_read_is_one_message(folder, capsys):
+    here, name = folder
+    (here / f"{name}s.py").write_text("import jax\nclass Tiny(:\n")
+    (here / f"{name}e.py").write_text("import jax\nSIZE = 1 // 0\n")
+    sys.path_importer_cache.clear()
+    assert train.run(flags(f"{name}s")) == 2
+    assert f"{here}/{name}s.py:2: invalid syntax: class Tiny(:\n" in capsys.readouterr().err
+    assert train.run(flags(f"{name}e")) == 2
+    said = capsys.readouterr().err
+    assert f"{here}/{name}e.py:2, in <module>: SIZE = 1 // 0\n  ZeroDivisionError: " in said
+
+
+def test_a_fault_of_gspmd_keeps_its_traceback(folder, monkeypatch):
+    here, name = folder
+    (here / f"{name}g.py").write_text(MODEL)
+    sys.path_importer_cache.clear()
+
+    def broken(*given, **more):
+        raise KeyError("a fault of gspmd")
+
+    broken.__code__ = broken.__code__.replace(co_filename=gspmd.__file__)
+    monkeypatch.setattr(gspmd.ops, "cross_entropy", broken)
+    with pytest.raises(KeyError, match="a fault of gspmd"):
+        train.run(flags(f"{name}g", "--explain", "--mesh", "x=4,y=2"))

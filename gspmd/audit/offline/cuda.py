@@ -65,7 +65,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
         raise PlanError(
             f"cannot describe {name!r}: JAX's plugin for CUDA, with the compiler for GPUs, is not installed.\n"
             f"  Install it with pip install 'gspmd[gpu-offline]', on Linux (jax {jax_version} needs "
-            f"jax-cuda12-plugin=={wanted})."
+            f"jax-cuda12-plugin=={wanted}); or ask gspmd search --topology {name}, which needs no compiler."
         )
     # The plugin loads the compiler, which is in a separate package, and reports nothing if that is missing.
     plugin = next((each for each, version in found.items() if version == wanted), next(iter(found)))

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -19,6 +20,11 @@ T = TypeVar("T", bound=Dataclass)
 METHODS = ("sizes", "parameters", "loss")
 """Methods that a class needs to be a `gspmd.training.model.Model`."""
 _NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
+
+
+_FOLDERS: set[Path] = set()
+"""The folders of the modules of custom models that were imported."""
+_MOST_FRAMES, _MOST_LINES = 3, 3
 
 
 def find(name: str) -> type:
@@ -59,11 +65,39 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
             fault = f"there is no module {name!r} in {where!r}, nor where Python looks for modules.{hint}"
             raise ConfigError(doing, [fault]) from None
         raise ConfigError(doing, [f"its module imports {error.name!r}, which is not installed."]) from None
+    except SyntaxError as error:
+        raise ConfigError(
+            doing, [f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"]
+        ) from None
+    except Exception as error:
+        _FOLDERS.add(Path(where))
+        if blame := blamed(error):
+            raise ConfigError(doing, blame) from None
+        raise
+    if module.__file__:
+        _FOLDERS.add(Path(module.__file__).resolve().parent)
     there = _file(name, folder)
     if there and module.__file__ and not Path(module.__file__).resolve().is_relative_to(there.resolve()):
         fault = f"Python already has another module {name!r}, {module.__file__}; give the file another name."
         raise ConfigError(doing, [fault])
     return module
+
+
+def blamed(error: BaseException) -> list[str]:
+    """Return where an error arose in the code of a custom model, and what it is; empty if it arose elsewhere.
+
+    Such an error, of JAX or of Python, is the user's to correct, and its traceback is mostly frames of libraries. If
+    the innermost frame that is not of a library is one of gspmd, the error is a fault of gspmd, and not blamed.
+    """
+    package = Path(__file__).resolve().parents[2]
+    frames = [(Path(frame.filename).resolve(), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    known = [(path, frame) for path, frame in frames if path.is_relative_to(package) or path.parent in _FOLDERS]
+    if not known or known[-1][0].is_relative_to(package):
+        return []
+    frames = [frame for path, frame in known if not path.is_relative_to(package)]
+    at = [f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in frames[-_MOST_FRAMES:]]
+    said = f"{type(error).__name__}: {error}".splitlines()
+    return [*at, *said[:_MOST_LINES], *(["..."] if len(said) > _MOST_LINES else [])]
 
 
 def _file(module: str, folder: Path) -> Path | None:

@@ -138,7 +138,8 @@ def test_without_the_plugin(monkeypatch):
         topology("h100:8")
     assert str(error.value) == (
         "cannot describe 'h100:8': JAX's plugin for CUDA, with the compiler for GPUs, is not installed.\n"
-        "  Install it with pip install 'gspmd[gpu-offline]', on Linux (jax 0.10.2 needs jax-cuda12-plugin==0.10.2)."
+        "  Install it with pip install 'gspmd[gpu-offline]', on Linux (jax 0.10.2 needs jax-cuda12-plugin==0.10.2); "
+        "or ask gspmd search --topology h100:8, which needs no compiler."
     )
 
 
