@@ -155,7 +155,7 @@ ROWS = (
     Row("model × expert × pipeline", "megatron-folded", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 2, layers=8)),
     Row("model × context", "context-parallel", {"y": 8}, {"attention.query": "BL_yH_yD"}, reason="mesh axis y"),
     Row("expert × context", "context-parallel", {"y": 8}, {"moe.groups": "GL_yE", "moe.dispatched": "GXCE"},
-        reason="dimension L of moe.groups stays whole"),
+        reason="dimension L of moe.groups must not be sharded"),
     Row("context", "context-parallel", {"y": 8}, length=24, reason="zigzag order cuts it into 16 chunks"),
     Row("expert", "gshard", {"x": 8}, config=replace(DENSE, moe=MoEConfig(experts=4, every=2)),
         reason="dimension X has size 4"),

@@ -160,7 +160,7 @@ def test_a_picture_that_cannot_be_written_takes_nothing_else_with_it(run, tmp_pa
     files = ["--svg", "/nowhere/a.svg", "--png", str(tmp_path / "plan.png")]
     code, out, err = run(EQUATION, *MESH, *SIZES, *files)
     assert (code, out) == (2, run(EQUATION, *MESH, *SIZES)[1])
-    assert "explain.py: cannot write /nowhere/a.svg: No such file or directory.\n  Name a file" in err
+    assert "explain.py: cannot write --svg /nowhere/a.svg: No such file or directory. Name a file elsewhere." in err
     assert "explain.py: cannot draw a PNG without resvg." in err
     code, _, err = run(EQUATION, *MESH, *SIZES, "--svg", str(tmp_path / "plan.svg"), "--png", "/nowhere/a.png")
     assert (code, err.count("explain.py: ")) == (2, 1)

@@ -265,7 +265,7 @@ def test_settings_of_adapters_without_a_rank_are_refused():
 def test_targets_are_checked(config):
     with pytest.raises(ValueError, match=r"Did you mean 'attention\.w_q'\?"):
         LoraConfig(4, targets=("attention.q",))
-    with pytest.raises(ValueError, match=r"lora.targets has ffn.w_gate, and this model has no such weight"):
+    with pytest.raises(ValueError, match=r"lora.targets has ffn.w_gate, but this model has no such weight"):
         config(activation="gelu", lora=LoraConfig(4, targets=("ffn.w_gate",)))
 
 

@@ -45,7 +45,7 @@ def test_dense_layers_beside_experts_need_their_lines(config):
     with pytest.raises(LayoutError) as fault:
         parameters(mixed, lacking)
     assert str(fault.value) == (
-        "cannot use layout 'gshard': 1 of the model's 2 layers have no experts, and ffn.w_in, ffn.hidden and ffn.w_out "
+        "cannot use layout 'gshard': 1 of the model's 2 layers have no experts, but ffn.w_in, ffn.hidden and ffn.w_out "
         'are not written.\n  Write w_in = "EF", hidden = "BLF" and w_out = "FE" in [ffn], with their mesh axes.'
     )
     with pytest.raises(LayoutError, match="3 of the model's 6 layers have no experts"):

@@ -103,7 +103,7 @@ def test_faults_are_named():
     rows, weights = jnp.ones((4, 2)), jnp.ones((3, 2, 5))
     with pytest.raises(ValueError, match=r"form is 'padded'\.\n  Choose from ragged, blocks"):
         grouped_matmul(rows, weights, jnp.array([1, 1, 1]), form="padded")
-    with pytest.raises(ValueError, match=r"found \(4, 2\), \(3, 2, 5\), \(2,\)"):
+    with pytest.raises(ValueError, match=r"rows \(4, 2\), weights \(3, 2, 5\), sizes \(2,\)"):
         grouped_matmul(rows, weights, jnp.array([1, 1]))
 
 

@@ -84,7 +84,7 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 
     Example:
         >>> block_faults({"w": (8, 64)}, {"w": (8, 16)}, block=64)
-        ["moments in int8 have blocks of 64 numbers, but a device has 16 of w's 64; set moments_block to 16."]
+        ["moments in int8 have blocks of 64 values, but a device has 16 of w's 64; set moments_block to 16."]
     """
     faults = []
     for name, shape in shapes.items():

@@ -267,7 +267,7 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
     assert program.arguments[program.donated].source == cache.source
     with pytest.raises(GenerationError, match="the model has an encoder, but source_length is 0; it must be at least"):
         serving_program(TRANSLATOR, layout, mesh, "decode", batch=8, room=16)
-    with pytest.raises(GenerationError, match="layouts are ranked for decoder-only models, and this one has"):
+    with pytest.raises(GenerationError, match="layouts are ranked for decoder-only models, but this one has"):
         rank_serving(TRANSLATOR, [layout], mesh, "decode", batch=8, room=16)
 
 
