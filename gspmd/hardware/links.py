@@ -119,7 +119,7 @@ include the time to start some fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
-"""How many times a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
+"""Number of times that a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
 
 
 def gathers_round_each_axis(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """How devices divide the key heads, if query heads are sharded over more mesh axes than key heads.
+    """The division of key heads among devices, if query heads are sharded over more mesh axes than key heads.
 
     Key heads are split further over the mesh axes `sliced`. A device then has `heads` key heads, which are the same for
     all devices along the mesh axes `common`, and uses one of these heads.

@@ -76,7 +76,7 @@ class SearchSettings:
     cache: Literal["dtype", "int8"] = "dtype"
     """Dtype in which serving keeps keys and values; int8 has a float32 scale for each token and head."""
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
-    """What the backward pass recomputes; if not given, the best choice."""
+    """The choice of what the backward pass recomputes; if not given, the best one."""
     memory: float = 0.9
     """Fraction of a device's memory that may be used."""
     layout: str = ""

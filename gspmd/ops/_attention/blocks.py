@@ -120,7 +120,7 @@ class Form:
     scale: float
     causal: bool
     width: int | None = None
-    """How many leading entries of a key `key_scales` apply to; the rest have `rest_scales` (see `online.attend`)."""
+    """Number of leading entries of a key that `key_scales` apply to; the rest have `rest_scales` (`online.attend`)."""
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the pairs of blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] to compute."""

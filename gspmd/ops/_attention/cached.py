@@ -206,7 +206,7 @@ class _CachedAttention:
     cached: tuple[str, ...]
     """The names of the cache's arrays that are given, from `_CACHED`."""
     width: int | None
-    """How many leading entries of a key are also its value; None if values are separate arrays."""
+    """Number of leading entries of a key that are also its value; None if values are separate arrays."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""

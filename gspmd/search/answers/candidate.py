@@ -21,8 +21,8 @@ NEAR = 5e-4
 TOLERANCE = 1e-4
 """The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
-"""How often a search may at most ask whether to stop: the search for an answer, and the search for the best answer
-with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
+"""The largest numbers of times that a search may ask whether to stop: a search for an answer, and one for the best
+answer with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
 
 
 class StepBudget:
@@ -49,7 +49,7 @@ products and collectives, of which only a tenth is priced, cost more than a smal
 
 
 Outcome = Literal["solved", "not better", "nothing fits", "not solved"]
-"""How the search on a mesh ended: with an answer; without one, since the mesh's lower bound is no better than the best
+"""The end of the search on a mesh: with an answer; without one, since the mesh's lower bound is no better than the best
 answer; without one, since no layout fits; or without one yet, since it was interrupted."""
 
 

@@ -203,7 +203,7 @@ ATTENTION = {
     "length": {"query": "B_zLH_xyD", "key": ["B_zLK_xyD", "B_zLK_xD", "B_zLKD"], "cache": ["B_zT_xyKD"]},
     "mixed": {"query": "B_zLH_xyD", "key": ["B_zLKD"], "cache": ["B_xT_yK_zD", "B_xzT_yKD"]},
 }
-"""Where queries, keys and the cache lie; of several specs the first one that divides."""
+"""The specs of queries, keys and the cache; of several, the first one that divides is used."""
 MESHES = {"8x1x1": {"x": 8, "y": 1, "z": 1}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "4x2x1": {"x": 4, "y": 2, "z": 1}}
 LOWERINGS = ("xla", "blocking", "looped")
 
