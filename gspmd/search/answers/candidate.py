@@ -22,7 +22,8 @@ TOLERANCE = 1e-4
 """The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
 """The largest numbers of times that a search may ask whether to stop: a search for an answer, and one for the best
-answer with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
+answer with a different option. Calls are counted instead of seconds, so that the same question always has the same
+answer."""
 
 
 class StepBudget:
