@@ -1,6 +1,8 @@
 """Looking rows up: every way a table and tokens can lie, and the cheapest way to bring them together."""
 
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
+from itertools import combinations_with_replacement, pairwise, permutations
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,46 @@ def test_the_gradient_chooses_for_itself(make_mesh):
     assert few == [("ids", "all-gather", ("x",)), ("cotangent", "all-gather", ("x",))]
     many = _planned(make_mesh, {"x": 4, "y": 2}, "B_xL, V_xE -> B_xLE", 2**20, 256, 512, gradient=True)
     assert many == [("gradient of table", "reduce-scatter", ("x",))]
+
+
+@pytest.mark.parametrize(
+    ("equation", "sizes"),
+    [
+        ("B_xyL, VE_yzx -> B_xyLE_z", {"B": 16, "L": 256, "V": 2048, "E": 1024}),  # best with the order E_zxy
+        ("B_yzxL, VE_y -> BLE_xz", {"B": 8, "L": 256, "V": 2048, "E": 1024}),  # best with the order B_xz
+        ("B_xL, V_xE_yz -> B_xLE_yz", {"B": 8, "L": 256, "V": 2048, "E": 64}),
+    ],
+)
+def test_no_placement_of_the_lookup_is_cheaper(make_mesh, equation, sizes):
+    """Against brute force: every order of the mesh axes on every dimension, each move planned by `gspmd.plan`."""
+    specs, rows = _specs(equation)
+    given = [gspmd.Spec.parse(each) for each in (*specs, rows)]
+    homes = {axis: {dim for spec in given for dim in spec.dims if axis in spec.axes_of(dim)} for axis in CUBE}
+
+    @cache
+    def seconds(move, dtype):
+        return gspmd.plan(move, sizes, CUBE, dtype).seconds
+
+    costs = []
+    for axes in permutations(CUBE):
+        for cuts in combinations_with_replacement(range(len(axes) + 1), 4):  # the axes left over shard nothing
+            held = dict(zip("BLVE", (axes[start:end] for start, end in pairwise((0, *cuts)))))
+            if any(dim not in homes[axis] for dim in held for axis in held[dim]):
+                continue
+            b, length, v, e = (f"{dim}_{''.join(held[dim])}" if held[dim] else dim for dim in "BLVE")
+            found = b + length + e + (f" partialsum-{''.join(held['V'])}" if held["V"] else "")
+            moves = (
+                (f"{specs[0]} -> {b}{length}", "int32"),
+                (f"{specs[1]} -> {v}{e}", "bfloat16"),
+                (f"{found} -> {rows}", "bfloat16"),
+            )
+            with suppress(gspmd.PlanError):  # the axes do not divide a size
+                costs.append(sum(seconds(*each) for each in moves))
+    ids = jax.ShapeDtypeStruct((sizes["B"], sizes["L"]), jnp.int32)
+    table = jax.ShapeDtypeStruct((sizes["V"], sizes["E"]), jnp.bfloat16)
+    with jax.set_mesh(make_mesh(CUBE, "auto")):
+        planned = gspmd.trace(lambda ids, table: embed(ids, table, equation), ids, table)
+    assert planned.seconds == pytest.approx(min(costs), rel=1e-9)
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
