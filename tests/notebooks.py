@@ -44,17 +44,13 @@ def run(name):
         book.cells.insert(0, nbformat.v4.new_code_cell(plain))
         with client.setup_kernel(env=environment):
             for number, cell in enumerate(book.cells):
-                client.execute_cell(cell, number)
+                client.execute_cell(cell, number, store_history=number > 0)  # the first cell is not counted
         del book.cells[0]
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times of day
         if cell.cell_type == "code":
-            # Progress and warnings of libraries, which come or not; and counts begin after the cell that is gone.
+            # Progress and warnings of libraries, which come or not.
             cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
-            cell.execution_count = None if cell.execution_count is None else cell.execution_count - 1
-            for each in cell.outputs:
-                if each.output_type == "execute_result":
-                    each.execution_count = cell.execution_count
     return book
 
 

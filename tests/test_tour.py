@@ -38,6 +38,7 @@ def test_outputs_are_kept_without_errors_or_folders(name):
     for cell in cells:
         assert not any(output.output_type == "error" for output in cell.outputs)
         assert not any("/tmp/" in str(output) or str(TOUR.parents[1]) in str(output) for output in cell.outputs)
+        assert not any("ipykernel_" in str(output) for output in cell.outputs)  # Sources are named `In[5]:7`.
 
 
 def test_a_kept_picture_that_is_stale_is_noticed():

@@ -1,8 +1,6 @@
-"""A line of progress in a notebook.
+"""A line of progress in a notebook, and the names of its cells."""
 
-Each new text replaces the line, since a line for each text would fill the cell.
-"""
-
+import sys
 from html import escape
 from threading import Lock
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 class Cell:
     """A part of the output of a notebook's cell, whose contents can be replaced.
 
+    Each new text of progress replaces the last one, since a line for each text would fill the cell.
     `show` may be called from any thread: the kernel finds the cell by the id of this part.
     """
 
@@ -35,3 +34,18 @@ class Cell:
         with self._lock:
             if self._handle is not None:
                 self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
+
+
+def cell_of(file: str) -> str:
+    """Return the cell whose code Python knows by the name of this file, as `In[3]`; "" for any other file.
+
+    The name that a kernel gives to the code of a cell is a path in a temporary folder of the kernel's process, which
+    means nothing to the reader of a table.
+    """
+    if "IPython" not in sys.modules:
+        return ""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    found = shell.compile.format_code_name(file) if shell is not None else None
+    return found[1] if found else ""

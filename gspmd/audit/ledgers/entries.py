@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gspmd.display.notebook import cell_of
 from gspmd.display.plain import printable
 from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.lowerings.scopes import read_step
@@ -72,8 +73,10 @@ def step_text(step: str) -> str:
 
 
 def short(source: str) -> str:
-    """Return a source line `file:line`, with only the last two parts of the path."""
-    return "/".join(Path(source).parts[-2:]) if source else ""
+    """Return a source line `file:line` with only the last two parts of the path; in a notebook, `In[3]:line`."""
+    file, _, line = source.rpartition(":")
+    cell = cell_of(file)
+    return f"{cell}:{line}" if cell else "/".join(Path(source).parts[-2:]) if source else ""
 
 
 def by_kind_and_axes(entries: Iterable[Entry]) -> dict[Key, tuple[int, int]]:
