@@ -19,7 +19,6 @@ from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
 from gspmd.training.config import ConfigError, parse_mesh
-from gspmd.training.model import Own
 from gspmd.training.step import Update, abstract_program
 from gspmd_models import step
 from gspmd_models.decoding import GenerationError
@@ -149,7 +148,7 @@ def compiled(
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
     if own.is_own(settings):
-        of_one, at = Own(settings.model), layout.resolved(config.sizes(settings.batch, settings.length), mesh)
+        of_one, at = own.subject(settings), layout.resolved(config.sizes(settings.batch, settings.length), mesh)
         of_row = settings.length * of_one.flops_per_token(at, settings.length)
         parameters = of_one.num_parameters(at)
     else:

@@ -15,7 +15,7 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import automatic, hub, overview, runner
+from gspmd.commands import automatic, hub, overview, own, runner
 from gspmd.commands.generate_settings import DOING, GenerateSettings, ServingSharding, parse
 from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
@@ -195,7 +195,7 @@ def generate_own(
 ) -> int:
     """Continue the prompts with the custom model of a run, or print the bytes that its program would send and hold."""
     tokenizer = tokenizer_of(folder)
-    subject = Own(run.model)
+    subject = own.subject(run)
     refuse_for_own(settings, subject)
     vocabulary = subject.fixed_sizes().get("V", 256)
     ids = decoding.read_prompts(

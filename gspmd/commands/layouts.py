@@ -178,9 +178,9 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
         given = {name: value for name in ("batch", "length") if (value := getattr(options, name)) is not None}
         training = replace(file.training, **given)
         if is_own(file):
-            from gspmd.training.model import Own  # This imports JAX, as the model has done already.
+            from gspmd.commands import own  # This imports JAX, as the model has done already.
 
-            sizes = Own(file.model).sizes(training.batch, training.length)
+            sizes = own.subject(file).sizes(training.batch, training.length)
         else:
             sizes = file.model.sizes(training.batch, training.length, source_length_of(file))
     elif options.batch is not None or options.length is not None:

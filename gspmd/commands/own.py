@@ -27,6 +27,11 @@ def module_of(settings: Any) -> list[ModuleType]:
     return [sys.modules[type(settings.model).__module__]] if is_own(settings) else []
 
 
+def subject(settings: Any, dtype: Any = jnp.float32) -> Own:
+    """Return the custom model of settings, as a model whose loss is computed in a dtype."""
+    return Own(settings.model, dtype)
+
+
 def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     """Refuse settings that a custom model does not support.
 
@@ -57,7 +62,7 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
             faults.append("its loss would treat the documents of a packed row as one text; leave --pack out.")
         if training.sample_bytes:
             faults.append("training does not sample text from it; leave --sample-bytes out.")
-        vocabulary, ids = Own(settings.model).fixed_sizes().get("V"), 256 if tokens is None else tokens
+        vocabulary, ids = subject(settings).fixed_sizes().get("V"), 256 if tokens is None else tokens
         if vocabulary is not None and vocabulary < ids:
             of = "bytes are" if tokens is None else f"the tokenizer {training.tokenizer!r} has"
             faults.append(f"dimension V has size {vocabulary}, but {of} {ids:,} tokens; make V at least as large.")
@@ -74,7 +79,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (
-        Own(settings.model, of)
+        subject(settings, of)
         if is_own(settings)
         else Language(settings.model, of, sharding.schedule, sharding.rounds, **_rows_of(settings))
     )
@@ -95,7 +100,7 @@ def _rows_of(settings: Any) -> dict[str, Any]:
 
 def facts(settings: Any, layout: Layout) -> dict[str, str]:
     """Return the lines of a run's header that describe the model and its step."""
-    training, model = settings.training, Own(settings.model)
+    training, model = settings.training, subject(settings)
     flops = training.batch * training.length * model.flops_per_token(layout, training.length)
     return {
         "model": f"{settings.model_class or model.name}, {model.num_parameters(layout):,} parameters",
@@ -105,7 +110,7 @@ def facts(settings: Any, layout: Layout) -> dict[str, str]:
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
     """Show the placement of every parameter, and of every other tensor in the layout's own sections."""
-    training, model = settings.training, Own(settings.model)
+    training, model = settings.training, subject(settings)
     rows = model.rows(layout)
     placed: Placed = {path: (row.spec, row.shape) for path, row in rows.items()}
     report.show_tensors(console, "Parameters", placed, mesh, training.parameter_dtype)

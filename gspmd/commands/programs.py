@@ -22,7 +22,6 @@ from gspmd.display.progress import Progress
 from gspmd.interruption import answering
 from gspmd.training import Program, processes
 from gspmd.training.arrangement import Arrangement
-from gspmd.training.model import Own
 from gspmd.training.reporting import memory, speed
 from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import Update, building, jit_step
@@ -68,7 +67,7 @@ def initial_values(console: Console, settings: RunSettings, arrangement: Arrange
     if not own.is_own(settings):
         return models.arrays(begin(console, settings, arrangement))
     key = jax.random.key(settings.training.seed)
-    return Own(settings.model).initial(arrangement.layout, arrangement.mesh, key)
+    return own.subject(settings).initial(arrangement.layout, arrangement.mesh, key)
 
 
 def begin(console: Console, settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
@@ -129,7 +128,7 @@ def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
     """Return FLOPs of forward and backward pass for one token."""
     training = settings.training
     if own.is_own(settings):
-        return Own(settings.model).flops_per_token(layout, training.length)
+        return own.subject(settings).flops_per_token(layout, training.length)
     return settings.model.flops_per_token(training.length, training.source_length)
 
 

@@ -20,7 +20,7 @@ from gspmd.annotate import Spec
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import FoundLayout, own_of
 from gspmd.commands.file import File, source_length_of
-from gspmd.commands.own import is_own
+from gspmd.commands.own import is_own, subject
 from gspmd.commands.search.unpriced import remedied, unpriced
 from gspmd.display.progress import Progress
 from gspmd.display.tables import counted
@@ -131,7 +131,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     remedy = "Use more devices, or a smaller batch."
     if is_own(file):
         sizes["lines"] = lines_searched(file.sharding.layout)
-        count = Own(model).num_parameters(Layout.load(sizes["lines"]))
+        count = subject(file).num_parameters(Layout.load(sizes["lines"]))
         return _answered(console, _question(model, count, file.sharding.mesh, devices, sizes), _train_own, remedy)
     if faults := [*unpriced(file, True, ".")]:
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
@@ -145,8 +145,8 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
 
 def _train_own(question: LayoutQuestion, tell: Tell) -> FoundLayout:
     sizes = question.sizes
-    subject, layout = Own(question.model, jnp.dtype(sizes["dtype"])), Layout.load(sizes["lines"])
-    step = OwnStep(subject, sizes["update"], sizes["batch"], sizes["length"], layout)
+    model, layout = Own(question.model, jnp.dtype(sizes["dtype"])), Layout.load(sizes["lines"])
+    step = OwnStep(model, sizes["update"], sizes["batch"], sizes["length"], layout)
     spaces = (Space(partial(OwnProblem, step, mesh, question.chip, sizes["microbatches"])) for mesh in question.meshes)
     return _found(question, _complete(find(spaces, question.limit, tell)))
 

@@ -145,11 +145,10 @@ def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> 
     """Return the workload of the model with a choice of remat, in one microbatch if the number of them is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
-    stored = {"weights": settings.weights, "cache": settings.cache}
     fixed = tuple(settings.given.items())
     return Workload(
-        model, target.chip, *sizes, phase=settings.phase, microbatches=count, update=update, fixed=fixed, **stored,
-        source_length=settings.source_length,
+        model, target.chip, *sizes, phase=settings.phase, microbatches=count, update=update, fixed=fixed,
+        weights=settings.weights, cache=settings.cache, source_length=settings.source_length,
     )  # fmt: skip
 
 

@@ -115,9 +115,9 @@ class SearchSettings:
         """The custom model, in the form that the builder of training steps expects."""
         import jax.numpy as jnp  # flags are read without JAX
 
-        from gspmd.training.model import Own
+        from gspmd.commands import own
 
-        return Own(self.model, jnp.dtype(self.dtype))
+        return own.subject(self, jnp.dtype(self.dtype))
 
     @property
     def name(self) -> str:
