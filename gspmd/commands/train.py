@@ -288,7 +288,9 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     data.check_size(corpus, training.batch, training.length)
     text = partial(data.stream, corpus, training)
     processes.compare(text, "cannot train: the processes have read different texts.")
-    out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
+    say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
+    asked = {"resume": training.resume, "step": training.resume_step}
+    out = processes.agreed(lambda: choose_out(training.out, **asked, tell=say))
     return Arranged(corpus, out)
 
 
