@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspmd.reading import ReadError, folder_fault, read_json
-from gspmd.training.checkpoints import check_step, newest
+from gspmd.reading import folder_fault
+from gspmd.training.checkpoints import check_step, has_settings, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
@@ -128,21 +128,10 @@ def _named(out: str, resume: bool, step: int | None) -> Path:
     if at is not None and not resume:
         fault = f"it already holds a run, at step {at}."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
-    if not resume and _is_foreign(path / "config.json"):
+    if not resume and os.path.lexists(path / "config.json") and not has_settings(path):
         fault = "its config.json is not that of a run, which would replace it. Choose another --out."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
     return path
-
-
-def _is_foreign(file: Path) -> bool:
-    """Return whether a file that has the name of a run's settings is something else, such as a model's settings."""
-    if not os.path.lexists(file):
-        return False
-    try:
-        settings = read_json(file)
-    except ReadError:
-        return True
-    return not (isinstance(settings, dict) and isinstance(settings.get("training"), dict))
 
 
 def _set_aside(path: Path, tell: Callable[[str], object]) -> None:

@@ -62,7 +62,7 @@ def test_a_run_without_a_checkpoint_is_begun_again_and_its_files_are_kept(tmp_pa
         assert [row["loss"] for row in read(kept)] == [start]
 
 
-@pytest.mark.parametrize("text", ['{"architectures": ["LlamaForCausalLM"]}', "[]", "{", "{\"training\": 3}"])
+@pytest.mark.parametrize("text", ['{"architectures": ["LlamaForCausalLM"]}', "[]", "{", '{"training": 3}'])
 def test_the_config_of_something_else_is_not_replaced(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     for choose in (choose_out, check_out):
