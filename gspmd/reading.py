@@ -38,6 +38,12 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+# Messages of Python's parser for a key or a table that was there before, and the lines that may be its second place.
+_SECOND = ("Cannot overwrite a value", "Cannot declare")
+_PLACE = re.compile(r"[ \t]*(?:(?P<table>\[\[?[^\]\n]*\]\]?)|(?P<key>[^=#\n]*[^=#\s])[ \t]*=)")
+# The byte order mark that some editors put before the first character of a file; it is no part of the text.
+_MARK = "\ufeff"
+
 # Where a shell puts the output of a command, as in `--config <(command)`: a pipe that is open already, so it cannot
 # block like a FIFO of an unknown file.
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
@@ -133,7 +139,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         gspmd.reading.ReadError: it is nested more than 64 levels deep
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text.removeprefix(_MARK), object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
@@ -161,6 +167,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         >>> parse_toml("a.b = 1"), parse_toml("a = [1, 2]")
         ({'a': {'b': 1}}, {'a': [1, 2]})
     """
+    text = text.removeprefix(_MARK)
     if _DEEP_KEY.search(text):
         raise _too_deep()
     try:
@@ -168,12 +175,29 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
-        raise ReadError(f"it is not TOML: {error}") from None
+        raise ReadError(f"it is not {_toml_fault(text, str(error))}") from None
     except ValueError as error:  # From a number, or an impossible date.
         raise (_too_long() if "digits" in str(error) else ReadError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)
     return value
+
+
+def _toml_fault(text: str, said: str) -> str:
+    """Return the rest of the sentence `it is not ...`: Python's message, or the name of what stands there twice."""
+    if "\0" in text:
+        return "text: it has a null byte"
+    at = re.search(r"\(at line (\d+), column \d+\)$", said)  # else at the end
+    lines = text.split("\n")[: int(at[1]) if at else None]
+    if twice := re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL):
+        return f"TOML: {twice[1]} stands there a second time in line {len(lines)}; write it once"
+    places = [(number, found) for number, line in enumerate(lines, 1) if (found := _PLACE.match(line))]
+    if said.startswith(_SECOND) and places:
+        number, place = places[-1]
+        table = next((found["table"].strip("[] \t") for _, found in places[::-1] if found["table"]), "")
+        name = place["table"] or ".".join(filter(None, (table, place["key"])))
+        return f"TOML: {name} stands there a second time in line {number}; write it once"
+    return f"TOML: {said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:

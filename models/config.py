@@ -564,7 +564,8 @@ def _faults(config: ModelConfig):
     if config.norm_bias and config.norm == "rms":
         yield 'norm_bias is set, but an RMS norm has no bias; set norm = "layer"'
     if config.kv_heads > 0 and config.heads % config.kv_heads:
-        yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
+        divisors = ", ".join(str(each) for each in range(1, config.heads + 1) if config.heads % each == 0)
+        yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide; it may be {divisors}"
     if config.lora:
         lacks = [key for key in config.lora.targets if not _has(config, key)]
         if lacks:

@@ -31,7 +31,15 @@ TOML = {
     "a = " + "9" * 5000: "a number of more than 4,300 digits",
     "a = 0x" + "f" * 5000: "does not fit into 64 bits",
     "a = 2020-02-31": "it is not TOML",
-    "a = 1\na = 2": "it is not TOML",
+    "a = 1\na = 2": "it is not TOML: a stands there a second time in line 2; write it once",
+    "[a]\nb = 1\n'b' = 2\nc = 3": "it is not TOML: a.'b' stands there a second time in line 3; write it once",
+    "[a]\nb = 1\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 3; write it once",
+    "a.b = 1\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 2; write it once",
+    "a = 1\n\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 3; write it once",
+    "a = {b = 1, b = 2}\n": "it is not TOML: 'b' stands there a second time in line 1; write it once",
+    "'#' = 1\n'#' = 2": "it is not TOML: Cannot overwrite a value",
+    "a = E_xF": r"it is not TOML: Invalid value \(at line 1, column 5\); text stands in quotes",
+    "\x7fELF\0": "it is not text: it has a null byte",
 }
 
 
@@ -55,6 +63,7 @@ def test_what_can_be_read_is():
     assert parse_json("[" + "[]," * 100 + "1]")[-1] == 1
     assert parse_toml(f'a = "{".".join("b" * 100)}"')["a"][:3] == "b.b"
     assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
+    assert parse_json('\ufeff{"a": 1}') == parse_toml("\ufeffa = 1") == {"a": 1}  # as some editors begin a file
     with pytest.raises(ReadError, match="the key 'a' appears twice"):
         parse_json('{"a": 1, "a": 2}', unique=True)
 

@@ -13,7 +13,7 @@ from gspmd.commands import automatic, own
 from gspmd.commands.settings import RunSettings
 from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig
-from gspmd.training.checkpoints import checksums, load_parameters, load_settings, newest, newest_intact
+from gspmd.training.checkpoints import checksums, has_settings, load_parameters, load_settings, newest, newest_intact
 from gspmd.training.model.finding import with_model
 from gspmd.training.syntax import lines_searched
 from gspmd.training.toml import ConfigError, from_mapping
@@ -34,6 +34,9 @@ class Source:
     def at(cls, folder: Path) -> "Source":
         """Read the checkpoint or run in a folder; raise CheckpointError or ConfigError if it contains neither."""
         if newest(folder) is None:
+            if has_settings(folder):
+                remedy = "Name another run, or begin it again: it saves one every --save-every steps, and at its end."
+                raise ConfigError(f"cannot use the run in {str(folder)!r}:", ["it has no checkpoint.", remedy])
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
         doing = f"cannot use the run in {str(folder)!r}:"
         kept_settings = load_settings(folder, doing)

@@ -161,9 +161,14 @@ def check(console: Console, settings: RunSettings) -> Checked:
     for arrangement, state in [] if settings.explain else arranged:
         at = arrangement.layout, arrangement.mesh
         tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
-        parts = {"parameters": state.params, "optimizer state": state.optimizer, "tokens": tokens}
-        remedy = "Use a smaller model, batch or length, or a layout that shards more; --explain allocates nothing."
-        memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
+        parts, devices = (
+            {"parameters": state.params, "optimizer state": state.optimizer},
+            arrangement.mesh.local_devices,
+        )
+        remedy = "Use a smaller model, or a layout that shards more; --explain allocates nothing."
+        memory.check("cannot hold this model:", parts, devices, remedy)
+        remedy = "Use a smaller --batch or --length; --explain allocates nothing."
+        memory.check("cannot hold this batch:", parts | {"tokens": tokens}, devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)
     return Checked(settings, arranged, tokenizer, found, objective)
@@ -288,7 +293,9 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     data.check_size(corpus, training.batch, training.length)
     text = partial(data.stream, corpus, training)
     processes.compare(text, "cannot train: the processes have read different texts.")
-    out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
+    say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
+    asked = {"resume": training.resume, "step": training.resume_step}
+    out = processes.agreed(lambda: choose_out(training.out, **asked, tell=say))
     return Arranged(corpus, out)
 
 

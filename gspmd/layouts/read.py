@@ -21,6 +21,8 @@ _ORDER = (
     "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model", "pipeline",
 )  # fmt: skip
 
+_REMEDY = "Give the path of a TOML file, or the name of a preset: gspmd layouts list."
+
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of all presets, in the order of `_ORDER`, and then any others."""
@@ -45,17 +47,14 @@ def text_of(name: str | PathLike) -> str:
     """
     path = fspath(name) if isinstance(name, str | PathLike) else None
     if not isinstance(path, str):
-        remedy = "Give a preset's name or the path of a TOML file."
-        raise LayoutError(f"cannot load a layout from {shown(name)}.\n  {remedy}")
+        raise LayoutError(f"cannot load a layout from {shown(name)}.\n  {_REMEDY}")
     if not is_path(path):
         return _preset_text(path)
     try:
         return read_text(path, LARGEST_TOML)
     except ReadError as error:
         near = similar_file(path) if isinstance(error, MissingError) else ""
-        raise LayoutError(
-            f"cannot read the layout file '{path}': {error}.\n  {near}A name without a slash or .toml is a preset."
-        ) from None
+        raise LayoutError(f"cannot read the layout file '{path}': {error}.\n  {near}{_REMEDY}") from None
 
 
 def _preset_text(name: str) -> str:
@@ -80,7 +79,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
     try:
         return parse_toml(text_of(name))
     except ReadError as error:
-        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It must be TOML.") from None
+        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  {_REMEDY}") from None
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def search(
     limit = USABLE * chip.hbm_bytes if memory is None else memory
     meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh]
     _check_numbers(limit, microbatches, meshes)
-    lines = Lines.of(Layout.load(layout), dict(fixed or {}))
+    lines = Lines.of(Layout.load(layout).check(), dict(fixed or {}))
     program = read(build, lines)
     best: Found | None = None
     refused: list[NothingFits | LayoutError | PlanError] = []  # At most one for each mesh.

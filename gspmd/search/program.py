@@ -159,6 +159,7 @@ def read(build: Build, lines: Lines) -> TracedProgram:
                 continue
             if not _NAME.search(text):
                 raise
+            _check_unsharded(build, lines)
             text = _NAME.sub(lambda found: lines.described(found.group()), text.partition("\n-----")[0])
             raise PlanError(
                 f"cannot search this program, which does not allow every dimension to be sharded: {text.strip()}\n"
@@ -490,6 +491,14 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
                 lines.hold(name)
             return True
     return False
+
+
+def _check_unsharded(build: Build, lines: Lines) -> None:
+    """Raise the error that a program raises even if nothing is sharded, such as for sizes that do not agree."""
+    whole = lines.copy()
+    for name in lines.mesh():
+        whole.hold(name)
+    _traced(build, whole)
 
 
 def _plain(message: str) -> str:

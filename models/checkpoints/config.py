@@ -88,8 +88,9 @@ def described(directory: str | os.PathLike) -> Described:
     fault, path = folder_fault(directory), Path(directory) / "config.json"
     if (fault or not path.exists()) and (other := other_format(Path(directory))):
         raise CheckpointError(doing, [other])
-    if fault:
-        raise CheckpointError(doing, [f"{fault}."])
+    if fault or not path.exists():
+        remedy = "Give the folder of a checkpoint, or of a run of gspmd train."
+        raise CheckpointError(doing, [f"{fault or 'config.json is missing'}. {remedy}"])
     if (path.parent / ADAPTER).exists():
         # With peft installed, transformers reads such a folder as the adapted model, and without it as the plain one.
         fact = f"it holds both a LoRA adapter ({ADAPTER}) and a model, so it is unclear which one to read."

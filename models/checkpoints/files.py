@@ -92,7 +92,7 @@ class Files:
         self._maps: dict[Path, mmap.mmap] = {}
         doing = f"cannot read the checkpoint {str(self.directory)!r}:"
         if fault := reading.folder_fault(self.directory):
-            raise CheckpointError(doing, [other_format(self.directory) or f"{fault}."])
+            raise CheckpointError(doing, [other_format(self.directory) or f"{fault}. Give the folder of a checkpoint."])
         faults: list[str] = []
         for path, named in self._files(doing).items():
             size, tensors = _header(path, faults)

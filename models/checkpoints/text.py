@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from gspmd.reading import ReadError, read_text
+from gspmd.reading import ReadError, folder_fault, read_text
 
 from . import chat, special, steps
 from .files import CheckpointError
@@ -199,6 +199,8 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
     if os.path.isfile(folder) or (folder.suffix == ".json" and not os.path.isdir(folder)):
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
+    if fault := folder_fault(folder):
+        raise CheckpointError(doing, [f"{fault}. Name the folder of a checkpoint, or its {FILE}."])
     if not os.path.lexists(folder / file):
         raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
     text, backend = _backend(folder / file, doing)

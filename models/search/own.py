@@ -24,12 +24,13 @@ class OwnStep(TrainingStep):
         fixed: lines that are not searched, with their specs.
 
     Raises:
-        LayoutError: a fixed line does not exist, or the layout lacks lines of the model.
+        LayoutError: the layout is wrong in itself, it lacks lines of the model, or a fixed line does not exist.
     """
 
     def __init__(
         self, subject: Own, update: Update, batch: int, length: int, layout: Layout, fixed: Mapping[str, str] = {}
     ):
+        layout.check()
         # Reading the program would report only the first missing line, and only after tracing.
         subject.rows(layout)
         subject.batch_spec(layout)

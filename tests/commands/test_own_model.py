@@ -211,7 +211,7 @@ def test_a_module_of_another_folder_is_not_taken_for_it(folder):
         (["--pack"], "its loss would treat the documents of a packed row as one text; leave --pack out."),
         (["--relayout", "2=auto"], "no layout is searched in the middle of a run; use gspmd search --model"),
         (["--rounds", "2"], "rounds is 2, but no layout here has stages; set rounds to 1."),
-        (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
+        (["--layout", "megatron-1d"], "Tiny needs a layout file: the preset 'megatron-1d' has no lines mixer."),
         (["--set", "mixer.w_in=FE"], "mixer.w_in must have dimensions E and F, in this order"),
         (["--frozen", "blocks.w_ins"], "frozen has 'blocks.w_ins', which matches no parameter. Did you mean"),
         (["--resume", "--out", "runs/none"], "holds no run"),
@@ -221,6 +221,14 @@ def test_what_a_custom_model_does_not_support_is_refused(folder, capsys, more, m
     _, name = folder
     assert train.run(flags(name, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_a_layout_the_message_asks_for_one(folder, capsys):
+    _, name = folder
+    assert train.run(["--model", f"{name}:Tiny", "--data", "text.txt", *SMALL]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("LayoutError: Tiny needs a layout file: ")
+    assert said.endswith("\n  Write its lines in a TOML file, and name it with --layout FILE.\n")
 
 
 def test_a_field_that_the_model_does_not_have(folder, capsys):

@@ -225,9 +225,12 @@ def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path
     assert code == 1
     amount, unit = re.search(r"holds (\S+) ([kM])B", one).groups()
     least = float(amount) * {"k": 1e3, "M": 1e6}[unit]
-    assert one.endswith("a smaller --batch, or more --microbatches.")
+    assert one.endswith(" Leave --mesh out, or use a larger slice, or a larger --memory.")  # No batch is that small.
     path = tmp_path / "found.json"
     limit = str(0.95 * least / Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes)
+    code, _, one = run(*fixed, "--microbatches", "1", "--memory", limit)
+    assert code == 1
+    assert one.endswith(" or a larger --memory, or a smaller --batch, or more --microbatches.")
     code, out, _ = run(*fixed, "--memory", limit, "--json", str(path))
     figures = json.loads(path.read_text())
     assert code == 0
@@ -277,8 +280,22 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     )
     assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
-    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise use a larger --memory, or a smaller --batch\.", err)
+    assert re.search(
+        r"It would fit on tpu-v5p:2x2x2\. Otherwise use a larger --memory\.", err
+    )  # Parameters alone do not fit.
     assert not (tmp_path / "found.toml").exists()
+
+
+def test_a_smaller_batch_is_a_remedy_only_where_it_fits(run):
+    """A cache of one sequence fits where that of 64 does not; weights alone do not fit anywhere."""
+    decode = ["--phase", "decode", "--batch", "64", "--length", "256", "--mesh", "x=4"]
+    for memory, remedy in {
+        "1e-6": "or a larger --memory, or a smaller --batch.",
+        "1e-8": "or a larger --memory.",
+    }.items():
+        code, _, err = run(*decode, "--memory", memory)
+        assert code == 1
+        assert err.endswith(f"Leave --mesh out, or use a larger slice, {remedy}")
 
 
 def test_a_layout_within_the_proved_tolerance_is_called_equal():
@@ -364,7 +381,7 @@ def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
     assert "that may be used, 0.0001% of " in err
-    assert err.endswith("Leave --mesh out, or use a larger slice, or a larger --memory, or a smaller --batch.")
+    assert err.endswith("Leave --mesh out, or use a larger slice, or a larger --memory.")
 
 
 def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeypatch):

@@ -137,7 +137,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
          "--stages, --remat, --weights int8, --phase decode: only for the models that come with gspmd; leave them"),
         (["--why", "a"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'a'."),
         (["--layout", ""], "--layout is empty; give it a value, or leave it out."),
-        (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
+        (["--layout", "megatron-1d"], "Tiny needs a layout file: the preset 'megatron-1d' has no lines mixer."),
         (["--layout", "auto"], "no layout is called 'auto'."),
         (["--microbatches", "3"], "3 microbatches do not divide a batch of 8; choose a divisor."),
         (["--batch", "0"], "batch must be positive, but is 0."),
@@ -156,6 +156,14 @@ def test_what_is_asked_wrongly_is_one_message(folder, capsys, more, message):  #
     _, name = folder
     assert run(asked(name, *SLICE, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_layout_that_training_refuses_is_refused(folder, capsys):  # noqa: F811
+    here, name = folder
+    layout = here / "tiny.toml"
+    layout.write_text(layout.read_text() + '[dimensions]\nP = "positions"\n')
+    assert run(asked(name, *SLICE)) == 2
+    assert "dimension P is learned positions in every layout.\n  Take another letter." in capsys.readouterr().err
 
 
 def test_adapters_of_a_file_are_refused(folder, capsys):  # noqa: F811

@@ -145,6 +145,17 @@ def test_a_resume_may_name_the_checkpoint_that_its_run_began_with(files, monkeyp
             of_checkpoint(dataclasses.replace(file, checkpoint="other"), ["--resume", "--from", "other"])
 
 
+def test_a_run_without_a_checkpoint_is_not_taken_for_a_public_one(tmp_path):
+    save_settings(tmp_path, kept_settings(RunSettings()))
+    with pytest.raises(ConfigError, match=r"it has no checkpoint\.\n  Name another run, or begin it again:"):
+        Source.at(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"config\.json is missing\. Give the folder of a checkpoint, or of a run"
+    ):
+        Source.at(tmp_path)
+
+
 def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     settings = of_checkpoint(RunSettings(checkpoint=str(files / "public")), [])

@@ -181,7 +181,15 @@ def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
     code, said = run("--model.embed", "80000000")
     assert code == 2
     assert said.startswith("ConfigError: cannot hold this model: it takes ")
-    assert " GB of optimizer state and 68 B of tokens on each of 8 devices, which has " in said
+    assert " GB of optimizer state on each of 8 devices, which has " in said
+    assert said.endswith("Use a smaller model, or a layout that shards more; --explain allocates nothing.")
+
+
+def test_a_batch_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
+    code, said = run("--batch", str(2**30), "--length", "1024")
+    assert code == 2
+    assert said.startswith("ConfigError: cannot hold this batch: it takes ")
+    assert said.endswith("Use a smaller --batch or --length; --explain allocates nothing.")
 
 
 def start(*flags, cwd, **more):

@@ -128,7 +128,7 @@ def test_missing_and_mistyped_lines(tmp_path):
         Layout.load(path).check()
     text = str(error.value)
     assert "the layout declares no mesh axis w." in text
-    assert "ffn.w_in must be a string, but it is 3." in text
+    assert 'ffn.w_in must be a string, but it is 3.\n  Write a spec in quotes: "EF", with its mesh axes.' in text
     assert "ffn.residual is missing: The residual stream around the feed-forward block." in text
     assert 'Write residual = "BLE" in [ffn], with its mesh axes.' in text
     assert "moe.router" not in text

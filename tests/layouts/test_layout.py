@@ -161,7 +161,7 @@ def test_devices_are_dealt_out_by_prime_factors(devices, mesh):
             "no mesh is factored over axis 'z': it has x, y.\n  Name it in axes",
         ),
         (lambda: factorise(4, (), ("z",)), "no mesh is factored over axis 'z': it has none."),
-        (lambda: Layout.load(None), "cannot load a layout from None.\n  Give a preset's name or the path"),
+        (lambda: Layout.load(None), "cannot load a layout from None.\n  Give the path of a TOML file, or the name"),
         (lambda: Layout.load(b"zero-3"), "cannot load a layout from b'zero-3'."),
         (lambda: Layout.load("a\0.toml"), "cannot read the layout file"),
         (

@@ -137,7 +137,7 @@ def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
     ("line", "message"),
     [('state = "S"', "'state' is not a dimension.\n  A dimension is one capital letter."),
      ('E = "energy"', "dimension E is embed in every layout.\n  Take another letter."),
-     ("S = 3", "the meaning of S must be a string, but it is 3.")],
+     ("S = 3", "the meaning of S must be a string, but it is 3.\n  Write it in quotes.")],
 )  # fmt: skip
 def test_lines_of_the_dimensions_are_checked(load, line, message):
     assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))

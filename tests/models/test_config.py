@@ -20,7 +20,7 @@ def test_every_fault_of_a_model_stands_in_one_error():
         "  block is 'sideways'; it must be one of serial, parallel\n"
         "  norm_epsilon is 0.0; it must be positive\n"
         "  head_size is 7; rotary position embedding turns pairs, so it must be even\n"
-        "  heads is 8, which kv_heads (3) does not divide"
+        "  heads is 8, which kv_heads (3) does not divide; it may be 1, 2, 4, 8"
     )
 
 

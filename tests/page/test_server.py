@@ -414,6 +414,25 @@ def test_bad_flags_have_one_message(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_port_in_use_is_one_message_with_the_remedy(given, monkeypatch, capsys):
+    from gspmd.commands.page import command as page
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(page, "_PORT", port)
+        monkeypatch.setattr(page, "_PORTS", 1)
+        assert page.run(["--port", str(port)] if given else []) == 2
+    of, remedy = (
+        (f"port {port}", "another --port, or none for the first free one")
+        if given
+        else (f"the ports {port} to {port}", "a free port with --port")
+    )
+    assert capsys.readouterr().err == (
+        f"gspmd page: cannot listen on {of}: Address already in use.\n  Give {remedy}.\n"
+    )
+
+
 def test_without_its_extra_it_names_what_to_install(monkeypatch, capsys):
     from gspmd.commands.page import command as page
 

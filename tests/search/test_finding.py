@@ -475,3 +475,13 @@ def test_a_wrong_argument_is_one_message(arguments, message):
     with pytest.raises(gspmd.PlanError) as caught:
         gspmd.search(**asked, chip=CHIP)
     assert message in str(caught.value)
+
+
+def test_sizes_that_do_not_agree_are_the_error_of_the_program_itself():
+    def build(layout, mesh):
+        at = layout.section("mine")
+        arguments = lies(layout, mesh, "mine.x", 64, 4096), lies(layout, mesh, "mine.w_in", 2048, 8192)
+        return lambda x, w: at.einsum("x, w_in -> y", x, w), *arguments
+
+    with pytest.raises(gspmd.SpecError, match=r"^cannot apply 'BE, EF -> BF' to arrays of shapes .*"):
+        gspmd.search(build, PRODUCT, {"x": 4}, chip="tpu-v5e")

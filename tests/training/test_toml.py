@@ -102,7 +102,7 @@ def test_a_missing_file_has_a_neighbour_of_nearly_its_name(tmp_path):
 
 
 def test_folder_instead_of_file(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read config"):
+    with pytest.raises(ConfigError, match=r"it is a folder, not a regular file\. Give a TOML file\.$"):
         load_toml(Outer, tmp_path)
 
 

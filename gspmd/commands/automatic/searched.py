@@ -128,7 +128,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     sizes: dict[str, Any] = {name: getattr(training, name) for name in names}
     frozen, dtype = tuple(training.frozen), training.parameter_dtype
     sizes["update"] = Update(file.optimizer, STEPS, frozen=frozen, parameter_dtype=dtype)
-    remedy = "Use more devices, or a smaller batch."
+    remedy = "Use more devices, or a smaller model or batch."
     if is_own(file):
         sizes["lines"] = lines_searched(file.sharding.layout)
         count = subject(file).num_parameters(Layout.load(sizes["lines"]))
@@ -136,7 +136,7 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     if faults := [*unpriced(file, True, ".")]:
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     if model.remat != "full":
-        remedy = "Use more devices, a smaller batch, or --model.remat full."
+        remedy = "Use more devices, a smaller model or batch, or --model.remat full."
     if model.encoder_layers:
         sizes["source_length"] = source_length_of(file)
     count = model.num_parameters

@@ -57,7 +57,9 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     try:
         listening = _listen(options.port)
     except OSError as error:
-        print(f"gspmd page: cannot listen on port {options.port or _PORT}: {error.strerror}.", file=sys.stderr)
+        ports = f"port {options.port}" if options.port else f"the ports {_PORT} to {_PORT + _PORTS - 1}"
+        other = "another --port, or none for the first free one" if options.port else "a free port with --port"
+        print(f"gspmd page: cannot listen on {ports}: {error.strerror}.\n  Give {other}.", file=sys.stderr)
         return 2
     with closing(listening):
         port = listening.getsockname()[1]

@@ -79,7 +79,7 @@ class Searcher:
         try:
             finding = find(every(target), limit_of(settings, target), say)
         except NoneFits as fault:
-            raise PlanError(nothing_fits(fault, settings, target, every, say)) from None
+            raise PlanError(nothing_fits(fault, settings, target, spaces, say)) from None
         self._token, self._found = f"{next(self._tokens)}", finding
         say("the cost of this layout in the same space")
         beside = placed(finding, shown)

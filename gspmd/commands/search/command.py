@@ -70,7 +70,7 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
             every = spaces(settings)
             finding = find(every(target), limit_of(settings, target), partial(said, progress))
         except NoneFits as fault:
-            message = nothing_fits(fault, settings, target, every, progress.begin)
+            message = nothing_fits(fault, settings, target, spaces, progress.begin)
         else:
             message = ""
             found = CommandResults(finding, interrupted=not finding.complete)

@@ -1,7 +1,9 @@
 """The message if no layout fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from gspmd.annotate import LayoutError, PlanError
 from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes
@@ -13,7 +15,11 @@ Spaces = Callable[[Slice], Iterable[Space]]
 
 
 def nothing_fits(
-    fault: NoneFits, settings: SearchSettings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
+    fault: NoneFits,
+    settings: SearchSettings,
+    target: Slice,
+    spaces: Callable[[SearchSettings], Spaces],
+    tell: Callable[[str], None],
 ) -> str:
     """Return the message.
 
@@ -21,19 +27,21 @@ def nothing_fits(
         fault: the error that `find` raised.
         settings: the settings of the search.
         target: the slice.
-        spaces: a function that makes the spaces of a slice.
+        spaces: a function from settings to a function that makes the spaces of a slice.
         tell: called with a text about each slice that is tried.
     """
-    remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)
-    if fault.nearest and fault.nearest.bytes <= target.chip.hbm_bytes:
-        remedies.insert(0, "a larger --memory")
-    remedies += ["--remat full"] * (settings.remat not in (None, "full"))
-    remedies += ["more --microbatches"] * (settings.microbatches is not None)
-    smaller = ", or ".join(remedies or ["a smaller model"])
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         fact = f"No layout fits {target.name}: none divides the sizes of this model and batch on any of its meshes."
-        return f"{fact}\n  Use a different slice, or {smaller}."
+        return f"{fact}\n  Use a different slice, or a different --batch."
     limit = fault.candidate.limit
+    remedies: list[str] = []
+    if _divisible(settings, target, limit, spaces, tell):
+        remedies += ["a smaller --batch"] * (fault.candidate.microbatches < settings.batch)
+        remedies += ["more --microbatches"] * (settings.microbatches is not None)
+    if fault.nearest.bytes <= target.chip.hbm_bytes:
+        remedies.insert(0, "a larger --memory")
+    remedies += ["--remat full"] * (settings.remat not in (None, "full"))
+    smaller = ", or ".join(remedies or ["a smaller model"])
     where = f"{fault.candidate.named} {fault.candidate.in_microbatches}".strip()
     fact = (
         f"No layout fits {target.name}: the smallest, on mesh {where}, holds "
@@ -43,7 +51,7 @@ def nothing_fits(
     )
     if settings.mesh:
         return f"{fact}\n  Leave --mesh out, or use a larger slice, or {smaller}."
-    larger = next_slice(target, limit, spaces, tell)
+    larger = next_slice(target, limit, spaces(settings), tell)
     remedy = f"It would fit on {larger.name}" if larger else f"No slice of {target.chip.name} is large enough"
     return f"{fact}\n  {remedy}. Otherwise use {smaller}."
 
@@ -52,15 +60,39 @@ def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str]
     """Return the smallest of the larger slices of the chip on which some layout fits."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
-        every = [*spaces(larger)][::-1]  # More axes have more layouts.
-        for space in every:
-            try:
-                if Candidate(space.phase(), limit).least.bytes <= limit:
-                    return larger
-            except NothingFits:  # The sizes have no layout on this mesh.
-                continue
-        for several in (space.several for space in every if space.several):
-            least = smallest([], [several(limit)])
-            if least and least.least.bytes <= limit:
-                return larger
+        if _some_fits(spaces(larger), limit):
+            return larger
     return None
+
+
+def _divisible(
+    settings: SearchSettings,
+    target: Slice,
+    limit: float,
+    spaces: Callable[[SearchSettings], Spaces],
+    tell: Callable[[str], None],
+) -> bool:
+    """Return whether some layout fits with a batch of one sequence: the state alone may be too large."""
+    if settings.batch == 1:
+        return False
+    tell("whether a batch of one sequence fits")
+    one = replace(settings, batch=1, microbatches=None if settings.microbatches is None else 1)
+    try:
+        return _some_fits(spaces(one)(target), limit)
+    except (LayoutError, PlanError):  # For example experts in groups that do not divide one sequence.
+        return False
+
+
+def _some_fits(spaces: Iterable[Space], limit: float) -> bool:
+    every = [*spaces][::-1]  # More axes have more layouts.
+    for space in every:
+        try:
+            if Candidate(space.phase(), limit).least.bytes <= limit:
+                return True
+        except NothingFits:  # The sizes have no layout on this mesh.
+            continue
+    for several in (space.several for space in every if space.several):
+        least = smallest([], [several(limit)])
+        if least and least.least.bytes <= limit:
+            return True
+    return False

@@ -130,7 +130,9 @@ def _read(
             faults.append(_unknown_key(line, keys))
         elif not isinstance(text, str):
             kind = "a string or a list of strings" if isinstance(text, list) else "a string"
-            faults.append(line.at_text(f"{name} must be {kind}, but it is {shown(text)}."))
+            dims = "" if keys[name].kind == "via" else "".join(keys[name].dims)
+            remedy = f'Write a spec in quotes: "{dims}", with its mesh axes.' if dims else "Write it in quotes."
+            faults.append(line.at_text(f"{name} must be {kind}, but it is {shown(text)}.", remedy))
         elif keys[name].kind == "via":
             faults += _via_faults(line, keys[name], sizes)
         else:

@@ -132,7 +132,9 @@ def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Ma
         elif letter in DIMENSIONS:
             yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
         elif not isinstance(meaning, str):
-            yield line.at_text(f"the meaning of {letter} must be a string, but it is {shown(meaning)}.")
+            yield line.at_text(
+                f"the meaning of {letter} must be a string, but it is {shown(meaning)}.", "Write it in quotes."
+            )
     for name in own:
         if (short := name.partition(".")[2]) in METHODS:
             yield Line(name).at_key(

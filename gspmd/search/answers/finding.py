@@ -176,7 +176,9 @@ class NoneFits(ValueError):
             fact = "no layout is possible on any mesh of the slice: the sizes, or the fixed lines, exclude all."
             super().__init__(f"{fact}\n  Give fewer fixed lines, or use a different slice or batch.")
         else:
-            super().__init__("no layout fits on any mesh of the slice.\n  Use a larger slice, or a smaller batch.")
+            super().__init__(
+                "no layout fits on any mesh of the slice.\n  Use a larger slice, or a smaller model or batch."
+            )
 
 
 Tell = Callable[[str], None]

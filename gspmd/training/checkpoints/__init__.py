@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from gspmd.training.checkpoints.manager import Checkpoints
     from gspmd.training.checkpoints.restore import load_parameters, newest_intact
     from gspmd.training.checkpoints.saved import check_step, newest, saved_steps
-    from gspmd.training.checkpoints.settings import kept_settings, load_settings, save_settings
+    from gspmd.training.checkpoints.settings import has_settings, kept_settings, load_settings, save_settings
 
 __all__ = [
     "Checkpoints",
     "check_step",
+    "has_settings",
     "kept_settings",
     "load_parameters",
     "load_settings",
@@ -26,6 +27,6 @@ _HOMES = {
     ".manager": "Checkpoints",
     ".restore": "load_parameters newest_intact",
     ".saved": "check_step newest saved_steps",
-    ".settings": "kept_settings load_settings save_settings",
+    ".settings": "has_settings kept_settings load_settings save_settings",
 }
 __getattr__, __dir__ = deferred(__name__, _HOMES)

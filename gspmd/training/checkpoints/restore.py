@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from gspmd.reading import ReadError, read_json
 from gspmd.training import processes
 from gspmd.training.checkpoints import checksums
-from gspmd.training.checkpoints.saved import check_step, folder_of, saved_steps
+from gspmd.training.checkpoints.saved import ANEW, check_step, folder_of, saved_steps
 from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
@@ -39,9 +39,10 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
             return step
         faults.append(f"{str(folder_of(out, step))!r} {fault}")
     if not faults:
-        fault = f"there is no checkpoint under {str(folder_of(out))!r}. Name the folder of a run, or start anew."
+        fault = f"there is no checkpoint under {str(folder_of(out))!r}. Name the folder of a run, or {ANEW}."
         raise ConfigError(doing, [fault])
-    raise ConfigError(doing, [*(f"{fault}." for fault in faults), "No checkpoint is intact: start anew."])
+    remedy = f"No checkpoint is intact: use another run, or {ANEW}."
+    raise ConfigError(doing, [*(f"{fault}." for fault in faults), remedy])
 
 
 def check_intact(out: str | Path, step: int) -> None:
@@ -53,7 +54,7 @@ def check_intact(out: str | Path, step: int) -> None:
     check_step(out, step)
     if fault := _fault_of(folder_of(out, step)):
         others = [str(other) for other in saved_steps(out) if other != step]
-        remedy = f"Name another step: {', '.join(others)}." if others else "Start anew."
+        remedy = f"Name another step: {', '.join(others)}." if others else f"{ANEW.capitalize()}."
         fault = f"{str(folder_of(out, step))!r} {fault}. {remedy}"
         raise ConfigError(f"cannot resume from step {step}:", [fault])
 
@@ -67,18 +68,18 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
-        remedy = "Resume with the [model] of the run, or start anew."
+        remedy = f"Resume with the [model] of the run, or {ANEW}."
         raise ConfigError(f"{doing}: the checkpoint is from a different model.", [*faults, remedy])
     doing, optimizer = f"{doing}: its optimizer state has a different form.", shapes_of(like.optimizer)
     if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have no entry.
         more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
-        remedy = "Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
+        remedy = f"Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or {ANEW}."
         raise ConfigError(doing, [*faults[:_SHOWN], *more, remedy])
     try:
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
     except (ValueError, KeyError, TypeError) as error:  # Not damage: its files are as they were saved.
-        remedy = "Resume with the versions of jax and orbax that wrote it, from another step, or start anew."
+        remedy = f"Resume with the versions of jax and orbax that wrote it, from another step, or {ANEW}."
         raise ConfigError(doing, [_first_line(error), remedy]) from None
     if int(state.step) != step:  # Older checkpoints have their step only here.
         raise ConfigError(f"cannot resume from step {step}:", [f"{str(folder)!r} {_misnamed(int(state.step))}."])

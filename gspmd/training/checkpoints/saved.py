@@ -6,6 +6,8 @@ from pathlib import Path
 
 from gspmd.training.toml import ConfigError
 
+#: The remedy for a run that cannot be resumed; without --resume, its own folder is refused.
+ANEW = "start anew, with the command that began the run and another --out"
 _FOLDER = "checkpoints"
 
 
@@ -38,5 +40,5 @@ def check_step(out: str | Path, step: int) -> None:
     """
     if step not in (steps := saved_steps(out)):
         fault = f"there is no checkpoint of this step under {str(folder_of(out))!r}."
-        remedy = f"Name a step that has one: {', '.join(map(str, steps))}." if steps else "No step has one: start anew."
+        remedy = f"Name a step that has one: {', '.join(map(str, steps))}." if steps else f"No step has one: {ANEW}."
         raise ConfigError(f"cannot resume from step {step}:", [f"{fault} {remedy}"])

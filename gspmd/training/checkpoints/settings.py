@@ -63,5 +63,14 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
     return settings
 
 
+def has_settings(folder: str | Path) -> bool:
+    """Return whether the config.json of a folder is that of a run, not of a public checkpoint or another program."""
+    try:
+        settings = read_json(Path(folder) / "config.json")
+    except ReadError:
+        return False
+    return isinstance(settings, dict) and isinstance(settings.get("training"), dict)
+
+
 def _checksum(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -230,7 +230,9 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
             needs = f"a sequence of {length} needs {length + 1}."
             faults.append(f"the held-out text has {len(corpus.validation)} {unit}, but {needs}")
     if faults:
-        faults.append("Give more text with --data, or lower --batch or --length.")
+        # The shortest window is a token and its successor.
+        enough = corpus.objective is not None or min(len(corpus.train), len(corpus.validation)) >= 2
+        faults.append(f"Give more text with --data{', or lower --batch or --length' * enough}.")
         raise ConfigError(f"cannot train on {corpus.name!r}:", faults)
 
 

@@ -29,6 +29,7 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
+OTHERS = "Name other files, or none for Python's standard library."
 FIELD = "text"
 """The field of a record that has its text, unless a different field is named."""
 # Cuts here do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
@@ -82,7 +83,7 @@ def matching(patterns: Sequence[str]) -> list[Path]:
         files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
             near = similar_file(pattern)
-            remedy = near.rstrip() or "Name other files, or none for Python's standard library."
+            remedy = near.rstrip() or OTHERS
             if os.path.isdir(pattern):
                 remedy = f"It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
             faults.append(f"no file matches {pattern!r}. {remedy}")

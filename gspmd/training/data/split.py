@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspmd.training.data.sources import Faults, check_text, kind, opened, pairs, records, text_pieces
+from gspmd.training.data.sources import OTHERS, Faults, check_text, kind, opened, pairs, records, text_pieces
 from gspmd.training.toml import ConfigError
 
 _BUCKETS = 1 << 16
@@ -199,8 +199,8 @@ def _bucket(text: bytes) -> int:
 
 def no_text(files: int, name: str) -> ConfigError:
     """Return the error for files without any text."""
-    fault = f"{name!r} holds no text." if files == 1 else f"the {count_of(files, 'file')} of {name!r} hold no text."
-    return ConfigError("cannot train on this data:", [fault])
+    fault = f"{name!r} holds no text" if files == 1 else f"the {count_of(files, 'file')} of {name!r} hold no text"
+    return ConfigError("cannot train on this data:", [f"{fault}. {OTHERS}"])
 
 
 def count_of(number: int, noun: str) -> str:

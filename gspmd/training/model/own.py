@@ -12,11 +12,14 @@ from gspmd.annotate.errors import LayoutError, listed
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
+from gspmd.layouts.read import preset_names
 from gspmd.training.model.protocol import Decoder, Kept, Model, Parameter
 from gspmd.training.model.trainable import Batch, Figures, Row, trained_paths
 from gspmd.training.toml import ConfigError
 
 _BATCH, _LOGITS = "embedding.tokens", "output.logits"
+# The most missing lines that a message names.
+_SHOWN = 4
 _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_byte")
 """Names of figures that a step, or the run, adds to the figures of the loss."""
 
@@ -94,18 +97,25 @@ class Own:
         Raises:
             LayoutError: the layout lacks lines, or lines have different dimensions; the message lists all faults.
         """
-        sizes, rows, faults = self.fixed_sizes(), {}, []
+        sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
         for path, each in self.parameters(layout).items():
             try:
                 spec = layout.spec(each.line)
             except LayoutError as error:
                 faults.append(f"parameter {path!r} has no line {each.line!r}: {error}")
+                missing.append(each.line)
                 continue
             if "".join(spec.dims) != each.dims:
                 fact = f"parameter {path!r} has dimensions {listed(each.dims)}"
                 faults.append(f"{fact}, but its line {each.line} = '{spec}' has {listed(spec.dims)}.")
                 continue
             rows[path] = Row(each.line, _stacked(each, spec), each.shape(sizes), each.float32 or len(each.dims) < 2)
+        if missing and layout.name in preset_names():
+            more = ", ..." if len(missing) > _SHOWN else ""
+            raise LayoutError(
+                f"{self.name} needs a layout file: the preset '{layout.name}' has no lines {', '.join(missing[:_SHOWN])}"
+                f"{more}.\n  Write its lines in a TOML file, and name it with --layout FILE."
+            )
         if faults:
             doing = f"cannot place the parameters of {self.name} by layout '{layout.name}'"
             raise LayoutError("\n  ".join([f"{doing}:", *dict.fromkeys(faults)]))

@@ -2,15 +2,16 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gspmd.reading import folder_fault
-from gspmd.training.checkpoints import check_step, newest
+from gspmd.training.checkpoints import check_step, has_settings, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
@@ -23,6 +24,8 @@ _CONDITIONS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
     errno.ENOENT: "",  # A missing folder is made again.
 }
+# Files that a run writes anew. Its layout.toml is not among them, since --layout may name it.
+_WRITTEN = ("config.json", "metrics.jsonl", "events", "loss.png", "experts.png", "sample.txt")
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
 
@@ -50,13 +53,19 @@ class Unwritable(Exception):
         super().__init__(f"{fault}; {saved}.")
 
 
-def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
+def choose_out(
+    out: str, *, resume: bool, step: int | None = None, tell: Callable[[str], object] = lambda kept: None
+) -> Path:
     """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
+
+    A run that ended before it saved a step cannot be resumed, and is begun again in its folder: a scheduler starts the
+    same command again. Its files, if there are any, are kept in a folder earlier-1, earlier-2 and so on.
 
     Args:
         out: the folder; "" for the newest run if a run is resumed, and otherwise for a new folder under runs/.
-        resume: if true the folder must hold a run, otherwise it must not.
+        resume: if true the folder must hold a run with a checkpoint, otherwise it must not.
         step: the step of the checkpoint that it must hold; None for any.
+        tell: called with a line if files of an earlier run are moved.
 
     Raises:
         ConfigError: the folder cannot be written, another run writes there, or it holds a run that would be
@@ -70,6 +79,15 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
     _hold(path)
+    if not resume:
+        try:
+            _set_aside(path, tell)
+        except OSError as error:
+            with released_after(path):
+                raise ConfigError(
+                    f"cannot move the files of an earlier run in {str(path)!r}:",
+                    [f"{error.strerror}. Choose another --out."],
+                ) from None
     return path
 
 
@@ -110,7 +128,22 @@ def _named(out: str, resume: bool, step: int | None) -> Path:
     if at is not None and not resume:
         fault = f"it already holds a run, at step {at}."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
+    if not resume and os.path.lexists(path / "config.json") and not has_settings(path):
+        fault = "its config.json is not that of a run, which would replace it. Choose another --out."
+        raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
     return path
+
+
+def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
+    """Move the files of an earlier run, which has no checkpoint, to a new folder within its own."""
+    if not (there := [name for name in _WRITTEN if os.path.lexists(path / name)]):
+        return
+    number = next(number for number in itertools.count(1) if not os.path.lexists(path / f"earlier-{number}"))
+    earlier = path / f"earlier-{number}"
+    earlier.mkdir()
+    for name in there:
+        (path / name).rename(earlier / name)
+    tell(f"{str(path)!r} holds a run without a checkpoint; moved to {str(earlier)!r}: {', '.join(there)}.")
 
 
 def _hold(path: Path) -> None:

@@ -126,6 +126,8 @@ def test_a_saved_tokenizer_is_read_as_the_same(folder, tmp_path):
 
 
 def test_a_missing_or_broken_tokenizer_is_one_message(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no such folder\. Name the folder of a checkpoint, or its tok"):
+        tokenizer(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; download it with"):
         tokenizer(tmp_path)
     (tmp_path / "sentencepiece.bpe.model").touch()

@@ -13,6 +13,7 @@ import pytest
 from gspmd.commands import runner
 from gspmd.training import Checkpoints, ConfigError
 from gspmd.training.checkpoints import checksums, newest_intact, restore, saved_steps
+from gspmd.training.checkpoints.saved import ANEW
 from gspmd.training.run.folder import choose_out
 
 
@@ -97,7 +98,7 @@ def test_none_that_is_intact_is_bad_input(saved, make_program, capsys):
     assert first == "ConfigError: cannot resume:"
     assert "/7' is damaged: state/" in second
     assert third.endswith("/3' is damaged: its file checksums is missing.")
-    assert last == "  No checkpoint is intact: start anew."
+    assert last == f"  No checkpoint is intact: use another run, or {ANEW}."
 
 
 def test_a_process_agrees_on_damage_outside_of_its_share(saved, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from gspmd.annotate import Spec
 from gspmd.training import TrainState
 from gspmd.training.checkpoints import Checkpoints, load_settings, newest, save_settings
+from gspmd.training.checkpoints.saved import ANEW
 from gspmd.training.toml import ConfigError
 
 
@@ -85,7 +86,7 @@ def test_another_model_is_one_message(make_program, corpus, tmp_path):
         "  bias is in the checkpoint, but not in the model.",
         "  bia is in the model, but not in the checkpoint.",
         "  table is (8, 8) in the checkpoint, but (9, 8) in the model.",
-        "  Resume with the [model] of the run, or start anew.",
+        f"  Resume with the [model] of the run, or {ANEW}.",
     ]
 
 
@@ -101,7 +102,7 @@ def test_another_optimizer_is_one_message(make_program, corpus, tmp_path):
     assert said[1].endswith(" is in the checkpoint, but not in the optimizer.")
     assert len(said) == 6
     assert "more." in said[4]
-    assert said[5] == "  Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
+    assert said[5] == f"  Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or {ANEW}."
 
 
 def test_a_save_that_is_killed_loses_nothing(tmp_path):

@@ -126,7 +126,7 @@ def test_empty(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError) as error:
         data.load([f"{tmp_path}/a.txt"])
-    assert str(error.value) == f"cannot train on this data:\n  '{tmp_path}/a.txt' holds no text."
+    assert str(error.value) == f"cannot train on this data:\n  '{tmp_path}/a.txt' holds no text. {REMEDY}"
 
 
 def test_too_small(folder):
@@ -136,6 +136,13 @@ def test_too_small(folder):
     message = str(error.value)
     assert f"the training text has {len(corpus.train)} bytes, but a batch of 8 sequences of 256 needs 2049." in message
     assert f"the held-out text has {len(corpus.validation)} bytes, but a sequence of 256 needs 257." in message
+    assert message.endswith("Give more text with --data, or lower --batch or --length.")
+
+
+def test_text_that_is_too_short_for_any_batch(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"\n  Give more text with --data\.$"):
+        data.check_size(data.load([f"{tmp_path}/a.txt"]), batch=8, length=16)
 
 
 @pytest.fixture

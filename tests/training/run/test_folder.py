@@ -1,11 +1,15 @@
 """The folder of a run is one run's at a time, whatever becomes of that."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from gspmd.training.run.folder import choose_out, released_after
+from gspmd.training.checkpoints import load_settings, save_settings
+from gspmd.training.reporting.metrics import Metrics, read
+from gspmd.training.run.folder import check_out, choose_out, released_after
 from gspmd.training.toml import ConfigError
 
 HOLD = """
@@ -38,3 +42,38 @@ def test_a_process_may_go_on_with_its_own_run(tmp_path):
     for _ in range(2):
         with released_after(choose_out(str(tmp_path), resume=False)):
             assert not list(tmp_path.iterdir()), "it leaves no file behind"
+
+
+def test_a_run_without_a_checkpoint_is_begun_again_and_its_files_are_kept(tmp_path):
+    """A scheduler starts a killed job again with the same command."""
+    said = []
+    for start in (1, 2):
+        save_settings(tmp_path, {"training": {"seed": start}})
+        with Metrics(tmp_path) as metrics:
+            metrics.write(1, {"loss": float(start)})
+        with released_after(choose_out(str(tmp_path), resume=False, tell=said.append)):
+            assert sorted(os.listdir(tmp_path)) == [f"earlier-{number}" for number in range(1, start + 1)]
+    for start, line in enumerate(said, 1):
+        kept = tmp_path / f"earlier-{start}"
+        assert line == (
+            f"'{tmp_path}' holds a run without a checkpoint; moved to '{kept}': config.json, metrics.jsonl, events."
+        )
+        assert load_settings(kept) == {"training": {"seed": start}}
+        assert [row["loss"] for row in read(kept)] == [start]
+
+
+@pytest.mark.parametrize("text", ['{"architectures": ["LlamaForCausalLM"]}', "[]", "{", '{"training": 3}'])
+def test_the_config_of_something_else_is_not_replaced(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    for choose in (choose_out, check_out):
+        with pytest.raises(ConfigError, match=r"its config\.json is not that of a run.*Choose another --out\."):
+            choose(str(tmp_path), resume=False)
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_files_that_cannot_be_kept_are_left(tmp_path, monkeypatch):
+    save_settings(tmp_path, {"training": {}})
+    monkeypatch.setattr(Path, "mkdir", lambda path, **_: None)  # as on a full disk
+    with pytest.raises(ConfigError, match=r"cannot move the files of an earlier run in .*\n.*Choose another --out\."):
+        choose_out(str(tmp_path), resume=False)
+    assert os.listdir(tmp_path) == ["config.json"]
