@@ -57,6 +57,7 @@ class Search:
         self.so_far: Answer | None = None
         self._tables = Tables.whole(problem)
         self._buckets = eliminate(self._tables)
+        self._possible = self._tables.possible()
         self._rate = 0.0
         self._answers: dict[bytes, Answer] = {}
         self._bounds: dict[bytes, list[np.ndarray]] = {}
@@ -126,8 +127,8 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return, for each choice, which options are allowed."""
-        allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
+        """Return, for each choice, which options are allowed, without those that cost infinite seconds by themselves."""
+        allowed = {choice.name: mask.copy() for choice, mask in zip(self.problem.choices, self._possible)}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
                 raise ValueError(
