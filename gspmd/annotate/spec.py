@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _CAPITALS = frozenset(string.ascii_uppercase)
 
 
+@lru_cache(maxsize=4096)
+def _is_name(axis: Any) -> bool:
+    return isinstance(axis, str) and NAME.fullmatch(axis) is not None
+
+
 @dataclass(frozen=True, repr=False)
 class Spec:
     """The placement of one tensor on a mesh, in the notation of Pope et al. 2022: `B_xLE_yz partialsum-w`.
@@ -49,7 +54,7 @@ class Spec:
     def __post_init__(self):
         given = self.dims, self.axes, self.partial, self.reduced
         try:
-            sums = {name: tuple(sorted(getattr(self, name))) for name in ("partial", "reduced")}
+            sums = {"partial": tuple(sorted(self.partial)), "reduced": tuple(sorted(self.reduced))}
             vars(self).update(dims=tuple(self.dims), axes=tuple(map(tuple, self.axes)), **sums)
             fine = self._is_well_formed()
         except (TypeError, ValueError):  # not iterable, sortable or hashable; or an array, which has no truth value
@@ -67,8 +72,8 @@ class Spec:
             len(self.dims) == len(self.axes)
             and len(set(self.dims)) == len(self.dims)
             and len(set(axes)) == len(axes)
-            and all(dim in _CAPITALS for dim in self.dims)
-            and all(isinstance(axis, str) and NAME.fullmatch(axis) for axis in axes)
+            and _CAPITALS.issuperset(self.dims)
+            and all(map(_is_name, axes))
         )
 
     @classmethod

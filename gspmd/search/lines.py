@@ -395,26 +395,29 @@ class Lines:
         """
         found: dict[str, str] = {}
 
+        def asked(key: str) -> bool:
+            return only is None or key in only
+
         def write(key: str, *specs: Spec) -> None:
-            if (only is None or key in only) and {*unknowns_in(specs)} <= known.keys():
+            if {*unknowns_in(specs)} <= known.keys():
                 found[key] = ", ".join(str(placed(spec, known)) for spec in specs)
 
-        for name, dims in self.dims.items():
-            spec = self.spec(name, dims)
+        for name in filter(asked, self.dims):
+            spec = self.spec(name, self.dims[name])
             if name in self._absent:
                 spec = Spec(spec.dims, tuple(tuple(axis for axis in axes if axis in known) for axes in spec.axes))
             write(name, spec)
-        for name in self.vias:
-            if only is None or name in only:
-                write(name, *self.via(name).specs)
+        for name in filter(asked, self.vias):
+            write(name, *self.via(name).specs)
         for name in self.trained:
             key, owed = f"gradients.{name}", known.get(self.owed(name), ())
             if (settled or owed) and name in found:
                 found[key] = str(Spec.parse(found[name]).with_partial(owed))
             key = f"optimizer.{name}"
-            write(key, self.spec(key, self.dims[name]))
-            if key in found and found[key] == found.get(name):
-                del found[key]
+            if asked(key):
+                write(key, self.spec(key, self.dims[name]))
+                if key in found and found[key] == found.get(name):
+                    del found[key]
         return found
 
 

@@ -102,7 +102,7 @@ class Prices:
 
     def choices_in(self, what: object) -> tuple[int, ...]:
         """Return the choices on which a step or an array depends."""
-        return self.choices_in_names(unknowns_in(what))
+        return self.choices_in_names(_unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
         """Return the choices that decide some unknowns.
@@ -180,12 +180,12 @@ class Prices:
                 seconds = seconds - (times - once) * self._known_table("leaving", what, of, self._leaving)
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
-    def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> np.ndarray:
-        """Return a table, made once for all programs with these choices, which differ only in how often steps run."""
+    def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> Any:
+        """Return a table, or its parts, made once for all programs with these choices, which run steps more or less often."""
         known = _latest(self._key)
-        if (kind, what) not in known:
-            known[kind, what] = made(what, of)
-        return known[kind, what]
+        if (kind, what, of) not in known:
+            known[kind, what, of] = made(what, of)
+        return known[kind, what, of]
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of a step that runs once."""
@@ -413,14 +413,31 @@ class Prices:
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
         """Return the seconds of the first steps that a chain has in common with the chain with which it shares most."""
         most = np.zeros((1,) * len(of))
-        own = self._ends(what.chain, of)
         for other in what.others:
-            theirs = self._ends(other, of)
-            if own and theirs:
-                most = np.maximum(most, _begun(own, theirs, times, once))
+            begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)
+            if begun is None:
+                common = self._planned_in_common(what.chain, other, of, times, once)
             else:
-                most = np.maximum(most, self._planned_in_common(what.chain, other, of, times, once))
+                (seconds, leaving), at, alike = begun
+                common = np.where(alike, (times * seconds - (times - once) * leaving)[at], 0.0)
+            most = np.maximum(most, common)
         return most
+
+    def _begun(self, what: UnknownShared, of: tuple[int, ...]) -> tuple[tuple, tuple, np.ndarray] | None:
+        """Return the seconds of the first steps that two moves of one tensor share, and of those that are hoisted.
+
+        They have an entry for each of the different placements, and are followed by the entry of every combination of
+        options, and whether both moves begin alike there. None if an operation plans one of the moves.
+        """
+        own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
+        if own is None or theirs is None:
+            return None
+        (tensor, before, after), (beside, same, end) = own, theirs
+        if (tensor.shape, tensor.width, tensor.reduce) != (beside.shape, beside.width, beside.reduce):
+            return (np.zeros(1), np.zeros(1)), (np.zeros((1,) * len(of), int),), np.zeros((1,) * len(of), bool)
+        # An impossible placement has infinite seconds elsewhere.
+        places, at = different(*(np.maximum(each, 0) for each in (before, after, end)))
+        return tensor.shared(*places), at, np.maximum(before, 0) == np.maximum(same, 0)
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of a chain's last step if it is a reduction that a compiler may remove, and 0 if not."""
@@ -474,6 +491,9 @@ class Prices:
         between = tensor.steps_between(sources, targets)
         chains, which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
         return chains, which.reshape(len(sources), len(targets))[at]
+
+
+_unknowns_in = lru_cache(maxsize=1 << 14)(unknowns_in)  # of steps, which are the same on every mesh
 
 
 @lru_cache(maxsize=1 << 17)
@@ -547,26 +567,6 @@ def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
         leaves = leaves and step[0] in HOISTED
         seconds += step[-1] * (once if leaves else times)
     return seconds
-
-
-def _begun(
-    one: tuple[MoveCosts, np.ndarray, np.ndarray],
-    other: tuple[MoveCosts, np.ndarray, np.ndarray],
-    times: int,
-    once: int,
-) -> np.ndarray:
-    """Return the seconds of the first steps that two moves of one tensor share."""
-    (tensor, before, after), (beside, same, end) = one, other
-    if (tensor.shape, tensor.width, tensor.reduce) != (beside.shape, beside.width, beside.reduce):
-        return np.zeros((1,) * before.ndim)
-    # An impossible placement has infinite seconds elsewhere.
-    before, after, same, end = (np.maximum(each, 0) for each in np.broadcast_arrays(before, after, same, end))
-
-    def first(*places: np.ndarray) -> np.ndarray:
-        seconds, leaving = tensor.shared(*places)
-        return times * seconds - (times - once) * leaving
-
-    return np.where(before == same, at_every(first, before, after, end), 0.0)
 
 
 def _summed(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:

@@ -18,6 +18,8 @@ from gspmd.search.tables import Tables
 
 FIRST = 64
 """Number of options, besides those with low bounds, among which next best picks are searched first."""
+BEYOND = 1.1
+"""The factor above an answer's seconds up to which the bounds of options are computed first."""
 GROWTH = 4
 """The factor by which the number of options grows if no picks among them fit."""
 MARGIN = 1e-9
@@ -57,9 +59,10 @@ class Search:
         self.so_far: Answer | None = None
         self._tables = Tables.whole(problem)
         self._buckets = eliminate(self._tables)
+        self._possible = self._tables.possible()
         self._rate = 0.0
         self._answers: dict[bytes, Answer] = {}
-        self._bounds: dict[bytes, list[np.ndarray]] = {}
+        self._bounds: dict[float, list[np.ndarray]] = {}
 
     def best(
         self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
@@ -97,8 +100,7 @@ class Search:
 
     def bounds(self) -> dict[str, np.ndarray]:
         """Find, for every choice and option, a lower bound on the seconds of picks that fit; infinite if none do."""
-        allowed = self._allowed({}, {})
-        return dict(zip((choice.name for choice in self.problem.choices), self._bounds_of(allowed)))
+        return dict(zip((choice.name for choice in self.problem.choices), self._bounds_at(self._rate)))
 
     def next_best(
         self,
@@ -121,13 +123,13 @@ class Search:
         if not all(mask.any() for mask in fewer):
             return None
         try:
-            return self._once(fewer, lambda: self._widen(fewer, self._bounds_of(allowed)))
+            return self._once(fewer, lambda: self._widen(fewer, allowed, BEYOND * answer.seconds))
         except NothingFits:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return, for each choice, which options are allowed."""
-        allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
+        """Return, for each choice, which options are allowed, without those that cost infinite seconds by themselves."""
+        allowed = {choice.name: mask.copy() for choice, mask in zip(self.problem.choices, self._possible)}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
                 raise ValueError(
@@ -164,45 +166,60 @@ class Search:
         self._rate = question.rate or self._rate
         return answer
 
-    def _bounds_of(self, allowed: list[np.ndarray]) -> list[np.ndarray]:
-        """Return, for each choice and option, a lower bound on the seconds of allowed picks with it that fit."""
-        key = _key(allowed)
-        if key not in self._bounds:
-            messages = Messages(self._tables.keep(allowed), self._buckets, self._rate)
-            less = self._rate * self.problem.limit if self._rate and self.problem.limit is not None else 0.0
-            bounds = [np.full(len(mask), math.inf) for mask in allowed]
+    def _bounds_at(self, rate: float) -> list[np.ndarray]:
+        """Return, for each choice and option, a lower bound on the seconds of picks with it that fit, at a rate."""
+        if rate not in self._bounds:
+            self._bounds[rate] = self._bounds_of(self._possible, rate)
+        return self._bounds[rate]
+
+    def _bounds_of(self, allowed: list[np.ndarray], rate: float) -> list[np.ndarray]:
+        """Return the bounds of `_bounds_at` for picks of allowed options only."""
+        bounds = [np.full(len(mask), math.inf) for mask in allowed]
+        if all(mask.any() for mask in allowed):
+            messages = Messages(self._tables.keep(allowed), self._buckets, rate)
+            less = rate * self.problem.limit if rate and self.problem.limit is not None else 0.0
             for each, mask, costs in zip(bounds, allowed, messages.by_option()):
                 each[mask] = costs - less
-            self._bounds[key] = bounds
-        return self._bounds[key]
+        return bounds
 
-    def _widen(self, allowed: list[np.ndarray], bounds: list[np.ndarray]) -> Answer:
+    def _widen(self, fewer: list[np.ndarray], allowed: list[np.ndarray], ceiling: float) -> Answer:
         """Search a few promising options, then more, until those left out cannot be better; return the best picks.
 
         Args:
-            allowed: Which options are allowed.
-            bounds: For each option a lower bound on the seconds of picks with it.
+            fewer: Which options may be picked.
+            allowed: Which options the bounds allow: these, and maybe more.
+            ceiling: Seconds up to which bounds are computed at first, among the options that have a lower bound even
+                if everything is allowed. These are few, and the bounds up to the ceiling are the same.
         """
-        allowed = [mask & np.isfinite(each) for mask, each in zip(allowed, bounds)]
-        each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(allowed, bounds)]))
-        # All picks have an option of each choice.
-        least = max(float(each[mask].min(initial=math.inf)) for mask, each in zip(allowed, bounds))
-        count = int(np.searchsorted(each_bound, least, "right")) + FIRST
-        most = least
+        rate, most, times = self._rate, -math.inf, 1
+        near = self._with_margin(ceiling, rate)
+        bounds = self._bounds_of([mask & (each <= near) for mask, each in zip(allowed, self._bounds_at(rate))], rate)
         while True:
+            kept = [mask & np.isfinite(each) for mask, each in zip(fewer, bounds)]
+            each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(kept, bounds)]))
+            # All picks have an option of each choice.
+            least = max(float(each[mask].min(initial=math.inf)) for mask, each in zip(kept, bounds))
+            count = times * (int(np.searchsorted(each_bound, least, "right")) + FIRST)
             all_kept = count >= len(each_bound)
-            most = math.inf if all_kept else max(most, float(each_bound[count]))
-            most += MARGIN * (abs(most) + (abs(self._rate * (self.problem.limit or 0.0)) if self._rate else 0.0))
+            reach = math.inf if all_kept else self._with_margin(max(most, least, float(each_bound[count])), self._rate)
+            if reach > ceiling:
+                bounds, ceiling = self._bounds_of(allowed, rate), math.inf
+                continue
+            most = reach
             try:
-                answer = self._ask([mask & (each <= most) for mask, each in zip(allowed, bounds)], most)
+                answer = self._ask([mask & (each <= most) for mask, each in zip(kept, bounds)], most)
             except NothingFits:
                 if all_kept:
                     raise
-                count *= GROWTH
+                times *= GROWTH
                 continue
             if answer.seconds <= most or not answer.complete:
                 return answer
             most = answer.seconds
+
+    def _with_margin(self, seconds: float, rate: float) -> float:
+        """Return seconds above which no bound is that is equal to these seconds up to rounding."""
+        return seconds + MARGIN * (abs(seconds) + (abs(rate * (self.problem.limit or 0.0)) if rate else 0.0))
 
 
 def _key(allowed: list[np.ndarray]) -> bytes:

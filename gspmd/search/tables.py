@@ -59,6 +59,14 @@ class Tables:
             [None if table is None else table[index] for table, index in zip(self.bytes, indices)],
         )
 
+    def possible(self) -> list[np.ndarray]:
+        """Return, for each choice, which options have finite seconds in the terms that depend on this choice alone."""
+        result = [np.ones(len(kept), bool) for kept in self.kept]
+        for of, table in zip(self.of, self.seconds):
+            if len(of) == 1:
+                result[of[0]] &= np.isfinite(table)
+        return result
+
     def apart(self) -> list[np.ndarray]:
         """Return an estimate of each option's cost: the sum over terms of the term's least seconds with that option."""
         result = [np.zeros(len(kept)) for kept in self.kept]

@@ -1,5 +1,6 @@
 """The search, once its settings are read: it finds the answer, writes the file, and prints the results."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -54,6 +55,9 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
         # already, for example in a user's program, its devices are used.
         with suppress(host.HostError):
             host.start(1, "cpu")
+        # Traces and their steps are millions of objects that live on: by default, a tenth of the time would be spent on
+        # looking for cycles among them.
+        gc.set_threshold(100_000)
         return main(argv, script, settings)
 
     said = "Interrupted before a layout was found that fits."

@@ -1,6 +1,7 @@
 """Gradients as partial sums: the specs of parameters in a step's loss, and the rows over which gradients are summed."""
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 
 from gspmd.annotate import Fault, Spec, parse_via
 from gspmd.annotate.errors import listed
@@ -86,7 +87,8 @@ _BESIDE = {
 }  # fmt: skip
 
 
-def loss_specs(layout: LayoutTable, microbatches: int) -> dict[str, Spec]:
+@lru_cache(maxsize=256)
+def loss_specs(layout: LayoutTable, microbatches: int) -> Mapping[str, Spec]:
     """Return the spec of each parameter in the loss of a training step; see `Layout.for_loss`."""
     specs = {}
     for key, text in parameters_of(layout):

@@ -50,18 +50,22 @@ class Arcs:
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
         lowered = np.zeros(len(costs), bool)
-        due = np.zeros(0, int)
-        if len(self._starts):  # reduceat refuses an empty list of starts
-            due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts))
-        for rows in np.array_split(due, 1 + self._counts[due].sum() // _CHUNK) if len(due) else ():
+        if not len(self._starts):  # reduceat refuses an empty list of starts
+            return lowered
+        due = np.logical_or.reduceat(changed[self.tail], self._starts).nonzero()[0]
+        chunks = 1 + int(self._counts[due].sum()) // _CHUNK
+        for rows in [due] if chunks == 1 else np.array_split(due, chunks):
+            if not len(rows):
+                continue
             counts, heads = self._counts[rows], self._heads[rows]
-            starts = np.cumsum(counts) - counts
+            starts = counts.cumsum() - counts
             arcs = slice(None)
             if len(rows) < len(self._heads):
-                arcs = np.repeat(self._starts[rows] - starts, counts) + np.arange(counts.sum())
+                arcs = (self._starts[rows] - starts).repeat(counts) + np.arange(counts.sum())
             best = np.minimum.reduceat(costs[self.tail[arcs]] + prices[self.code[arcs]], starts)
             cheaper = best < costs[heads]
-            costs[heads[cheaper]], lowered[heads[cheaper]] = best[cheaper], True
+            heads = heads[cheaper]
+            costs[heads], lowered[heads] = best[cheaper], True
         return lowered
 
 

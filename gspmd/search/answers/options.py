@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import chain
 
 from gspmd.annotate import Spec
 from gspmd.search.phase import PhaseProblem
@@ -46,9 +47,14 @@ class Options:
         return {name: tuple(self.phase.texts(name)) for name in self.phase.choices}
 
     @cached_property
+    def lines(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """For each choice, the lines that some of its options write."""
+        return {name: tuple(dict.fromkeys(chain.from_iterable(options))) for name, options in self.texts.items()}
+
+    @cached_property
     def choices(self) -> dict[tuple[str, str], str]:
         """The choice that decides each line."""
-        return {where: name for name, options in self.texts.items() for texts in options for where in texts}
+        return {where: name for name, lines in self.lines.items() for where in lines}
 
     def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
         """Find the options of a choice that give a line these specs: one spec, or both specs of a via."""

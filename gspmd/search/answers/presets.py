@@ -223,7 +223,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     # With several microbatches also gradients that [gradients] does not list are partial sums.
     loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
-        wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
+        wanted = dict(_wanted(layout, loss, of.options.lines[name], names))
         fits = set(range(len(options)))
         for where, specs in wanted.items():
             fits &= of.options.having(name, *where, specs)
