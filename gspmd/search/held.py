@@ -336,13 +336,12 @@ class Held:
 
 
 def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
-    """Return the arrays at the moment when a program holds the most bytes; donated arguments hold their results.
+    """Return the arrays at a program's moment of peak memory; results may reuse the memory of donated arguments.
 
     Args:
         jaxpr: the program.
-        devices: number of devices over which, for finding the moment, an array with an unknown is assumed to be
-            divided.
-        moment: the moment to use, from a program that differs only in sizes.
+        devices: the assumed number of parts into which an array with an unknown is divided, for finding the moment.
+        moment: the moment to use, found in a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -357,7 +356,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays, without operands and results, at a moment; by default at the moment of the most bytes."""
+    """Return the arrays other than operands and results at a moment, by default the moment of peak memory."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -390,12 +389,12 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays whose memory the given values use; a view uses the memory of a different value."""
+    """Return the arrays in memory to which values belong: for a view, the array that it is a view of."""
     return {value.memory for value in values if value.memory.array is not None}
 
 
 def _only_fused(straight: Straight) -> set[HeldValue]:
-    """Return the values that only fused operations make and read, and that are therefore never in memory."""
+    """Return the values that only fused operations make and read, so that they are never in memory."""
     made = {value.memory for each in straight.operations if each.is_fused for value in each.outputs}
     apart = _memory(value for each in straight.operations if not each.is_fused for value in each.inputs)
     return made - apart - _memory(straight.results)

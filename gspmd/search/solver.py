@@ -1,8 +1,8 @@
-"""The search for the cheapest picks and, for each choice, for the cheapest picks that differ in it.
+"""The solver: finds the cheapest picks and, for each choice, the cheapest picks that differ in it.
 
-For each option, a lower bound on the cost of all picks with it is found once (`gspmd.search.buckets`). The next best
-picks are then searched among the few options with low bounds. If these picks cost no more than the bounds of the
-options left out, they are the cheapest of all.
+For each option, a lower bound on the cost of all picks with it is computed once (`gspmd.search.buckets`). Picks are
+then searched among the few options with low bounds. If the picks found cost no more than the bounds of the options left
+out, they are the cheapest of all.
 """
 
 import math
@@ -25,18 +25,18 @@ MARGIN = 1e-9
 
 
 class Search:
-    """The search for the cheapest picks of a problem, with proof.
+    """A search for the cheapest picks of a problem, with a proof.
 
-    It answers one question after another, and keeps answers and bounds.
+    It answers several questions about one problem, and keeps answers and bounds from one to the next.
 
     Args:
         problem: Choices, terms and limit.
-        stop: Called often; once it returns true, a search returns its best picks, with the bound proved for them.
-        tolerance: The fraction of the seconds by which picks may be slower than the cheapest: near-ties at a limit of
-            bytes take long to tell apart. `Answer.bound` is the proved bound even then.
+        stop: A function that is called often. Once it returns true, a search returns its best picks and their bound.
+        tolerance: The fraction by which picks may be slower than the cheapest: near-ties at the limit of bytes take
+            long to tell apart. `Answer.bound` is a proved bound even then.
 
     Attributes:
-        so_far: The best picks of the last question, also after an interrupt; None before any were found.
+        so_far: The best picks of the last question, even after an interrupt; None before any were found.
 
     Example:
         >>> import numpy as np
@@ -67,8 +67,8 @@ class Search:
         """Find the cheapest picks that fit.
 
         Args:
-            fixed: The option, by index, that each of some choices must have.
-            without: The options, by index, that each of some choices must not have.
+            fixed: For some choices, the index of the option that they must have.
+            without: For some choices, the indices of the options that they must not have.
 
         Raises:
             NothingFits: No such picks are within the limit, or none are allowed.
@@ -85,11 +85,11 @@ class Search:
         It is proved without enumeration, so there may be no picks with these seconds.
 
         Args:
-            enough: A bound above which a greater bound is not looked for.
+            enough: A value above which the bound need not be raised.
             without: As in `best`.
 
         Returns:
-            The bound; infinite if no picks fit.
+            The bound, which is infinite if no picks fit.
         """
         tables = self._tables.keep(self._allowed({}, without or {}))
         ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
@@ -107,12 +107,12 @@ class Search:
         fixed: Mapping[str, int] | None = None,
         without: Mapping[str, Collection[int]] | None = None,
     ) -> Answer | None:
-        """Find the cheapest picks in which one choice differs from the answer's; None if none fit.
+        """Find the cheapest picks in which one choice has a different option; return None if no such picks fit.
 
         Args:
-            answer: The answer found before.
+            answer: An answer of this search.
             name: The choice that is to differ.
-            fixed, without: As in `best`; give those of the answered question again to stay within it.
+            fixed, without: As in `best`; give the same as for `answer` to search under the same conditions.
         """
         excluded = {**(without or {})}
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
@@ -126,7 +126,7 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return, for each choice, which options are allowed."""
+        """Return, for each choice, a mask of the allowed options."""
         allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
@@ -145,7 +145,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the answer to a question; it is searched for, unless the question was completely answered before."""
+        """Return the known answer to this question if it is complete, or search for it."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None
@@ -177,11 +177,11 @@ class Search:
         return self._bounds[key]
 
     def _widen(self, allowed: list[np.ndarray], bounds: list[np.ndarray]) -> Answer:
-        """Search a few promising options, then more, until those left out cannot be better; return the best picks.
+        """Search among the most promising options, adding more until the rest cannot be better; return the best picks.
 
         Args:
-            allowed: Which options are allowed.
-            bounds: For each option a lower bound on the seconds of picks with it.
+            allowed: For each choice, a mask of the allowed options.
+            bounds: For each option, a lower bound on the seconds of picks with it.
         """
         allowed = [mask & np.isfinite(each) for mask, each in zip(allowed, bounds)]
         each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(allowed, bounds)]))
