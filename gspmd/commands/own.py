@@ -1,4 +1,4 @@
-"""Custom models in commands: check their settings, and show their parameters and sizes."""
+"""Custom models in commands: checks of their settings, and tables of their parameters and sizes."""
 
 import sys
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ Placed = dict[str, tuple[Spec, tuple[int, ...]]]
 
 
 def module_of(settings: Any) -> list[ModuleType]:
-    """Return the module of a custom model in a list, which is empty for a model that comes with gspmd."""
+    """Return the module of a custom model as a list; the list is empty for a model that comes with gspmd."""
     return [sys.modules[type(settings.model).__module__]] if is_own(settings) else []
 
 
 def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
-    """Refuse settings that a custom model does not support.
+    """Raise an error about settings that do not apply to a custom model.
 
     Args:
-        settings: the settings of a command, with `lora` and `sharding`; the settings of a run also have `checkpoint`
-            and `training`.
-        doing: the beginning of the message.
-        tokens: number of ids of a run's tokenizer; None for bytes.
+        settings: the settings of a command, with `lora` and `sharding`; those of a run also with `checkpoint` and
+            `training`.
+        doing: the first words of the error message.
+        tokens: number of ids of a run's tokenizer, or None for bytes.
 
     Raises:
         ConfigError: settings do not apply to a custom model; the message lists all of them.
@@ -66,11 +66,11 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
 
 
 def trainable(settings: Any, dtype: str = "") -> Trainable:
-    """Return the model of a command's settings, ours or custom, in the form that the builder of training steps expects.
+    """Return the model of a command's settings, custom or not, as the builder of training steps expects it.
 
     Args:
         settings: settings with `model` and `sharding`.
-        dtype: the dtype of computation; by default, `dtype` of [training].
+        dtype: the dtype of the computation; by default `dtype` of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (
@@ -81,7 +81,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
 
 def _rows_of(settings: Any) -> dict[str, Any]:
-    """Return, as arguments of `Language`, which arrays a batch has besides tokens."""
+    """Return the arguments of `Language` that say which arrays a batch has besides tokens."""
     training = getattr(settings, "training", None)
     if training is None:  # Commands other than train have no data settings.
         pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
@@ -94,7 +94,7 @@ def _rows_of(settings: Any) -> dict[str, Any]:
 
 
 def facts(settings: Any, layout: Layout) -> dict[str, str]:
-    """Return the lines of a run's header that describe the model and its step."""
+    """Return the lines of a run's header about the model and its step."""
     training, model = settings.training, Own(settings.model)
     flops = training.batch * training.length * model.flops_per_token(layout, training.length)
     return {
@@ -104,7 +104,7 @@ def facts(settings: Any, layout: Layout) -> dict[str, str]:
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
-    """Show the placement of every parameter, and of every other tensor in the layout's own sections."""
+    """Print a table of every parameter's placement, and of that of other tensors in the layout's own sections."""
     training, model = settings.training, Own(settings.model)
     rows = model.rows(layout)
     placed: Placed = {path: (row.spec, row.shape) for path, row in rows.items()}
@@ -125,7 +125,7 @@ def _activations(layout: Layout, parameters: set[str], sizes: Mapping[str, int])
 
 
 def refuse_named(values: Mapping[str, Any], doing: str) -> None:
-    """Refuse settings that name a custom model, for a command that accepts only the models that come with gspmd.
+    """Raise an error if settings name a custom model, for commands that accept only the models of gspmd.
 
     Raises:
         ConfigError: the settings name a custom model.

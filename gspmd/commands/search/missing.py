@@ -1,4 +1,4 @@
-"""The message if no layout fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
+"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a slice that has them."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,14 +15,14 @@ Spaces = Callable[[Slice], Iterable[Space]]
 def nothing_fits(
     fault: NoneFits, settings: SearchSettings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
 ) -> str:
-    """Return the message.
+    """Return the message for the case that no layout fits.
 
     Args:
         fault: the error that `find` raised.
         settings: the settings of the search.
         target: the slice.
-        spaces: a function that makes the spaces of a slice.
-        tell: called with a text about each slice that is tried.
+        spaces: a function from a slice to the spaces to be searched on it.
+        tell: a function that gets a text about each slice that is tried.
     """
     remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)
     if fault.nearest and fault.nearest.bytes <= target.chip.hbm_bytes:
@@ -49,7 +49,7 @@ def nothing_fits(
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """Return the smallest of the larger slices of the chip on which some layout fits."""
+    """Return the smallest larger slice of the chip on which some layout fits, if there is one."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
         every = [*spaces(larger)][::-1]  # More axes have more layouts.

@@ -1,4 +1,4 @@
-"""The folder of a run: the named one, the newest, or a new one, locked so that only one run uses it at a time."""
+"""The folder of a run: the given one, the newest, or a new one, locked so that only one run uses it at a time."""
 
 import errno
 import fcntl
@@ -14,26 +14,26 @@ from gspmd.training.checkpoints import check_step, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
-# Conditions on which a run can go on, by the error number of a write that the operating system refused.
+# Conditions under which a run can continue, by the error number of a write that the operating system refused.
 _CONDITIONS = {
     errno.ENOSPC: "once there is room",
     errno.EDQUOT: "once there is room",
     errno.EFBIG: "once files may be larger",
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
-    errno.ENOENT: "",  # A missing folder is made again.
+    errno.ENOENT: "",  # A missing folder is created again.
 }
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
 
 
 class Unwritable(Exception):
-    """The run's folder, or another file of the run, cannot be written or used any more.
+    """Raised if the run's folder, or another file of the run, can no longer be written or used.
 
     Attributes:
-        step: the step of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint, or None if there is none.
         out: the run's folder.
-        once: the condition on which the run can go on, such as "once there is room"; empty if there is none.
+        once: the condition under which the run can continue, such as "once there is room"; empty if there is none.
     """
 
     def __init__(self, error: OSError, step: int | None, out: Path):
@@ -51,12 +51,12 @@ class Unwritable(Exception):
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
-    """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
+    """Return the run's folder after creating it if needed, checking that it is writable, and locking it.
 
     Args:
-        out: the folder; "" for the newest run if a run is resumed, and otherwise for a new folder under runs/.
-        resume: if true the folder must hold a run, otherwise it must not.
-        step: the step of the checkpoint that it must hold; None for any.
+        out: the given folder. If empty, it is the newest run for a resumed run, and otherwise a new folder under runs/.
+        resume: whether a run is resumed; if so, the folder must hold a run, and otherwise it must not.
+        step: the step for which the folder must have a checkpoint, or None for any step.
 
     Raises:
         ConfigError: the folder cannot be written, another run writes there, or it holds a run that would be
@@ -74,7 +74,7 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
 
 
 def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
-    """Refuse a folder that `choose_out` would refuse, without creating or locking it.
+    """Raise the errors of `choose_out` about a folder, without creating or locking it.
 
     Args:
         out, resume, step: see `choose_out`.
@@ -99,7 +99,7 @@ def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
 
 
 def _named(out: str, resume: bool, step: int | None) -> Path:
-    """Return the path of a run's folder, and refuse one that does not hold the run that it should."""
+    """Return the path of a run's folder after checking that it holds a run, or does not, as it should."""
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
     if resume and at is None:
@@ -114,9 +114,9 @@ def _named(out: str, resume: bool, step: int | None) -> Path:
 
 
 def _hold(path: Path) -> None:
-    """Lock the folder itself, which leaves no file behind; the lock ends with the process, however that ends.
+    """Lock the folder itself, which leaves no file behind; the lock ends with the process in any case.
 
-    Some file systems, such as some shared ones, cannot lock folders; there, a second run is not refused.
+    Some file systems, such as some shared ones, cannot lock folders; there a second run is not detected.
     """
     try:
         folder = os.open(path, os.O_RDONLY)
@@ -136,7 +136,7 @@ def _hold(path: Path) -> None:
 
 @contextmanager
 def released_after(path: Path) -> Iterator[None]:
-    """Release the lock of `choose_out` on a folder when this context ends."""
+    """Release the lock of `choose_out` on a folder at the end of a `with` block."""
     try:
         yield
     finally:
@@ -145,7 +145,7 @@ def released_after(path: Path) -> Iterator[None]:
 
 
 def newest_run() -> Path:
-    """Return the run under runs/ that was started last.
+    """Return the folder of the run under runs/ that was started last.
 
     Raises:
         ConfigError: there is no run under runs/.
