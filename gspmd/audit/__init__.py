@@ -1,4 +1,4 @@
-"""The audit of compiled programs: ledgers, machines that are not attached, memory, and time."""
+"""The audit of compiled programs: collectives, memory and time, also for machines that are not attached."""
 
 from typing import TYPE_CHECKING
 

@@ -17,7 +17,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     """Return the sizes of a mesh's axes, in its order.
 
     Args:
-        mesh: a mesh, or a mapping.
+        mesh: a mesh, or a mapping from mesh axes to sizes.
 
     Raises:
         PlanError: `mesh` is neither a mesh nor a mapping of sizes.
@@ -35,7 +35,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def operations(flops: Any) -> float:
-    """Return a number of floating-point operations, 0 or more.
+    """Return a number of FLOPs after checking that it is 0 or more.
 
     Raises:
         PlanError: `flops` is not such a number.
@@ -47,7 +47,7 @@ def operations(flops: Any) -> float:
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Return the positions of arguments, counted from 0; the given positions may be negative, as for `jax.jit`.
+    """Return positions of arguments, counted from 0; the given ones may be negative, as for `jax.jit`.
 
     Args:
         name: the name of the keyword, for the error.

@@ -1,4 +1,4 @@
-"""The parser of commands without settings files, whose errors are one message with a remedy; and NAME=SIZE flags."""
+"""The parser of commands without settings files, whose errors are short messages with a remedy; NAME=SIZE flags."""
 
 import argparse
 import re
@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # As in commands with more flags.
 
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
-        """Add a flag or an argument, as argparse does, with the values that shell completion proposes.
+        """Add a flag or an argument as argparse does, with values for shell completion to propose.
 
-        Unless the flag has a type of its own, an empty value is refused.
+        An empty value is an error, unless the flag has a type of its own.
         """
         if options.get("action") in (None, "append") and "choices" not in options:
             options.setdefault("type", _optional if names[0].startswith("-") else _given)
@@ -40,14 +40,14 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the flags, and refuse unknown flags here: argparse would leave those of a subcommand to its parent."""
+        """Parse the flags, and report unknown ones here: argparse would leave those of a subcommand to its parent."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(word or repr(word) for word in unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, without the usage before it, and exit with code 2."""
+        """Print an error message without the usage that argparse puts before it, and exit with code 2."""
         if found := re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             words = [word.strip("' ") for word in found[2].split(",")]
             message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()

@@ -30,19 +30,19 @@ from gspmd_models.stages import check_stages, schedule_of
 def run(argv: Sequence[str], script: str = "", settings: CompileSettings | None = None) -> int:
     """Run `gspmd compile`; return its exit code.
 
-    It is 1 if the model does not fit, 2 for bad input or a file that cannot be written, and 130 for an interrupt.
+    The code is 1 if the model does not fit, 2 for bad input or a file that cannot be written, 130 for an interrupt.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        settings: the settings, if the flags have been parsed already.
     """
     begin, called = partial(main, script=script, settings=settings), "" if script else "gspmd compile"
     return runner.guarded(begin, argv, called, errors=(GenerationError,), interrupted="Interrupted.")
 
 
 def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None = None) -> int:
-    """Compile, print the report and write the files; return the exit code, as `run` does."""
+    """Compile the program, print the report and write the files; return the exit code, as `run` does."""
     settings = settings or parse(argv, script)
     host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
     host.start(1, "cpu")  # For JAX itself: the slice's devices exist for the compiler only.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report for the smallest slice, or the fewest GPUs, on which the model fits; if none, the largest."""
+    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; if none, of the largest."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -84,14 +84,14 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
 
 
 def layout_of(settings: CompileSettings) -> Layout:
-    """Return the layout that the flags name, with their changes."""
+    """Return the layout named by the flags, with the changes that they make."""
     sharding = settings.sharding
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
 
 def phase_layout(settings: CompileSettings) -> Layout:
-    """Return the layout of the phase that is compiled."""
+    """Return the layout of the phase to be compiled."""
     layout = layout_of(settings)
     if settings.phase in ("encode", "prefill") and settings.prefill_layout:
         layout = Layout.load(settings.prefill_layout)
@@ -104,7 +104,7 @@ def phase_layout(settings: CompileSettings) -> Layout:
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """Return the mesh of a slice, after a check that it divides the sizes in the layout of the compiled phase."""
+    """Return the mesh of a slice after checking that it divides the sizes in the layout of the compiled phase."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     source = settings.source_length or settings.length
     tokens = {"encode": source, "decode": 1}.get(settings.phase, settings.length)
@@ -136,14 +136,14 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
 def compiled(
     settings: CompileSettings, target: Topology, called: str = "", tell: Callable[[str], None] | None = None
 ) -> Report:
-    """Compile and report for one slice.
+    """Compile the program for one slice, and return the report.
 
     Args:
-        settings: the program.
-        target: the slice, or the nodes.
-        called: the name of the program in messages about progress; by default, its model and layout.
-        tell: called with the name of each phase of the compilation as it begins; by default, the terminal shows the
-            name.
+        settings: the program to be compiled.
+        target: the slice, or the nodes of GPUs.
+        called: the name of the program in progress messages; by default its model and layout.
+        tell: a function that gets the name of each phase of the compilation as it begins; by default the terminal shows
+            it.
     """
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
@@ -185,7 +185,7 @@ def compiled(
 
 
 def flops_of_row(settings: CompileSettings) -> float:
-    """Return the FLOPs of one row of the batch, including a backward pass."""
+    """Return the FLOPs of one row of the batch, including the backward pass if there is one."""
     config, source = settings.model, settings.source_length or settings.length
     if settings.phase == "encode":
         return source * config.flops_per_source_token(source)
@@ -195,7 +195,7 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and which of these it overwrites or may reorder."""
+    """Return the program to compile, its abstract arguments, and those that it may overwrite or reorder."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout
@@ -226,12 +226,12 @@ def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callabl
 
 
 def say_chosen(layout: Layout) -> None:
-    """Report on stderr which of a layout's alternatives were chosen."""
+    """Report on stderr the choices that were made among a layout's alternatives."""
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
 def save(settings: CompileSettings, report: Report, command: str) -> list[str]:
-    """Write the files that flags name; if the compiler refused the program, only the figures can be written.
+    """Write the files named by flags; if the compiler refused the program, only the figures can be written.
 
     Returns:
         A message for each file that could not be written.

@@ -97,7 +97,7 @@ class CompileSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
-    """Return the settings of the file, overridden by flags."""
+    """Return the settings of a settings file, overridden by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
     said["source_length"] = source_length_of(file)
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
 
 
 def _written_twice(settings: CompileSettings) -> list[str]:
-    """Return a fault for each file that two flags would write."""
+    """Return a fault for each file that more than one flag would write."""
     named: dict[Path, list[str]] = {}
     for flag in ("json", "hlo", "trace", "gantt"):
         if getattr(settings, flag):
@@ -165,7 +165,7 @@ def _written_twice(settings: CompileSettings) -> list[str]:
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
-    """Return the given flags that only a training step uses; in a file, such settings are ignored by other phases."""
+    """Return the given flags that only a training step uses; such settings in a file are ignored by other phases."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
     given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])

@@ -38,7 +38,7 @@ class Words:
     """The words that may follow a command.
 
     Attributes:
-        flags: the flags of the command, each with its values, if there are few.
+        flags: the flags of the command, each with its possible values if there are few.
         words: words that are not flags, such as subcommands.
     """
 
@@ -47,17 +47,17 @@ class Words:
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags.
+    """Parse the flags.
 
     Args:
         argv: the flags.
-        script: unused: no file in scripts/ runs this command.
+        script: unused, because no file in scripts/ runs this command.
     """
     return make_parser().parse_args(argv)
 
 
 def make_parser() -> Parser:
-    """Return the parser of the shell's name."""
+    """Return the parser, whose argument is the name of a shell."""
     introduction = configs.fitted(__doc__.strip(), get_terminal_size().columns)
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="gspmd completion", description=introduction, formatter_class=layout)
@@ -66,12 +66,12 @@ def make_parser() -> Parser:
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Print the script; return the exit code: 2 for a shell that is not supported.
+    """Print the completion script; return the exit code, which is 2 for a shell that is not supported.
 
     Args:
         argv: the flags.
         script: unused; see `parse`.
-        settings: the settings, if the flags are read already.
+        settings: the settings, if the flags have been parsed already.
     """
     print(SCRIPTS[(settings or parse(argv)).shell](known()), end="")
     return 0
@@ -101,7 +101,7 @@ def known() -> dict[str, Words]:
 
 
 def _with_names(flags: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return flags with the names that they accept: those of configurations, layouts and chips."""
+    """Return flags with their possible values, including names of configurations, layouts and chips."""
     named: dict[str, Sequence[str]] = {"--chip": [*CHIPS]}
     named["--config"] = sorted(path.stem for path in configs.FOLDER.glob("*.toml"))
     named |= {flag: preset_names() for flag in ("--layout", "--prefill-layout", "--decode-layout")}
@@ -109,7 +109,7 @@ def _with_names(flags: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 
 def bash(known: Mapping[str, Words]) -> str:
-    """Return the script for bash: one function, which looks up the command and the previous word."""
+    """Return the script for bash: a function that looks up the command and the previous word."""
     commands = [f"        {shlex.quote(name)})\n{_bash_of(words)}            ;;" for name, words in known.items()]
     pairs = "|".join(shlex.quote(name) for name in known if " " in name)
     return _BASH.format(commands=" ".join(COMMANDS), pairs=pairs, cases="\n".join(commands))
@@ -153,12 +153,12 @@ complete -o filenames -F _gspmd gspmd
 
 
 def zsh(known: Mapping[str, Words]) -> str:
-    """Return the script for zsh, which runs that of bash."""
+    """Return the script for zsh, which runs the one for bash."""
     return f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash(known)}"
 
 
 def fish(known: Mapping[str, Words]) -> str:
-    """Return the script for fish: a line for each flag."""
+    """Return the script for fish, which has a line for each flag."""
     lines = [
         f"complete -c gspmd -n __fish_use_subcommand -f -a {name} -d {shlex.quote(does)}"
         for name, does in COMMANDS.items()

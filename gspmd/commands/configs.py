@@ -9,7 +9,7 @@ from gspmd.annotate.errors import suggestion
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-#: gspmd/configs if installed from a wheel, configs/ at the top of a checkout.
+#: gspmd/configs in an installed wheel, configs/ in a checkout.
 FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 
 
@@ -44,12 +44,12 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
     """Return the program's name and the description for the help of a command, or of the script that runs it.
 
     Args:
-        documentation: the description, with examples that begin with the command.
-        command: such as "gspmd train".
-        script: the file in scripts/ that was started; empty if the command itself was.
+        documentation: the description, with example command lines that begin with `command`.
+        command: the command, such as "gspmd train".
+        script: the name of the file in scripts/ that was started; empty if the command itself was.
 
     Returns:
-        The name (None to use the script's own), and the description with the script's examples.
+        The program's name (None for the script's own), and the description with command lines of the script.
     """
     if not script:
         return command, documentation
@@ -58,7 +58,7 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
 
 
 def fitted(description: str, width: int) -> str:
-    """Wrap the description of a command, with examples and their comments, to a width.
+    """Wrap the description of a command, with its example command lines and their comments, to a width.
 
     >>> print(fitted("Train.\\n\\n    gspmd train --steps 9  # for a while\\n\\nFigures go to --out.", 30))
     Train.
@@ -86,7 +86,7 @@ def fitted(description: str, width: int) -> str:
 
 
 def _continued(command: str, width: int) -> str:
-    """Break a command into lines of a width, joined by backslashes."""
+    """Break a command line into lines of a width, joined by backslashes."""
     words = re.split(r" (?=--)", command)  # A flag stays with its value.
     lines = [words[0]]
     for word in words[1:]:

@@ -1,6 +1,6 @@
 """The help of flags: the docstrings of fields of settings as running text; a short help has only the common flags.
 
-tyro makes a flag of every field of a dataclass. The rule here tells tyro the fields and the text to print for each.
+tyro makes a flag of every field of a dataclass. The rule here tells tyro the fields, and the help text of each.
 """
 
 import ast
@@ -23,14 +23,14 @@ _OURS = ("gspmd", "gspmd_models")
 
 
 class RefusedError(Exception):
-    """The values of flags are refused by a dataclass. Not a ValueError, which tyro would print itself."""
+    """Raised if a dataclass refuses the values of flags; it is no ValueError, because tyro would print that itself."""
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
 
 
 def _given(word: str) -> str:
-    """Return the text of a flag.
+    """Return the text of a flag after checking that it is not empty.
 
     Raises:
         ValueError: the text is empty, which in settings stands for a flag that is not given.
@@ -60,7 +60,7 @@ AnyText = Annotated[str, "empty too"]
 
 
 def _filled(hint: Any) -> Any:
-    """Return the type of a setting, changed so that its flag refuses an empty string; `AnyText` is not changed."""
+    """Return the type of a setting, changed so that its flag refuses an empty string, unless it is `AnyText`."""
     if hint is str:
         return Annotated[str, _TEXT]
     if hint == tuple[str, ...]:
@@ -77,16 +77,16 @@ def _filled(hint: Any) -> Any:
 
 @dataclass(frozen=True)
 class Describe:
-    """The rule by which tyro reads dataclasses of settings.
+    """The rule by which tyro makes flags of dataclasses of settings.
 
     Attributes:
-        common: names of the settings that are shown; None for all settings, with each table in a group of its own.
+        common: names of the settings to show in the help; None for all, with each table in a group of its own.
     """
 
     common: Collection[str] | None = None
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Return the fields of a dataclass of settings, and the function that makes an instance."""
+        """Return the fields of a dataclass of settings, and a function that makes an instance."""
         cls = info.type
         if not (isinstance(cls, type) and is_dataclass(cls)):
             return None
@@ -109,9 +109,9 @@ class Describe:
         return StructConstructorSpec(_constructor(cls), tuple(shown))
 
     def _annotated(self, hint: Any, name: str, default: Any) -> Any:
-        """Return the type of a field with annotations for tyro.
+        """Return the type of a field with the annotations that tyro reads.
 
-        These hide its flag, put it in the common group, or give its default a text.
+        These hide its flag, put it into the common group, or state its default in words.
         """
         if is_dataclass(default):
             if self.common is None:
@@ -135,7 +135,7 @@ class Describe:
         return Annotated[hint, tyro.conf.arg(**said)] if said else hint
 
     def _text(self, text: str, default: Any) -> str:
-        """Return the text of a flag; for a pair of flags, the text of the first one."""
+        """Return the help text of a flag; for the two flags of a boolean, that of the one that turns it on."""
         if isinstance(default, bool) and text.startswith("Whether "):
             text = text.removeprefix("Whether ").removeprefix("to ")
             text = text[:1].upper() + text[1:]
@@ -143,7 +143,7 @@ class Describe:
 
 
 def _first_clause(text: str) -> str:
-    """Return a text up to its first full stop, semicolon or colon, without parts in parentheses.
+    """Return a text up to its first full stop, semicolon or colon, without what is in parentheses.
 
     >>> _first_clause("Files (quoted; or patterns), or folders; none for all. More.")
     'Files, or folders.'
@@ -153,7 +153,7 @@ def _first_clause(text: str) -> str:
 
 
 def _constructor(cls: type) -> Any:
-    """Return a constructor of the class whose errors pass through tyro unchanged."""
+    """Return a constructor of the class whose errors tyro passes on unchanged."""
 
     def make(**values: Any) -> Any:
         try:
@@ -168,7 +168,7 @@ def _constructor(cls: type) -> Any:
 
 
 def _flagged(fault: str, names: Collection[str]) -> str:
-    """Return a fault with the flag in place of the setting's name, if the fault begins with one of these names.
+    """Return a fault that begins with one of these settings' names, with the flag in place of the name.
 
     >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
     '--sample-bytes must not be negative, but is -1.'
@@ -178,7 +178,7 @@ def _flagged(fault: str, names: Collection[str]) -> str:
 
 
 def choices_of(hint: Any) -> tuple:
-    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
+    """Return the values of a `Literal`, and None if it is optional; for any other type, nothing.
 
     >>> choices_of(Literal["cpu", "gpu"] | None)
     (None, 'cpu', 'gpu')
@@ -196,11 +196,11 @@ class Flag:
     """A flag that tyro makes of a setting.
 
     Attributes:
-        name: the flag, such as "--model.heads"; for a boolean, the flag that turns it on.
-        table: the prefix of its table with a dot, such as "model."; empty if the setting is in no table.
-        field: the name of the setting.
+        name: the flag, such as "--model.heads"; of the two flags of a boolean, the one that turns it on.
+        table: the prefix of its settings table with a dot, such as "model."; empty if it is in no table.
+        field: the name of the setting, without its table.
         choices: the values that the flag accepts, if there are few.
-        default: the value of the setting without the flag.
+        default: the value that the setting has without the flag.
         text: the documentation of the setting.
     """
 
@@ -213,7 +213,7 @@ class Flag:
 
     @property
     def off(self) -> str:
-        """The flag that turns a boolean off; empty if the flag takes a value."""
+        """The flag that turns a boolean off, or an empty text if the flag takes a value."""
         if not isinstance(self.default, bool) or self.choices:
             return ""
         return f"--{self.table}no-{self.name.removeprefix(f'--{self.table}')}"
@@ -243,7 +243,7 @@ def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
 
 
 def flags_of(cls: type, default: Any) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a dataclass of settings, each with its choices, if there are any; see `every_flag`."""
+    """Return the flags of a dataclass of settings, each with its choices; see `every_flag`."""
     found: dict[str, tuple[str, ...]] = {}
     for flag in every_flag(cls, default):
         found |= {flag.name: flag.choices, **({flag.off: ()} if flag.off else {})}
@@ -251,14 +251,14 @@ def flags_of(cls: type, default: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _sentence(text: str) -> str:
-    """Return a text as a sentence of its own."""
+    """Return a text on one line, beginning with a capital letter."""
     text = " ".join(text.split())
     return text[:1].upper() + text[1:]
 
 
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
+    """Return, by its name, the documentation of each field of a dataclass and of its bases, as running text.
 
     The documentation of a field is the docstring below it, or its entry under `Attributes` in the docstring of the
     class.

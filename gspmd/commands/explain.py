@@ -13,15 +13,15 @@ from gspmd.planner import drawing
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Print the plan and write its pictures; return the exit code.
+    """Print the plan and write its pictures; return the exit code of the command.
 
     The exit code is 2 for bad input, with one message on stderr. It is also 2 if pictures cannot be written, with a
-    message for each of them after the plan.
+    message about each of them after the plan.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help and the messages.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for help and messages.
+        settings: the settings, if the flags have been parsed already.
     """
     options = settings or parse(argv, script)
     try:

@@ -14,11 +14,11 @@ from gspmd.lowerings.names import LOWERINGS
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags; one of their attributes, `prog`, is the name of the program in messages.
+    """Parse the flags; the attribute `prog` of the result is the name of the program in messages.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs the command, for the help and the messages.
+        script: the name of the file in scripts/ that runs the command, for help and messages.
     """
     parser = make_parser(script or "gspmd explain")
     return parser.parse_args(argv, argparse.Namespace(prog=parser.prog))

@@ -22,15 +22,15 @@ def run(argv: Sequence[str], script: str = "", settings: ExportSettings | None =
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        settings: the settings, if the flags have been parsed already.
     """
     begin = partial(main, script=script, settings=settings)
     return runner.guarded(begin, argv, called="" if script else "gspmd export")
 
 
 def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None = None) -> int:
-    """Read the run's newest checkpoint on one device of this machine, and write it as a public checkpoint."""
+    """Load the run's newest checkpoint onto one device of this machine, and write it as a public checkpoint."""
     settings = settings or parse(argv, script)
     folder = Path(settings.folder)
     source, console = Source.at(folder), printing.console(120)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None 
 
 
 def longest(source: Source) -> int:
-    """Return the longest sequence, in tokens, that a run was trained on: of targets or, with an encoder, of sources."""
+    """Return the length, in tokens, of the longest sequences of the training: targets or, with an encoder, sources."""
     if source.run is None:
         return 2048
     training = source.run.training
@@ -63,5 +63,5 @@ def longest(source: Source) -> int:
 
 
 def promised(kept: Path) -> int:
-    """Return the context length, in tokens, of the checkpoint with which a run began; 0 if it began without one."""
+    """Return the context length, in tokens, of the checkpoint from which a run began; 0 if it began without one."""
     return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

@@ -33,14 +33,14 @@ class ExportSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
-    """Return the settings of flags.
+    """Parse the flags.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs the command, for the help.
+        script: the name of the file in scripts/ that runs the command, for the help.
 
     Raises:
-        ConfigError: a folder is missing, or has no run.
+        ConfigError: a folder is missing, or does not hold a run.
     """
     prog, description = configs.called(__doc__, "gspmd export", script)
     settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)

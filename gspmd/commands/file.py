@@ -1,4 +1,4 @@
-"""The settings file of a command that plans or compiles a step: its tables, and the custom model that it names."""
+"""Settings files of commands that plan or compile a step: their tables, and the custom model that they name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class File:
-    """The tables that a settings file may have; from [training], a command reads the fields for which it has flags."""
+    """The tables of a settings file; of [training], a command reads those fields for which it has flags."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -30,23 +30,23 @@ class File:
     model_class: str = ""
 
     def beside(self, folder: Path) -> "File":
-        """Return these settings, with a relative path of a custom model resolved against `folder`."""
+        """Return these settings, with the relative path of a custom model resolved from `folder`."""
         return replace(self, model_class=finding.beside(self.model_class, folder))
 
 
 def is_own(settings: Any) -> bool:
-    """Return whether settings have a custom model."""
+    """Return whether settings are for a custom model."""
     return not isinstance(settings.model, ModelConfig)
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
-    """Return the tables of the settings file that flags name, and the file's name.
+    """Return the tables and the name of the settings file named by flags.
 
     The name is empty for a custom model without a settings file.
 
     Args:
-        argv: the flags; --config and --model are read here, since the other defaults come from the file.
-        default: the config to read if the flags name none.
+        argv: the flags, of which --config and --model are read here, because the file has the defaults of the others.
+        default: the configuration to read if the flags name none.
     """
     early = EarlyFlags.of(argv)
     if early.model and not early.config:
@@ -58,18 +58,18 @@ def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
 
 
 def source_length_of(file: File) -> int:
-    """Return `source_length` of the file's [training]; 0 if its model has no encoder, or its objective no source."""
+    """Return `source_length` of [training], or 0 if the model has no encoder or the objective has no source."""
     has_encoder = getattr(file.model, "encoder_layers", 0) > 0
     return file.training.source_length if has_encoder and file.training.objective != "next-token" else 0
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Return the settings of a command with `--source-length` and `--phase`, and the faults that concern the source.
+    """Return the settings of a command with `--source-length` and `--phase`, and faults that concern the source.
 
     Args:
-        settings: the settings, as changed by flags. If flags removed the encoder, the settings are returned without a
+        settings: the settings after the flags. If flags removed the encoder, the settings are returned without a
             source.
-        default: the settings of the file.
+        default: the settings in the file, before the flags.
     """
     given: Any = settings
     if given.source_length < 0:
@@ -85,7 +85,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return the faults of a number of token groups of experts that does not divide a batch, or its sources."""
+    """Return a fault for each number of token groups of experts that does not divide a batch, or its sources."""
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

@@ -1,4 +1,4 @@
-"""The files that flags name: they are checked before the work begins, and written after it."""
+"""The files that flags name: checked before the work begins, and written after it."""
 
 import os
 import stat
@@ -9,13 +9,13 @@ from gspmd.writing import replace_file
 
 
 def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterator[str]:
-    """Yield the reasons why a file cannot be written, as far as they are known in advance.
+    """Yield the reasons why a file cannot be written, as far as they can be known in advance.
 
     Args:
-        flag: its flag, without hyphens.
-        given: the name of the file; empty if the flag is not given.
-        suffix: the ending that the name must have; empty if it may have any.
-        kind: the kind of file with that ending, such as "a PNG file".
+        flag: the name of the file's flag, without hyphens.
+        given: the name of the file, or an empty text if the flag is not given.
+        suffix: the ending that the name must have, or an empty text for any ending.
+        kind: the kind of file with this ending, such as "a PNG file".
     """
     path = Path(given)
     if not given:
@@ -45,7 +45,7 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
 
 
 def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]:
-    """Write the file of a flag; return the fault if that is not possible, and nothing otherwise."""
+    """Write the file of a flag by the function `write`; return the fault if that fails, and otherwise nothing."""
     try:
         write(path)
     except OSError as error:
@@ -54,5 +54,5 @@ def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file whole (`gspmd.writing`), in UTF-8."""
+    """Write a text file in UTF-8, completely or not at all (`gspmd.writing`)."""
     replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))

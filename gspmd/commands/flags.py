@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at those that decide how all others are read, and the parser of all flags."""
+"""The flags of a command: an early look at those that decide how the others are parsed, and the parser of all."""
 
 import argparse
 import io
@@ -32,19 +32,19 @@ from gspmd.training.toml import ConfigError, Dataclass, from_mapping, load_toml,
 
 T = TypeVar("T", bound=Dataclass)
 
-# Each boolean is a pair of flags, --tied and --no-tied. If only the flag that changes the default existed, the set of
-# flags would depend on the file with the defaults, and a run could not be resumed with the flags that began it.
+# Each boolean has two flags, --tied and --no-tied. With only the flag that changes the default, the set of flags would
+# depend on the file with the defaults, and a run could not be resumed with the flags that began it.
 _STYLE = (tyro.conf.AvoidSubcommands,)
 HELP = {"-h", "--help", "--help-all"}
 
 
 @dataclass(frozen=True)
 class EarlyFlags:
-    """The flags that must be known before all flags can be read, as they were given.
+    """Those flags that must be known before all flags can be parsed, as they were given.
 
     The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
-    decides which flags exist. So these few flags are looked up first. A value is None for a flag that is not given, and
-    "" for a flag without a value, or with an empty one, which the parser of all flags then refuses.
+    decides which flags exist. So these few flags are looked up first. A value is None if the flag is not given, and ""
+    if it is given without a value or with an empty one, which the parser of all flags then refuses.
     """
 
     config: str | None = None
@@ -62,10 +62,10 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> "EarlyFlags":
-        """Look up these flags, without checking them or any other flags.
+        """Look up these flags, without checking them or any others.
 
-        No flag is refused here: one of several processes has to know where to join the others before it can tell them
-        about faults in its flags.
+        No flag is refused here: a process that is one of several must know where to join the others before it can tell
+        them about faults in its flags.
 
         >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
         EarlyFlags(..., resume=True, ..., distributed='auto', ...)
@@ -93,7 +93,7 @@ def parse(
     prog: str | None = None,
     common: Collection[str] = (),
 ) -> T:
-    """Read settings from a TOML file and from flags, which take precedence.
+    """Read settings from a TOML file and from flags, of which the flags take precedence.
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
@@ -105,14 +105,14 @@ def parse(
             changes of layout, and `--layout` its `--set`, its changes of layout and its schedule of stages.
             `--resume STEP` means `--resume --resume-step STEP`; the step may be given only once.
         default: the TOML file if neither flag is given.
-        find: maps the name in --config, or `default`, to the path of the TOML file.
-        description: for --help.
-        prog: the program name in --help; `sys.argv[0]` if not given.
-        common: see `parse_flags`.
+        find: a function from the name in --config, or `default`, to the path of the TOML file.
+        description: the description in --help.
+        prog: the program's name in --help; by default `sys.argv[0]`.
+        common: the settings that --help shows; see `parse_flags`.
 
     Raises:
-        ConfigError: from `load_toml`, or from the dataclasses; or the step to resume from is given more than once.
-        FlagError: see `parse_flags`.
+        ConfigError: a settings file or the settings have faults; or the step to resume from is given more than once.
+        FlagError: flags have faults; see `parse_flags`.
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)
@@ -143,7 +143,7 @@ def parse(
 
 
 def distributed(argv: Sequence[str]) -> str:
-    """Return the value of `--distributed`, without checking the other flags; "" for --help.
+    """Return the value of `--distributed`, without checking other flags; it is "" if help is asked for.
 
     >>> distributed(["--steps", "many", "--distributed=auto"])
     'auto'
@@ -164,16 +164,15 @@ def parse_flags(
     Args:
         cls: the dataclass of the settings.
         argv: the flags.
-        base: the settings without flags.
-        description: for --help.
-        prog: the program name in --help; `sys.argv[0]` if not given.
-        common: names of the settings whose flags --help shows; --help-all shows all flags. If empty, --help shows all
-            flags too.
+        base: the settings in the absence of flags.
+        description: the description in --help.
+        prog: the program's name in --help; by default `sys.argv[0]`.
+        common: names of the settings whose flags --help shows; --help-all shows all flags. If empty, so does --help.
 
     Raises:
-        ConfigError: flags belong to a table that the settings do not have, or settings do not fit one another.
-        FlagError: flags are unknown, or their values cannot be read.
-        SystemExit: from --help.
+        ConfigError: flags belong to a table that the settings do not have, or settings contradict each other.
+        FlagError: flags are unknown, or their values cannot be parsed.
+        SystemExit: help was asked for and printed.
     """
     _refuse_absent(argv, base)
     name, helps = prog or Path(sys.argv[0]).name, HELP & {*argv}
@@ -201,7 +200,7 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """Text in memory that tells tyro the encoding of standard output, and whether that is a terminal."""
+    """A text buffer that has, for tyro, the encoding of standard output, and says whether that is a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +213,7 @@ class _LikeOutput(io.StringIO):
 
 
 def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:
-    """Print tyro's help with our own description, whose lines tyro would join, and exit."""
+    """Print tyro's help with our own description, which tyro would wrap as a single paragraph, and exit."""
     shown = _LikeOutput()
     with suppress(SystemExit), redirect_stdout(shown):
         tyro.cli(cls, args=["--help"], description="", **options)
@@ -226,7 +225,7 @@ def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, An
 
 @contextmanager
 def _wide() -> Iterator[None]:
-    """Keep tyro from wrapping its messages, because `_in_short` parses their lines."""
+    """Keep tyro from wrapping its messages inside a `with` block, because `_in_short` parses their lines."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -238,13 +237,13 @@ def _wide() -> Iterator[None]:
 
 
 def _merged(cls: type[Dataclass]) -> list[str]:
-    """Return the tables whose names are left out of their flags."""
+    """Return the tables of settings whose names are left out of their flags."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
 
 
 def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
-    """Shorten a message of tyro, a box with the help of similar flags, to a few lines with a remedy.
+    """Shorten an error message of tyro, a box with the help of similar flags, to a few lines with a remedy.
 
     >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
     >>> print(_in_short(box, "gspmd train", []))
@@ -284,10 +283,10 @@ def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
 
 
 def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
-    """Return the flags that the user may have meant by an unknown flag.
+    """Return the flags that the user may have meant by an unknown one.
 
-    If the flag has the name of a table whose name flags leave out (`merged`), this is the flag without that name;
-    otherwise the most similar known flags.
+    If the flag begins with the name of a table that is left out of flags (`merged`), this is the flag without that
+    name; otherwise these are the most similar known flags.
     """
     table, dot, rest = flag.removeprefix("--").partition(".")
     if dot and table in merged:
@@ -300,10 +299,10 @@ _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
-    """Refuse flags of a table that the settings lack, which the parser would only report as unknown.
+    """Raise an error about flags of a table that the settings do not have; the parser would only call them unknown.
 
     Raises:
-        ConfigError: there are such flags; the message names their tables, and says where to write these.
+        ConfigError: there are such flags. The message names their tables, and says where to write these.
     """
     faults = {}
     for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -352,7 +351,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return the settings with which a run is resumed, without those of the machine and those that a flag replaces."""
+    """Return the saved settings of a run, without those of its machine and those that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")
@@ -375,7 +374,7 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
 
 
 def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Parse a flag with a few choices; the error names the nearest choice, unlike tyro's own error."""
+    """Parse a flag with a few possible values; the error names the nearest value, unlike tyro's own."""
     choices = choices_of(info.type)
     if not choices:
         return None

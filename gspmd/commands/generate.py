@@ -41,15 +41,15 @@ def run(argv: Sequence[str], script: str = "", settings: GenerateSettings | None
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        settings: the settings, if the flags have been parsed already.
     """
     begin = partial(main, script=script, settings=settings)
     return runner.guarded(begin, argv, called="" if script else "gspmd generate")
 
 
 def main(argv: Sequence[str], script: str = "", settings: GenerateSettings | None = None) -> int:
-    """Read the settings, unless they are given, load the model, and write the texts."""
+    """Parse the flags, unless settings are given; load the model, and write the texts."""
     settings = settings or parse(argv, script)
     try:
         return generate(settings)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], script: str = "", settings: GenerateSettings | Non
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Continue the prompts, or print the bytes that the programs would send and hold."""
+    """Continue the prompts or, with --explain, print the bytes that the programs would send and hold."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)
     refuse_with_beams(settings)
     folder, console = Path(hub.found(settings.checkpoint)), printing.console(120, stderr=True)
@@ -127,7 +127,7 @@ def generate(settings: GenerateSettings) -> int:
 def beginnings(
     settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the beginnings of the texts and, for a model with an encoder, the sources, as an argument of the programs.
+    """Return the first tokens of the texts and, for a model with an encoder, the sources as an argument of programs.
 
     Raises:
         ConfigError: --target-prompt or --source-length is given for a decoder-only model.
@@ -143,10 +143,10 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the sampling settings of the flags, completed from generation_config.json; print those of that file.
+    """Return the sampling settings of the flags, completed by those of generation_config.json, which are printed.
 
     Raises:
-        ConfigError: the file asks for settings that are not supported, and no flag permits leaving them out.
+        ConfigError: the file has settings that are not supported, and no flag allows ignoring them.
     """
     given, use = settings.sampling.given, settings.sampling.generation_config
     if use == "ignored":
@@ -167,7 +167,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """With beam search, refuse flags that do not apply to it; without it, refuse flags that apply only to it.
+    """Raise an error about flags that do not apply to beam search or, without it, apply to nothing else.
 
     Raises:
         ConfigError: such flags are given; the message names them.
@@ -193,7 +193,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Continue the prompts with the custom model of a run, or print the bytes that its program would send and hold."""
+    """Continue the prompts with a run's custom model or, with --explain, print the bytes it would send and hold."""
     tokenizer = tokenizer_of(folder)
     subject = own.subject(run)
     refuse_for_own(settings, subject)
@@ -242,7 +242,7 @@ def generate_own(
 
 
 def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
-    """Refuse flags that a custom model does not support.
+    """Raise an error about flags that custom models do not support.
 
     Raises:
         ConfigError: some flags are not supported; the message lists every fault.
@@ -277,7 +277,7 @@ def arranged(
     begins: Sequence[Sequence[int]],
     given: dict[str, Any],
 ) -> tuple[ServingSharding, str | Layout]:
-    """Return the sharding and the layout of --layout; for `auto`, the layout that a search finds, and its mesh."""
+    """Return the sharding and the layout of --layout; for `auto`, they come from a search."""
     sharding = settings.sharding
     if not automatic.asks_for_search(sharding.layout, DOING):
         return sharding, sharding.layout
@@ -298,12 +298,12 @@ def arranged(
 
 
 def dtype_on(devices: Sequence[jax.Device], settings: GenerateSettings) -> str:
-    """Return the dtype that the model computes in on these devices."""
+    """Return the dtype in which the model computes on these devices."""
     return settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
 
 
 def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:
-    """Yield the bursts until an interrupt.
+    """Yield the bursts of tokens until an interrupt.
 
     Interrupts are polled, because JAX would lose an exception that is raised while it computes.
     """
@@ -318,11 +318,11 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
 def ids_of(
     settings: GenerateSettings, tokenizer: checkpoints.Tokenizer, prompts: Sequence[str], *, source: bool = False
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, as a text, as the source of an encoder, or as a turn of a chat.
+    """Return the token ids of each prompt, encoded as a text, as the source of an encoder, or as a chat turn.
 
     Raises:
         ConfigError: the file of messages cannot be read.
-        CheckpointError: the chat template is missing, faulty, or refuses the messages.
+        CheckpointError: the chat template is missing or faulty, or refuses the messages.
     """
     if not settings.chat:
         return [*map(tokenizer.source if source else tokenizer.encode, prompts)]
@@ -336,13 +336,13 @@ def ids_of(
 
 
 def variable_of(given: str) -> tuple[str, Any]:
-    """Return the name and the value of a variable of a template.
+    """Parse a variable of a chat template; return its name and value.
 
     >>> variable_of("enable_thinking=false"), variable_of("date=1 May")
     (('enable_thinking', False), ('date', '1 May'))
 
     Raises:
-        ConfigError: the text is not NAME=VALUE, or the name is one of the template's own arguments.
+        ConfigError: the text is not NAME=VALUE, or the name is that of an argument that the template gets anyway.
     """
     name, equals, value = given.partition("=")
     taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
@@ -356,10 +356,10 @@ def variable_of(given: str) -> tuple[str, Any]:
 
 
 def messages_of(name: str) -> list[dict[str, Any]]:
-    """Return the turns in a file.
+    """Return the messages of a chat in a file.
 
     Raises:
-        ConfigError: the file cannot be read, or does not hold a list of messages.
+        ConfigError: the file cannot be read, or does not contain a list of messages.
     """
     try:
         found = read_json(name)
@@ -373,15 +373,15 @@ def messages_of(name: str) -> list[dict[str, Any]]:
 
 
 def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequence[str]:
-    """Return the text that is printed before each generated text: its prompt, or nothing in a chat."""
+    """Return the text printed before each generated text: its prompt, or nothing in a chat."""
     return [""] * max(1, len(prompts)) if settings.chat else prompts
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: first those of the flags, then that of the file; a chat may have messages without a prompt.
+    """Return the prompts of the flags, then that of the file; a chat may have messages but no prompt.
 
     Raises:
-        ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
+        ConfigError: there is no prompt, or it cannot be read; or flags for chats are given without --chat.
     """
     prompts, name = list(settings.prompt), settings.prompt_file
     names = ("system", "messages", "chat-template", "chat-variable")
@@ -409,15 +409,15 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order; each is printed as it is generated, once the text before it has ended.
+    """Print the texts in order, each while it is generated, as soon as the text before has ended.
 
     Args:
-        console: the console for messages, which are not part of a text.
-        prompts: the beginnings of the texts; the same number of texts begins with each.
-        texts: the texts, not yet begun.
-        bursts: the tokens of the texts.
-        ended: the indices of the texts that end with a stop string, or at an id for which there is no token, are added
-            to this set.
+        console: the console for messages that are not part of a text.
+        prompts: the prompts; equally many texts begin with each of them.
+        texts: the texts, still empty.
+        bursts: the generated tokens of the texts, in bursts.
+        ended: a set to which the indices of those texts are added that end with a stop string, or with an id that has
+            no token.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -459,7 +459,7 @@ def write(
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:
-    """Return the line above a text, if there are several texts; it has the text's score (`beam_loop`), if given."""
+    """Return the line above a text if there are several; it has the text's beam score (`beam_loop`), if given."""
     if count == 1:
         return ""
     return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

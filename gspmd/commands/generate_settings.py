@@ -56,7 +56,7 @@ class SamplingFlags:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that flags give."""
+        """The sampling settings that are given as flags."""
         return {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
 
 
@@ -143,14 +143,14 @@ class GenerateSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> GenerateSettings:
-    """Return the settings of flags.
+    """Parse the flags.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs the command, for the help.
+        script: the name of the file in scripts/ that runs the command, for the help.
 
     Raises:
-        ConfigError: there is no checkpoint.
+        ConfigError: no checkpoint is given.
     """
     prog, description = configs.called(__doc__, "gspmd generate", script)
     settings = flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog, COMMON)

@@ -1,4 +1,4 @@
-"""The header that a run prints before its first step, the placement of its tensors, and its title in pictures."""
+"""The header printed before a run's first step, the table of its tensors, and its title in pictures."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from gspmd_models.stages import schedule_of
 
 
 def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
-    """Print the header: the run and its devices; `kept` says where compiled programs are kept."""
+    """Print the header: the run and its devices, and `kept`, the place where compiled programs are cached."""
     (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
     training, model, sharding = settings.training, settings.model, settings.sharding
     lines = {
@@ -67,7 +67,7 @@ def _facts(settings: Any) -> dict[str, str]:
 
 
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
-    """Return the pipeline schedule of an arrangement; None if the arrangement has no stages."""
+    """Return the pipeline schedule of an arrangement, or None if it has no stages."""
     if own.is_own(settings):
         return None
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
@@ -76,12 +76,12 @@ def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
 
 
 def rounds_in(settings: Any, layout: Layout) -> int:
-    """Return how often a microbatch goes round the pipeline stages of a layout; 1 if the layout has no stages."""
+    """Return the number of times that a microbatch goes round the pipeline stages; 1 without stages."""
     return settings.sharding.rounds if stages_axes(layout) else 1
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
-    """Show the placement of every tensor."""
+    """Print a table of the placement of every tensor."""
     training, model = settings.training, settings.model
     if own.is_own(settings):
         return own.show_tensors(console, settings, layout, mesh)
@@ -91,7 +91,7 @@ def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) ->
 
 
 def in_short(settings: Any, arrangement: Arrangement) -> str:
-    """Describe the run in a few words, for its pictures."""
+    """Describe the run in a few words, for the titles of its pictures."""
     moe = None if own.is_own(settings) else settings.model.moe
     experts = f", {moe.experts} experts" if moe else ""
     devices = arrangement.mesh.size

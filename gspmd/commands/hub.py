@@ -1,4 +1,4 @@
-"""Checkpoints that huggingface_hub has downloaded, by their names on huggingface.co; nothing is downloaded here.
+"""Checkpoints already downloaded by huggingface_hub, found by their names on huggingface.co; nothing is downloaded.
 
 Source: *Understand caching* of huggingface_hub's documentation: `models--ORG--NAME` has `refs/`, whose files name a
 revision, and `snapshots/`, with a folder for each revision.
@@ -14,7 +14,7 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def cache() -> Path:
-    """Return the folder where huggingface_hub keeps its downloads, according to its environment variables."""
+    """Return the folder of huggingface_hub's downloads, as its environment variables say."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -22,11 +22,10 @@ def cache() -> Path:
 
 
 def found(checkpoint: str) -> str:
-    """Return the folder of a checkpoint: a folder that exists, or the downloaded copy of a model named ORG/NAME.
+    """Return the folder of a checkpoint: an existing folder, or the downloaded copy of a model named ORG/NAME.
 
     Raises:
-        ConfigError: the text could be such a name, but there is no copy of it; the message has the command that
-            downloads it.
+        ConfigError: the text could be such a name, but there is no copy; the message has the command to download one.
     """
     if not _NAME.fullmatch(checkpoint) or os.path.exists(checkpoint):
         return checkpoint
@@ -43,7 +42,7 @@ def found(checkpoint: str) -> str:
 
 
 def beside(checkpoint: str, folder: Path) -> str:
-    """Return the checkpoint that a file in `folder` names: a relative path begins in `folder`; ORG/NAME is unchanged.
+    """Return a checkpoint named in a file, with a relative path resolved from `folder`, the file's folder.
 
     >>> beside("org/model", Path("mine")), beside("../there", Path("mine"))
     ('org/model', 'mine/../there')

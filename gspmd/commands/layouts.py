@@ -37,11 +37,11 @@ SECTIONS = (*PARTS, PIPELINE)
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags; one of their attributes, `does`, is the function of the subcommand.
+    """Parse the flags; the attribute `does` of the result is the function of the subcommand.
 
     Args:
         argv: the flags.
-        script: unused: no file in scripts/ runs this command.
+        script: unused, because no file in scripts/ runs this command.
     """
     return make_parser().parse_args(argv)
 
@@ -84,12 +84,12 @@ def make_parser() -> Parser:
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Run `gspmd layouts`; return its exit code: 1 if layouts differ, 2 for bad input.
+    """Run `gspmd layouts`; return its exit code, which is 1 if layouts differ and 2 for bad input.
 
     Args:
         argv: the flags.
         script: unused; see `parse`.
-        settings: the settings, if the flags are read already.
+        settings: the settings, if the flags have been parsed already.
     """
     options = settings or parse(argv)
     try:
@@ -100,7 +100,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
 
 def list_presets(options: argparse.Namespace) -> int:
-    """Print the presets, each with its mesh axes and the first sentence of its file."""
+    """Print the presets, with the mesh axes and the first sentence of the file of each."""
     sheet = Sheet("", [Column("layout"), Column("mesh axes", goes=1), Column("what it shards", folds=True)])
     for name in preset_names():
         sheet.add(name, ", ".join(Layout.load(name).axes) or "none", escape(_summary(text_of(name))))
@@ -109,7 +109,7 @@ def list_presets(options: argparse.Namespace) -> int:
 
 
 def _summary(text: str) -> str:
-    """Return the first sentence of a layout file's opening comment, without the layout's name that begins it."""
+    """Return the first sentence of the comment at the top of a layout file, without the layout's name."""
     head = " ".join(
         line.removeprefix("#").strip() for line in text.split("\n\n")[0].splitlines() if line.startswith("#")
     )
@@ -117,7 +117,7 @@ def _summary(text: str) -> str:
 
 
 def show_layout(options: argparse.Namespace) -> int:
-    """Print a layout, section by section, or its file."""
+    """Print a layout section by section, or with --toml as its file."""
     layout = Layout.load(options.layout)
     print(text_of(options.layout).rstrip() if options.toml else layout)
     faults = pictures.write(layout.figure(), options) if pictures.asked(options) else []
@@ -127,7 +127,7 @@ def show_layout(options: argparse.Namespace) -> int:
 
 
 def list_keys(options: argparse.Namespace) -> int:
-    """Print the keys of one section, or of all of them."""
+    """Print the keys of one section or of all sections."""
     if options.section and options.section not in SECTIONS:
         near = suggestion(options.section, SECTIONS)
         raise LayoutError(f"no section is called {options.section!r}.\n  {near}Sections: {', '.join(SECTIONS)}.")
@@ -142,7 +142,7 @@ def list_keys(options: argparse.Namespace) -> int:
 
 
 def check_layout(options: argparse.Namespace) -> int:
-    """Check a layout, and print the mesh and the sizes for which it has no fault."""
+    """Check a layout for faults, and print the mesh and the sizes for which it has none."""
     changes = [change.partition("=") for change in options.set]
     if wrong := [f"{''.join(each)!r}" for each in changes if not all(each)]:
         fault = f"--set reads KEY=SPEC, such as ffn.w_in=E_xF_y, not {', '.join(wrong)}."
@@ -167,7 +167,7 @@ def check_layout(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
-    """Return the sizes to check: those of a model, overridden by --sizes."""
+    """Return the sizes to check a layout with: those of a model, overridden by --sizes."""
     sizes: dict[str, int] = {}
     if options.config or options.model:
         from gspmd.commands.file import file_of, is_own, source_length_of
@@ -189,7 +189,7 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
 
 
 def diff_layouts(options: argparse.Namespace) -> int:
-    """Print the lines in which two layouts differ; return 1 if there are any."""
+    """Print the lines in which two layouts differ; return 1 if they differ, and otherwise 0."""
     a, b = Layout.load(options.a), Layout.load(options.b)
     rows = [*_differing(a, b)]
     if not rows:
@@ -203,7 +203,7 @@ def diff_layouts(options: argparse.Namespace) -> int:
 
 
 def _differing(a: Layout, b: Layout) -> Iterator[tuple[str, str, str]]:
-    """Yield the lines that differ, in the order of the first layout and then of the second, with both specs."""
+    """Yield key and both specs of each line that differs, in the order of the first layout, then of the second."""
     ours, theirs = lines_of(a), lines_of(b)
     for key in dict.fromkeys((*ours, *theirs)):
         if ours.get(key) != theirs.get(key):

@@ -1,4 +1,4 @@
-"""`gspmd COMMAND ...`: the list of commands, and their start.
+"""`gspmd COMMAND ...`: the list of commands, and the start of a command.
 
 This file imports no slow library, so that a misspelled command is reported at once.
 """
@@ -22,7 +22,7 @@ from gspmd.display import terminal
 from gspmd.display.manual import DOCS
 from gspmd.interruption import begin_command, end, end_as_usual, end_at_once, is_left_working, number_of
 
-#: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
+#: Command -> its description. Each command is a module here with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
     "explain": "show the plan of an equation on a mesh, and draw it as specs and collectives",
     "page": "open a page in the browser that plans equations and layouts as you type",
@@ -34,7 +34,7 @@ COMMANDS = {
     "compile": "ask the compiler whether a model fits on TPUs or GPUs, and what it will cost",
     "completion": "print a script that completes these commands and their flags in a shell",
 }
-#: Command -> the module of this package that reads its flags, `parse(argv, script) -> settings`, without JAX.
+#: Command -> the module here that parses its flags without importing JAX, by `parse(argv, script) -> settings`.
 _SETTINGS = {
     "explain": "explain_settings",
     "page": "page",
@@ -56,21 +56,21 @@ _EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them; return the exit code: 2 for an unknown command, 130 for an interrupt.
+    """Run a command, or list the commands; return the exit code: 2 for an unknown command, 130 for an interrupt.
 
     Args:
-        argv: the command and its flags; by default those of this process, which should then end with the exit code.
+        argv: the command and its flags; by default those of this process, which then ends with the exit code.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     return _run(name, flags) if argv is not None else _process(name, flags)
 
 
 def script(name: str, file: str) -> int:
-    """Run a command for its file in scripts/, with the flags of this process, and end the process.
+    """Run a command on behalf of a file in scripts/, with the flags of this process, and end the process.
 
     Args:
         name: the command.
-        file: the script's name.
+        file: the name of that file.
     """
     return _process(name, sys.argv[1:], file)
 
@@ -94,9 +94,9 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
 
 
 def _written(command: Callable[[], int]) -> int:
-    """Run a command until its output is written; return its exit code, or a different one if writing fails.
+    """Run a command until its output is written; return its exit code, or another one if writing fails.
 
-    A closed output, as with `| head` or a closed terminal, is not reported: its reader does not want more.
+    A closed output, as with `| head` or a closed terminal, is not reported, because nobody wants to read more.
     """
     try:
         try:
@@ -158,17 +158,17 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 def _among_others(flags: Sequence[str]) -> bool:
     """Return whether this is one of several processes.
 
-    From the moment at which this process reads its flags, the others wait for it, and are told of its faults; so it
-    reads the flags only when it is ready to join.
+    The other processes wait for this one from the moment when it parses its flags, and must be told of faults in them;
+    so it parses the flags only when it is ready to join.
     """
     return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let a signal end the process with a one-line message, while libraries are imported and there is nothing to save.
+    """Let a signal end the process with a one-line message inside a `with` block, while libraries are imported.
 
-    An exception could be raised anywhere in these libraries; some would print it, or mistake it for a missing module.
+    An exception could arise anywhere in these libraries, and some would print it, or take it for a missing module.
     """
     ours = current_thread() is main_thread()  # Only the main thread can handle signals.
     if ours:
@@ -181,7 +181,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def _starting() -> Any:
-    """Report on stderr that libraries are being imported, if that takes a while."""
+    """Report on stderr that libraries are being imported, if this takes a while."""
     from gspmd.display.console import console  # Rich is slow to import.
     from gspmd.display.progress import Progress
 
@@ -189,15 +189,15 @@ def _starting() -> Any:
 
 
 def _raises() -> bool:
-    """Return whether this process handles interrupts: they are not ignored, and no caller has a handler of its own."""
+    """Return whether this process handles interrupts: they are not ignored, and no caller has its own handler."""
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
-    """Interrupt again, soon after the exception of an interrupt was raised in code that swallows exceptions.
+    """Raise an interrupt again, soon after its exception was swallowed by the code in which it was raised.
 
-    Such code is a callback of the garbage collector, or a finalizer. JAX has such a callback; the exception of a signal
+    Such code is a finalizer, or a callback of the garbage collector. JAX has such a callback: the exception of a signal
     that arrives during a collection is raised in it, and a collection takes longer the more objects there are.
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
@@ -212,7 +212,7 @@ def _interrupt_soon(number: int) -> None:
 
 
 def _without_command(name: str) -> int:
-    """Handle arguments that are not a command: print the list of commands, the version, or the nearest name."""
+    """Handle a first argument that is no command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help", "--help-all"):

@@ -1,4 +1,4 @@
-"""The message of an error as a command prints it: a few lines, with the first faults complete."""
+"""Error messages as a command prints them: a few lines, in which the first faults are complete."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ LINES = 8
 
 
 def told(error: BaseException) -> str:
-    """Return the message of an error in at most `LINES` lines, without the faults that do not fit.
+    """Return the message of an error in at most `LINES` lines, leaving out faults that do not fit.
 
     >>> from gspmd.training.toml import ConfigError
     >>> print(told(ConfigError("cannot train:", [f"setting {number} is wrong." for number in range(20)])))
@@ -37,7 +37,7 @@ def told(error: BaseException) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the lines of each fault: one line, or notation with a caret below it and an explanation."""
+    """Yield the lines of each fault: a single line, or notation with a caret below it and an explanation."""
     block: list[str] = []
     drawn = any(re.fullmatch(r" +\^+", line) for line in lines)
     for line, after in zip(lines, [*lines[1:], ""]):

@@ -1,4 +1,4 @@
-"""An overview of a generation, before anything is loaded: its devices, and the bytes that it sends and holds."""
+"""An overview of a generation before anything is loaded: devices, and bytes that it would send and hold."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from gspmd_models import decoding
 
 
 def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
-    """Return the model and the devices in a few lines."""
+    """Return a few lines about the model and the devices."""
     config, prefill, decode = source.config, sizes.prefill, sizes.decode
     chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
     layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
@@ -35,7 +35,7 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
 
 
 def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
-    """Return the custom model and the devices in a few lines."""
+    """Return a few lines about the custom model and the devices."""
     chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
     return {
         "devices": host.describe(list(mesh.devices.flat)),
@@ -57,7 +57,7 @@ def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str
 
 
 def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
-    """Print the plans of all programs, and the bytes of the arrays that a device holds throughout."""
+    """Print the plans of all programs, and the bytes of the arrays that a device holds all the time."""
     for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
         console.print(line, markup=False)
     reads = {"encode": f"{sizes.prefill_rows} × {sizes.source} tokens"}
@@ -72,11 +72,11 @@ def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes
 
 
 def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
-    """Return the arrays that devices hold from the first to the last token."""
+    """Return the arrays that devices hold from the first token to the last."""
     return {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
 
 
 def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
-    """Refuse arrays for which the devices have no room, before anything is loaded."""
+    """Raise an error, before anything is loaded, if the devices have no room for the arrays."""
     remedy = "Use more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
     memory.check("cannot generate text:", held(generator, sizes), mesh.local_devices, remedy)

@@ -1,4 +1,4 @@
-"""Custom models in commands: check their settings, and show their parameters and sizes."""
+"""Custom models in commands: checks of their settings, and tables of their parameters and sizes."""
 
 import sys
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Placed = dict[str, tuple[Spec, tuple[int, ...]]]
 
 
 def module_of(settings: Any) -> list[ModuleType]:
-    """Return the module of a custom model in a list, which is empty for a model that comes with gspmd."""
+    """Return the module of a custom model as a list; the list is empty for a model that comes with gspmd."""
     return [sys.modules[type(settings.model).__module__]] if is_own(settings) else []
 
 
@@ -33,13 +33,13 @@ def subject(settings: Any, dtype: Any = jnp.float32) -> Own:
 
 
 def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
-    """Refuse settings that a custom model does not support.
+    """Raise an error about settings that do not apply to a custom model.
 
     Args:
-        settings: the settings of a command, with `lora` and `sharding`; the settings of a run also have `checkpoint`
-            and `training`.
-        doing: the beginning of the message.
-        tokens: number of ids of a run's tokenizer; None for bytes.
+        settings: the settings of a command, with `lora` and `sharding`; those of a run also with `checkpoint` and
+            `training`.
+        doing: the first words of the error message.
+        tokens: number of ids of a run's tokenizer, or None for bytes.
 
     Raises:
         ConfigError: settings do not apply to a custom model; the message lists all of them.
@@ -71,11 +71,11 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
 
 
 def trainable(settings: Any, dtype: str = "") -> Trainable:
-    """Return the model of a command's settings, ours or custom, in the form that the builder of training steps expects.
+    """Return the model of a command's settings, custom or not, as the builder of training steps expects it.
 
     Args:
         settings: settings with `model` and `sharding`.
-        dtype: the dtype of computation; by default, `dtype` of [training].
+        dtype: the dtype of the computation; by default `dtype` of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (
@@ -86,7 +86,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
 
 def _rows_of(settings: Any) -> dict[str, Any]:
-    """Return, as arguments of `Language`, which arrays a batch has besides tokens."""
+    """Return the arguments of `Language` that say which arrays a batch has besides tokens."""
     training = getattr(settings, "training", None)
     if training is None:  # Commands other than train have no data settings.
         pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
@@ -130,7 +130,7 @@ def _activations(layout: Layout, parameters: set[str], sizes: Mapping[str, int])
 
 
 def refuse_named(values: Mapping[str, Any], doing: str) -> None:
-    """Refuse settings that name a custom model, for a command that accepts only the models that come with gspmd.
+    """Raise an error if settings name a custom model, for commands that accept only the models of gspmd.
 
     Raises:
         ConfigError: the settings name a custom model.

@@ -11,19 +11,19 @@ ENDINGS = ("svg", "png")
 
 
 def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the flags to a parser; `what` says in their help what is drawn, such as "the plan"."""
+    """Add the flags to a parser; `what` names the subject of the picture in their help, such as "the plan"."""
     for ending in ENDINGS:
         say = f"also draw {what} as a picture in this file, which ends in .{ending}"
         parser.add_argument(f"--{ending}", metavar="FILE", type=_ends_in(ending), help=say)
 
 
 def asked(options: argparse.Namespace) -> list[Path]:
-    """Return the paths of the pictures that were asked for."""
+    """Return the paths of the pictures that the flags ask for."""
     return [path for ending in ENDINGS if (path := getattr(options, ending)) is not None]
 
 
 def write(figure: Figure, options: argparse.Namespace) -> list[str]:
-    """Write the pictures that were asked for; return a message for each file that was not written."""
+    """Write the pictures that the flags ask for; return a message for each file that could not be written."""
     faults = []
     for ending in ENDINGS:
         path = getattr(options, ending)

@@ -1,7 +1,7 @@
-"""The programs of a run in one of its arrangements: its update and its evaluation, with the state that they need.
+"""The programs of a run in one of its arrangements: update and evaluation, with the state that they need.
 
-Each has an abstract form (shapes, dtypes and shardings in place of arrays), with which a program is checked, planned
-and explained before any array exists.
+Each has an abstract form (with shapes, dtypes and shardings instead of arrays), in which it is checked, planned and
+explained before any array exists.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ Tree = Any
 
 
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
-    """Make the programs of an arrangement, with the initial state if the run begins here.
+    """Build the programs of an arrangement, with the initial state if the run begins in it.
 
-    If the run does not begin here, the state has shapes in place of arrays, and is restored or moved later.
+    If the run does not begin in it, the state has shapes instead of arrays, and is restored or moved later.
     """
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
@@ -63,7 +63,7 @@ def make_program(console: Console, settings: RunSettings, arrangement: Arrangeme
 
 
 def initial_values(console: Console, settings: RunSettings, arrangement: Arrangement) -> dict[str, jax.Array]:
-    """Return the parameters with which training begins."""
+    """Return the initial parameters of the run."""
     if not own.is_own(settings):
         return models.arrays(begin(console, settings, arrangement))
     key = jax.random.key(settings.training.seed)
@@ -71,7 +71,7 @@ def initial_values(console: Console, settings: RunSettings, arrangement: Arrange
 
 
 def begin(console: Console, settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
-    """Return the model with which training begins: it has the weights of the checkpoint, or random weights."""
+    """Return the initial model of the run, with the weights of its checkpoint, or random weights."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if not settings.checkpoint:
         return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
@@ -82,12 +82,12 @@ def begin(console: Console, settings: RunSettings, arrangement: Arrangement) -> 
 
 
 def abstract_model(settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
-    """Return the model with shapes in place of weights."""
+    """Return the model with shapes and shardings instead of weights."""
     return models.abstract(settings.model, arrangement.layout, arrangement.mesh, settings.training.dtype)
 
 
 def abstract_state(settings: RunSettings, arrangement: Arrangement) -> TrainState:
-    """Return shapes, dtypes and shardings of the state."""
+    """Return the state as shapes, dtypes and shardings."""
     subject, layout, mesh = own.trainable(settings), arrangement.layout, arrangement.mesh
     if own.is_own(settings):
         values = building.abstract_parameters(subject, layout, mesh)
@@ -98,7 +98,7 @@ def abstract_state(settings: RunSettings, arrangement: Arrangement) -> TrainStat
 
 
 def update_of(settings: RunSettings) -> Update:
-    """Return the settings of a step's update, which do not depend on the layout."""
+    """Return those settings of an update that do not depend on the layout."""
     training = settings.training
     return Update(settings.optimizer, training.steps, training.microbatches, training.frozen, training.parameter_dtype)
 
@@ -106,7 +106,7 @@ def update_of(settings: RunSettings) -> Update:
 def step_of(
     settings: RunSettings, arrangement: Arrangement, state: TrainState
 ) -> tuple[Wrapped, TrainState, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return one update in an arrangement, jitted, and its arguments: the state, and an abstract batch and key."""
+    """Return an update under an arrangement, jitted, with its arguments: the state, and an abstract batch and key."""
     training, layout, mesh, subject = settings.training, arrangement.layout, arrangement.mesh, own.trainable(settings)
     step = building.training_step(subject, layout, update_of(settings))
     tokens = building.abstract_batch(subject, layout, mesh, training.batch, training.length)
@@ -114,18 +114,18 @@ def step_of(
 
 
 def evaluation_of(settings: RunSettings, arrangement: Arrangement) -> Callable[[Tree, jax.Array], jax.Array]:
-    """Return (parameters, tokens) -> mean cross-entropy, not compiled."""
+    """Return the evaluation, a function (parameters, tokens) -> mean cross-entropy, not compiled."""
     return building.evaluation_step(own.trainable(settings), arrangement.layout, settings.training.microbatches)
 
 
 def gradients_of(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the gradients, for the table of bytes of the run's header."""
+    """Return shapes, dtypes and shardings of the gradients, for the table of memory in the run's header."""
     layout, mesh, frozen = arrangement.layout, arrangement.mesh, settings.training.frozen
     return building.abstract_gradients(own.trainable(settings), layout, state.params, mesh, frozen)
 
 
 def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
-    """Return FLOPs of forward and backward pass for one token."""
+    """Return the FLOPs per token of forward and backward pass."""
     training = settings.training
     if own.is_own(settings):
         return own.subject(settings).flops_per_token(layout, training.length)
@@ -133,11 +133,11 @@ def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
 
 
 def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
-    """Trace one update and one evaluation, which finds the faults that no other check finds.
+    """Trace one update and one evaluation, to find the faults that no other check finds.
 
     So a fault is reported before the text is read and the model is built, not at the step at which the arrangement
-    begins. The check takes about a second, but makes a run only a third of a second longer, since the run then finds
-    the plans cached.
+    begins. The check takes about a second, but makes a run only a third of a second longer, because the run then finds
+    its plans in the cache.
     """
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -146,7 +146,7 @@ def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainSt
 
 
 def explain(console: Console, settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
-    """Print the bytes that one training step really sends, next to the planned bytes; nothing is allocated or run."""
+    """Print the bytes that a training step really sends beside the planned bytes; nothing is allocated or run."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -170,7 +170,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt with the trained model's continuation; for an encoder–decoder, the output for this source."""
+    """Return the prompt with its continuation by the trained model; of an encoder–decoder, the output for a source."""
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

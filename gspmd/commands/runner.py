@@ -1,4 +1,4 @@
-"""The runner of a command: one message for its errors, its exit code, and advice to resume after an interrupt."""
+"""The start of a command: a single message for its errors, its exit code, and advice after an interrupt."""
 
 import logging
 import shlex
@@ -30,7 +30,7 @@ _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
 
 
 class FlagError(ValueError):
-    """The error for flags that cannot be read, with the parser's message."""
+    """The error for flags that cannot be parsed; it has the parser's message."""
 
 
 def guarded(
@@ -42,16 +42,16 @@ def guarded(
 ) -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
-    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, otherwise 143.
+    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, and otherwise 143.
 
-    For an error made by the user, one message is printed on stderr; any other exception is a bug and keeps its
-    traceback. If there are several processes, the first one prints the message, and all of them end.
+    For an error made by the user, one message is printed on stderr. Any other exception is a bug, and keeps its
+    traceback. With several processes, the first one prints the message, and all of them end.
 
     Args:
-        command: the function to run; it is called with the flags, and returns an exit code or None.
+        command: the function to run, which takes the flags and returns an exit code or None.
         argv: the flags.
-        called: the command line of the program, for the advice to resume; `python sys.argv[0]` if not given.
-        errors: further exceptions that count as errors made by the user.
+        called: the command line to resume with, in advice; by default `python sys.argv[0]`.
+        errors: further exceptions to treat as errors made by the user.
         interrupted: the message for an interrupt that the command does not handle itself.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console.
@@ -103,15 +103,15 @@ def guarded(
 
 
 def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str = "") -> tuple[T | None, int]:
-    """Read the flags of a command before JAX is imported, so that --help and a misspelled flag are answered at once.
+    """Parse the flags of a command before JAX is imported, so that --help and misspelled flags are answered at once.
 
     Args:
-        parse: reads the flags.
+        parse: the function that parses the flags.
         argv: the flags.
         called: as in `guarded`.
 
     Returns:
-        The settings, or None; and the exit code if there are no settings.
+        The settings and 0, or None and the exit code if there are no settings.
     """
     found: list[T] = []
     code = guarded(lambda argv: found.append(parse(argv)), argv, called)
@@ -119,7 +119,7 @@ def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str =
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
-    """Refuse flags that are not UTF-8: libraries cannot open files with such names, and config.json cannot hold them.
+    """Raise an error about flags that are not UTF-8, which file names and config.json cannot hold.
 
     Raises:
         ConfigError: some flags are not UTF-8, or have null bytes; the message lists each of them.
@@ -132,7 +132,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _naming_files() -> Iterator[None]:
-    """Convert a system error about a named file, for example that its name is too long, to an error for the user."""
+    """Turn a system error about a named file, for example that its name is too long, into an error of the user's."""
     try:
         yield
     except OSError as error:
@@ -142,15 +142,15 @@ def _naming_files() -> Iterator[None]:
 
 
 def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
-    """Return advice on how to resume a run, if a step is saved."""
+    """Return advice on how to resume a run, or an empty text if no step is saved."""
     return "" if step is None else f" {when}: {_resume_command(out, called)}"
 
 
 @contextmanager
 def interrupts(out: Path, called: str = "") -> Iterator[None]:
-    """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
+    """Turn a signal or a full disk, at any point of a run, into an error that names the newest checkpoint.
 
-    If another process is lost, the message about it names the checkpoint in the same way.
+    If another process is lost, the message about it also names the checkpoint.
 
     Raises:
         Interrupted: in place of KeyboardInterrupt, after SIGTERM or SIGHUP, or when standard output is closed.
@@ -175,14 +175,13 @@ def _saved(out: Path, called: str) -> str:
 
 
 def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
-    """Return, by purpose, the commands that continue a run and that sample from it.
+    """Return the commands that continue a run and that sample from it, by their purpose.
 
     Args:
         out: the run's folder.
         steps: number of steps that the run has done.
-        prompt: the beginning of the text; None if the model cannot generate text.
-        called: as in `guarded`; if not given, the commands name `sys.argv[0]`, and the file in the same folder that
-            samples.
+        prompt: the beginning of the sample, or None if the model cannot generate text.
+        called: as in `guarded`; by default the commands name `sys.argv[0]`, and the file for sampling in its folder.
 
     Example:
         >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]
@@ -197,6 +196,6 @@ def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -
 
 
 def _resume_command(out: Path, called: str) -> str:
-    """Return the command that resumes this run; its settings are in its folder."""
+    """Return the command that resumes a run, whose settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
     return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"

@@ -65,18 +65,18 @@ class RunSettings:
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
     def beside(self, folder: Path) -> "RunSettings":
-        """Return these settings, with relative paths resolved against `folder`, which holds the settings file."""
+        """Return these settings with relative paths resolved from `folder`, which contains the settings file."""
         return replace(
             self, checkpoint=hub.beside(self.checkpoint, folder), model_class=finding.beside(self.model_class, folder)
         )
 
 
 def parse(argv: Sequence[str], script: str = "") -> RunSettings:
-    """Return the settings from flags and from the file or run that the flags name.
+    """Return the settings from flags, and from the settings file or run that the flags name.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs the command, for the help.
+        script: the name of the file in scripts/ that runs the command, for the help.
     """
     prog, description = configs.called(__doc__, "gspmd train", script)
     # A checkpoint needs a smaller learning rate than random weights.
@@ -89,14 +89,14 @@ def parse(argv: Sequence[str], script: str = "") -> RunSettings:
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
-    """Return the settings, with the model and tokenizer of the checkpoint that the run begins or began with.
+    """Return the settings with model and tokenizer of the checkpoint with which the run begins, or once began.
 
     If a run is resumed from its folder, its settings already have both. If it is resumed with the flags that began it,
     `--from` must name the same checkpoint.
 
     Raises:
-        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with a
-            different checkpoint, or with random weights.
+        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with another
+            checkpoint, or with random weights.
         CheckpointError: the checkpoint cannot be read.
     """
     resumed = settings.training.resume
@@ -122,7 +122,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
 
 
 def _another_beginning(settings: RunSettings) -> str:
-    """Return a fault if the resumed run did not begin with the checkpoint of `--from`; empty if it did or may have."""
+    """Return a fault if the resumed run surely did not begin with the checkpoint of `--from`, or else ""."""
     out = Path(settings.training.out) if settings.training.out else newest_run()
     try:
         begun = str(load_settings(out).get("checkpoint") or "")
@@ -136,7 +136,7 @@ def _another_beginning(settings: RunSettings) -> str:
 
 
 def adapted(settings: RunSettings) -> RunSettings:
-    """Return the settings with the adapters of [lora] in the model; a resumed model may already have them."""
+    """Return the settings with the adapters of [lora] as part of the model; a resumed model may already have them."""
     lora = settings.lora if settings.lora.rank else None
     if settings.model.lora not in (None, lora) and not settings.training.resume:
         fault = "adapters have their own table: write [lora] in place of [model.lora]."
@@ -145,7 +145,7 @@ def adapted(settings: RunSettings) -> RunSettings:
 
 
 def facts_of(settings: RunSettings) -> dict[str, Any]:
-    """Return, by name, the settings on which the processes of a run must agree before they start their devices."""
+    """Return the settings on which the processes of a run must agree before they start their devices, by name."""
     from gspmd.commands.own import module_of  # This imports JAX, without which flags are read.
 
     facts = to_mapping(settings)

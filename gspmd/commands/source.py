@@ -1,4 +1,4 @@
-"""The source of a model that is served: a public checkpoint, or a trained run."""
+"""The origin of a model that generates text: a public checkpoint, or a trained run."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from gspmd_models.finetuning.merging import merge
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model: a public checkpoint, or a trained run with its settings."""
+    """A folder with a model: a public checkpoint, or a trained run with its settings."""
 
     folder: Path
     config: models.ModelConfig
@@ -47,12 +47,12 @@ class Source:
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
         """Return a layout with the changes of `--set` and `--lowering`.
 
-        If `name` is empty, it is the run's own layout, or megatron-1d for a public checkpoint.
+        If `name` is empty, this is the run's own layout, or megatron-1d for a public checkpoint.
         """
         return layout_of(self.folder, self.run, name, sharding)
 
     def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
-        """Return the model, placed by a layout, and a description of what was loaded."""
+        """Return the model, sharded by a layout, and a description of what was loaded."""
         if self.run is None:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
             return model, str(taken)
@@ -63,16 +63,16 @@ class Source:
 
 
 def bytes_of(model: Any) -> checkpoints.Tokenizer:
-    """Return the tokenizer of a model of bytes; that of an encoder–decoder also has an end token and sentinels."""
+    """Return the tokenizer of a model of bytes, which for an encoder–decoder also has an end token and sentinels."""
     has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has other settings
     return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
 
 
 def tokenizer_of(folder: Path, model: Any = None) -> checkpoints.Tokenizer:
-    """Return the tokenizer that a run keeps, or else the tokenizer of bytes (`bytes_of`).
+    """Return the tokenizer stored with a run, or else the tokenizer of bytes (`bytes_of`).
 
     Raises:
-        ConfigError: the kept tokenizer is damaged.
+        ConfigError: the stored tokenizer is damaged.
     """
     kept = folder / "tokenizer"
     if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # Earlier versions wrote none.
@@ -92,7 +92,7 @@ def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, shardin
 
 
 def own_run(folder: Path) -> RunSettings | None:
-    """Return the settings of a run with a custom model; None for other folders.
+    """Return the settings of a run with a custom model, or None for any other folder.
 
     Raises:
         ConfigError: the class of the model is no longer found, or has changed.

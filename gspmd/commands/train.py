@@ -40,15 +40,15 @@ def run(argv: Sequence[str], script: str = "", settings: RunSettings | None = No
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help and the advice to resume.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for help and advice.
+        settings: the settings, if the flags have been parsed already.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
     return runner.guarded(partial(main, script=script, settings=settings), argv, called, errors)
 
 
 def main(argv: Sequence[str], script: str = "", settings: RunSettings | None = None) -> int:
-    """Read the settings, unless they are given, and train."""
+    """Parse the flags, unless settings are given, and train."""
     settings = settings or parse(argv, script)
     # This comes before a backend starts, since that fixes the devices that a process sees.
     processes.join(settings.sharding.distributed)
@@ -65,7 +65,7 @@ def train(settings: RunSettings, called: str = CALLED) -> None:
 
     Args:
         settings: the settings of the run.
-        called: the command line of the program, for the command that resumes the run; as in `runner.guarded`.
+        called: the command line of the program, as in `runner.guarded`, for advice on how to resume.
     """
     began = time.monotonic()
     console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
@@ -84,10 +84,10 @@ class Checked:
 
     Attributes:
         settings: the settings of the run; for `--layout auto`, with the mesh that the search chose.
-        arranged: the arrangements of the run in order, each with the shapes of the state in it.
-        tokenizer: the tokenizer of the text; None if tokens are bytes.
-        found: the layout that the search found; None without `--layout auto`.
-        objective: makes the rows of a batch from the texts; None for windows of text.
+        arranged: the arrangements of the run in order, each with its state as shapes.
+        tokenizer: the tokenizer of the text, or None if tokens are bytes.
+        found: the layout that the search found, or None without `--layout auto`.
+        objective: the objective that makes rows of the texts; None for windows of text.
     """
 
     settings: RunSettings
@@ -100,13 +100,13 @@ class Checked:
 def check(console: Console, settings: RunSettings) -> Checked:
     """Check settings, layouts, sizes, memory and programs before anything is compiled.
 
-    Slower checks come later: the settings are checked first, then the sizes in each layout, once the devices are
+    Slower checks come later: first the settings are checked, then the sizes under each layout, once the devices are
     started, and last the traced programs. If a run changes its layout, all its layouts are checked here, not hours
     later when they come into force. The header is printed between the checks. With --explain, memory and programs are
     not checked, because the explanation shows why they do not fit.
 
     Raises:
-        ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message names it.
+        ConfigError, LayoutError, PlanError, SpecError, HostError: a check has failed; the message says which.
     """
     training, sharding = settings.training, settings.sharding
     if settings.details and not settings.explain:
@@ -177,13 +177,13 @@ def check(console: Console, settings: RunSettings) -> Checked:
 def check_ours(
     settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, ids: int | None
 ) -> data.Objective | None:
-    """Refuse a model that comes with gspmd if it does not fit the data.
+    """Check that a model that comes with gspmd fits the data, and return the objective.
 
     Returns:
-        The objective, which makes the rows of a batch from the texts; None for windows of text.
+        The objective that makes rows of the texts, or None for windows of text.
 
     Raises:
-        ConfigError: the model does not fit.
+        ConfigError: the model does not fit the data.
     """
     training = settings.training
     check_model(training, settings.model, ids)
@@ -200,12 +200,12 @@ def check_ours(
 def with_fitting_sample(
     console: Console, settings: RunSettings, tokenizer: checkpoints.Tokenizer | None
 ) -> RunSettings:
-    """Return the settings, with the generated text shortened to fit into the model's context.
+    """Return the settings with the length of the sample reduced, if needed, to fit the model's context.
 
-    If it is shortened, the console says so.
+    If it is reduced, the console says so.
 
     Raises:
-        ConfigError: the prompt has no tokens, or the context has no room for a further token.
+        ConfigError: the prompt has no tokens, or leaves no room in the context for a further token.
     """
     training, model = settings.training, settings.model
     if not training.sampled:
@@ -229,15 +229,15 @@ def with_fitting_sample(
 
 
 def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None = None) -> None:
-    """Refuse a model that does not fit the data, or that cannot generate the requested sample.
+    """Raise an error if a model does not fit the data, or cannot generate the requested sample.
 
     Args:
         training: the training settings.
         model: the settings of the model.
-        tokens: number of ids of the tokenizer; None if tokens are bytes.
+        tokens: number of ids of the tokenizer, or None if tokens are bytes.
 
     Raises:
-        ConfigError: the model does not fit; the message lists every fault.
+        ConfigError: the model does not fit; the message lists all faults.
     """
     faults = []
     encodes = model.encoder_layers > 0
@@ -268,21 +268,21 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
 
 @dataclass(frozen=True)
 class Arranged:
-    """The training text of a run, and its folder, which is locked against other runs."""
+    """The training text of a run and the run's folder, which is locked against other runs."""
 
     corpus: data.Corpus
     out: Path
 
 
 def arrange_run(console: Console, checked: Checked) -> Arranged:
-    """Read the text, and choose and lock the folder.
+    """Read the text, and choose and lock the folder of the run.
 
-    This comes after all checks, because text may take minutes to read, and a run that is refused must leave no folder.
-    The arrays of the state are made later, in the loop, which first looks for a checkpoint to restore.
+    This comes after all checks, because reading the text may take minutes, and a run that is refused must leave no
+    folder. The arrays of the state are made later, by the loop, which first looks for a checkpoint to restore.
 
     Raises:
-        ConfigError: the text cannot be read, is too short, or differs between processes; the folder cannot be written,
-            or belongs to a different run.
+        ConfigError: the text cannot be read, is too short, or differs between processes; or the folder cannot be
+            written, or belongs to another run.
     """
     training = checked.settings.training
     corpus = data.load(
@@ -303,7 +303,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
     """Train; at the end draw the plots, write a sample, and print the commands that continue the run or sample from it.
 
     Raises:
-        Interrupted, Unwritable, Diverged: from `fit`, and from `runner.interrupts` around it.
+        Interrupted, Unwritable, Diverged: the run ended early, as in `fit` and `runner.interrupts`.
     """
     settings, tokenizer, corpus, out = checked.settings, checked.tokenizer, arranged.corpus, arranged.out
     training, last = settings.training, checked.arranged[-1][0]
@@ -335,7 +335,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 
 
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
-    """Save the tokenizer with the run, with checksums; if the run is resumed, replace a damaged copy."""
+    """Save the tokenizer with the run, with checksums; replace a damaged copy if the run is resumed."""
     if (folder / checksums.FILE).exists() and (fault := checksums.fault_of(folder)):
         console.print(f"{str(folder)!r} is damaged, and written again: {fault}.", soft_wrap=True, markup=False)
         shutil.rmtree(folder)

@@ -1,1 +1,1 @@
-"""Hardware: figures of chips, and the seconds of collectives and matrix products on them."""
+"""Hardware: figures of chips, and the time that collectives and matrix products take on them."""

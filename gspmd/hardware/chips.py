@@ -1,4 +1,4 @@
-"""Chips: the figures of one device, from chips.toml, which cites a public source for each."""
+"""Chips: the figures of one device, read from chips.toml, which cites a public source for each figure."""
 
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -28,33 +28,33 @@ class Chip(Printed):
     """
 
     name: str
-    bf16_flops: float  #: dense bfloat16 matrix products, FLOP/s
-    float32_flops: float  #: float32 matrix products at full precision, FLOP/s
-    hbm_bytes: int  #: capacity of the high-bandwidth memory, bytes
-    hbm_bandwidth: float  #: bandwidth of the high-bandwidth memory, bytes/s
-    link_bandwidth: float  #: bandwidth of one link in one direction, bytes/s
+    bf16_flops: float  #: FLOP/s of dense bfloat16 matrix products
+    float32_flops: float  #: FLOP/s of float32 matrix products at full precision
+    hbm_bytes: int  #: capacity of the high-bandwidth memory in bytes
+    hbm_bandwidth: float  #: bandwidth of the high-bandwidth memory in bytes/s
+    link_bandwidth: float  #: bandwidth of one link in one direction in bytes/s
     links: int  #: links of one chip: two per torus dimension, all links into the switch, or one per peer of a full mesh
     torus: int  #: dimensions of the torus, 0 for a switch or a full mesh
-    wrap_multiple: int  #: a mesh axis has wrap-around links if its size is a multiple of this
-    hop_seconds: float  #: latency of one hop, seconds
-    clock: float  #: cycles/s of the matrix unit
+    wrap_multiple: int  #: a mesh axis has wrap-around links if its size is a multiple of this number
+    hop_seconds: float  #: latency of one hop in seconds
+    clock: float  #: clock of the matrix unit in cycles/s
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
     gathers_on_one_ring: bool = False  #: whether compiled gathers over several torus axes use one axis's links
-    keeps_whole_slices: bool = False  #: whether many compiled gathers and scatters over a whole slice stay single
+    keeps_whole_slices: bool = False  #: whether compiled gathers and scatters over a whole slice often stay single
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
-    start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
-    node_devices: int = 0  #: devices of one node; 0 if all devices are one node
-    network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, in one direction, bytes/s
-    network_seconds: float = 0.0  #: latency of one step over the network between nodes, seconds
-    tf32_flops: float = 0.0  #: float32 matrix products in TF32, FLOP/s; 0 without TF32
-    stream_efficiency: float = 1.0  #: share of `hbm_bandwidth` that a kernel with little computation reaches
-    attention_efficiency: float = 1.0  #: share of `bf16_flops` that fused attention reaches
+    start_seconds: float = 0.0  #: latency of starting a collective in seconds, without its hops
+    node_devices: int = 0  #: number of devices in a node; 0 if all devices are one node
+    network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, one way, in bytes/s
+    network_seconds: float = 0.0  #: latency of one step over the network between nodes in seconds
+    tf32_flops: float = 0.0  #: FLOP/s of float32 matrix products in TF32; 0 if the chip lacks TF32
+    stream_efficiency: float = 1.0  #: fraction of `hbm_bandwidth` that a kernel with little computation reaches
+    attention_efficiency: float = 1.0  #: fraction of `bf16_flops` that fused attention reaches
     kernel_seconds: float = 0.0  #: seconds between the end of one kernel and the start of the next
     launch_seconds: float = 0.0  #: seconds that the host needs to launch a kernel
-    link_efficiency: float = 1.0  #: share of `link_bandwidth` that a collective reaches
-    network_efficiency: float = 1.0  #: share of `network_bandwidth` that a collective reaches
-    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that a node's switch adds up, bytes/s; or 0
+    link_efficiency: float = 1.0  #: fraction of `link_bandwidth` that a collective reaches
+    network_efficiency: float = 1.0  #: fraction of `network_bandwidth` that a collective reaches
+    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce in a node's switch, bytes/s; 0 if it has none
     slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of the slice, without axes of 1; empty if unknown
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Chip(Printed):
 
     @property
     def egress_bandwidth(self) -> float:
-        """Bytes/s that one chip sends if all its links are busy, each in one direction."""
+        """Bytes/s that one chip sends while all its links are busy, each in one direction."""
         return self.links * self.link_bandwidth
 
     @property
@@ -104,9 +104,9 @@ class Chip(Printed):
         return size % self.wrap_multiple == 0
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of a matrix product with operands of this dtype (a name).
+        """Return the peak FLOP/s of a matrix product whose operands have this dtype, given by name.
 
-        `float32` is at full precision, and `tensorfloat32` is JAX's default for float32 on a GPU.
+        `float32` means full precision, and `tensorfloat32` is JAX's default for float32 on a GPU.
         """
         if dtype == "tensorfloat32" and self.tf32_flops:
             return self.tf32_flops
@@ -159,7 +159,7 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return the names in `known` that `asked` may misspell; none if it is the name of an unknown chip, such as V100.
+    """Return those names in `known` that `asked` may misspell; none if it is another chip's name, such as V100.
 
     >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
     ([], ['h100'], ['h100'])

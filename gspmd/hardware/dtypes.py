@@ -1,4 +1,4 @@
-"""Dtypes by name: bytes per element, the dtype that crosses the wire, and the joint dtype of operands."""
+"""Dtypes by name: bytes per element, the dtype in which they are sent, and the joint dtype of operands."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -41,7 +41,7 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_of(dtype: str, *, summed: bool) -> str:
-    """Return the dtype on the wire: collectives send whole bytes, and sum booleans as int32.
+    """Return the dtype in which a dtype is sent: collectives send whole bytes, and sum booleans as int32.
 
     >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
     ('bfloat16', 'int8', 'int32')
@@ -55,7 +55,7 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """Return the dtype of a product by JAX's rules of promotion; 64-bit dtypes are kept, even without jax_enable_x64.
+    """Return the dtype of a product by JAX's promotion rules; 64-bit dtypes are kept, even without jax_enable_x64.
 
     Raises:
         PlanError: JAX's rules of promotion have no joint dtype for these dtypes.
@@ -71,7 +71,7 @@ def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
 
 
 def no_joint(equation: object, dtypes: Sequence) -> str:
-    """Return the message for operands without a joint dtype."""
+    """Return the error message for operands without a joint dtype."""
     return (
         f"cannot compute '{equation}': by JAX's rules of promotion {', '.join(map(str, dtypes))} have no joint dtype.\n"
         "  Cast the operands to one dtype."

@@ -22,7 +22,7 @@ from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Return the bytes that a device sends in a collective of K devices: buffer (K-1)/K; twice that for an all-reduce.
+    """Return the bytes that one of K devices sends in a collective: buffer (K-1)/K; twice that for an all-reduce.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
@@ -44,12 +44,12 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
 
 
 class Occupancy(NamedTuple):
-    """Seconds for which a collective keeps links and network busy if nothing else uses them.
+    """The times for which a collective keeps links and network busy if it does not share them.
 
     Attributes:
         links: seconds for which the links of a node are busy.
         network: seconds for which the network between nodes is busy, at the same time.
-        latency: additional seconds, which do not depend on the bytes.
+        latency: further seconds, which do not depend on the bytes.
     """
 
     links: float
@@ -71,19 +71,19 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
     The compiler replaces many such collectives by an all-reduce with twice the bytes, and `blocking` emits these as two
     collectives instead. Where the compiler keeps a single collective on the 2D torus of v5e and v6e, it is up to twice
-    as fast as two, since it goes round a ring through all devices, with links of both axes. For few bytes two
-    collectives are faster, since they take fewer hops. As libtpu 0.0.42 and 0.0.50 compile slices from 2x2 to 16x16,
-    these stay single:
+    as fast as two, because it goes round a ring through all devices, with the links of both axes. For few bytes two
+    collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50, these stay single on
+    slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer, or of more than 16 MiB, except if both axes have wrap-around links, as in
-      16x16: two collectives are then as fast;
+    16x16, where two collectives are as fast;
     - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
         kind: `"all-gather"` or `"reduce-scatter"`.
         group: number of devices of the slice.
         buffer: bytes per device of the larger of input and output.
-        chip: the hardware; if it does not know the shape of its slice, a square or two squares are assumed.
+        chip: the hardware; if it does not know the shape of its slice, a square or two adjacent squares are assumed.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -104,7 +104,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the torus axes of a slice of `group` devices; if unknown, two axes that are as equal as possible."""
+    """Return the torus axes of a slice of `group` devices, or if unknown, two axes as equal as possible."""
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
@@ -129,12 +129,12 @@ def gathers_round_each_axis(
 
     `blocking` does so if the compiler's own gather uses the links of only one axis, and all axes have wrap-around
     links. If the mesh has as many axes as the torus, they are assumed to be the same axes, unless the shape of the
-    slice shows otherwise. With fewer or more mesh axes, neighbours in a ring along a mesh axis may not be neighbours in
+    slice shows otherwise. With fewer or more mesh axes, neighbors in a ring along a mesh axis may not be neighbors in
     the torus.
 
     Besides its result, such a gather holds the blocks that have arrived, which have about the same size. So tensors
-    that need more than an eighth of a device's memory when they are fully gathered, such as the table of PaLM 540B, are
-    left to the compiler, even if only a part is gathered, since further gathers may follow.
+    that need more than an eighth of a device's memory when fully gathered, such as the table of PaLM 540B, are left to
+    the compiler, even if only a part is gathered, because further gathers may follow.
 
     Args:
         axes, mesh, buffer, chip: see `collective_seconds`.
@@ -161,7 +161,7 @@ def gathers_round_each_axis(
 def collective_seconds(
     kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
 ) -> float:
-    """Return the seconds of one collective.
+    """Return the predicted seconds of one collective.
 
     A mesh axis is assumed to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
     axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
@@ -192,7 +192,7 @@ def collective_seconds(
 
 
 def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective that the compiler implements, within a slice or over nodes of GPUs."""
+    """Return the seconds of a collective as the compiler implements it, within a slice or over nodes of GPUs."""
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if not axes:
         return 0.0
@@ -246,10 +246,10 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
-    """Return the runs of axes, major first; within a slice there is one collective for each run.
+    """Split axes into runs, major first; within a slice each run is a collective of its own.
 
-    JAX cannot name a part of a mesh axis together with other axes, so an axis that extends partly over slices and
-    partly within them is a run of its own.
+    JAX cannot name a part of a mesh axis together with other axes, so an axis that lies partly over slices and partly
+    within them is a run of its own.
     """
     mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
     if mixed is None:
@@ -258,7 +258,7 @@ def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """Return the part of each mesh axis that extends over slices, which fill the mesh one after the other.
+    """Return the part of each mesh axis that lies over slices, which fill the mesh one after another.
 
     The result is None if the slices do not divide evenly over the first axes.
 
@@ -277,7 +277,7 @@ def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
 
 
 def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective between TPU slices over the data-centre network.
+    """Return the seconds of a collective over TPU slices on the data-centre network.
 
     Args:
         kind: see `wire_bytes`.
@@ -292,13 +292,13 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return the part of a device's bytes in a collective that crosses the network between nodes or slices.
+    """Return those of a device's bytes in a collective that cross the network between nodes or slices.
 
     Args:
         kind: see `wire_bytes`.
         group: number of devices that communicate with each other.
-        near: the smallest number of these devices on any node; equal to `group` if all are on one node.
-        sent: bytes that one device sends, `wire_bytes`.
+        near: the smallest number of these devices on a node; equal to `group` if all are on one node.
+        sent: bytes that one device sends, from `wire_bytes`.
         chip: the hardware.
 
     Example:
@@ -316,7 +316,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the occupancy of a collective that uses the links of all its axes at once."""
+    """Return the times of a collective that uses the links of all its axes at once."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -324,7 +324,7 @@ def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: f
 
 
 def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
-    """Return the sizes of the rings that a collective over mesh axes of more than one device may use together.
+    """Return the sizes of the rings that a collective over mesh axes can use at the same time.
 
     Each mesh axis is one ring. If the chip knows the shape of its slice, a mesh axis over several torus axes has a ring
     along each of them, as in `gspmd.audit.Topology.rings`.
@@ -344,15 +344,15 @@ def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]
 
 @lru_cache(maxsize=4096)
 def _laid(mesh: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Return, for each mesh axis, the sizes of the torus axes, or parts of torus axes, that it spans."""
+    """Return, for each mesh axis, the sizes of the (parts of) torus axes that it covers."""
     rows = lay(shape, tuple(size for _, size in mesh))
     return {axis: tuple(row[n] for row in rows if row[n] > 1) for n, (axis, _) in enumerate(mesh)}
 
 
 def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds on links of a gather or a reduce-scatter that goes round one ring through all devices.
+    """Return the link time in seconds of a gather or a reduce-scatter round one ring through all devices.
 
-    If any side of the grid is even or has wrap-around links, there is a closed ring of neighbours, and both directions
+    If some side of the grid is even or has wrap-around links, there is a closed ring of neighbors, and both directions
     are used.
     """
     sizes = rings(axes, mesh, chip)
@@ -363,10 +363,10 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a gather by rings along each axis, including the copies of blocks to their final positions.
+    """Return the seconds of a gather by rings along each axis, with the copies of blocks to their final positions.
 
-    Copies are counted in full, since the compiler puts most of them after the last permute. A gather over three axes
-    counts as no faster than a gather over two. Otherwise a plan would slice a tensor over an axis along which it is
+    Copies are counted in full, because the compiler puts most of them after the last permute. A gather over three axes
+    counts as no faster than one over two. Otherwise a plan would slice a tensor over an axis along which it is
     replicated, only to gather it over this axis too; the gain is small, and such shards seldom consist of whole tiles.
     """
     links = 2 * len(sizes) * chip.link_bandwidth
@@ -379,32 +379,32 @@ def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
 def _in_parts(
     kind: str, first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip
 ) -> float:
-    """Return the seconds of two gathers or reduce-scatters: one over the axes `first`, and one over the other axes."""
+    """Return the seconds of two gathers or reduce-scatters, one over the axes `first` and one over the other axes."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
     return _by_the_compiler(kind, first, mesh, small, chip) + _by_the_compiler(kind, rest, mesh, buffer, chip)
 
 
 def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Occupancy:
-    """Return how long a collective keeps links and network busy.
+    """Return the times for which a collective keeps links and network busy.
 
-    With a buffer S, a group of K devices, m of them on each node, and bandwidths W:
+    With a buffer of S bytes, a group of K devices, m of them on each node, and bandwidths W:
 
         all-gather, reduce-scatter:  max(S (K-1)/K / W_links, S (1/m - 1/K) / W_network)
         all-reduce:                  twice that
         all-to-all:                  max(seconds in the node, S (1 - m/K) / W_network)
         permute:                     S / W_network
 
-    In a node the links form a ring for each torus axis, or a switch. The m devices of a node divide the data from other
+    In a node the links form a ring for each torus axis, or a switch. The m devices on a node divide the data from other
     nodes among themselves, and all use the network at the same time. On GPUs the bandwidths are those that NCCL reaches
     with its fastest algorithm (`gspmd.hardware.nccl`). A torus counts as one node here; for several slices, links and
-    network are used one after the other (`collective_seconds`).
+    network are used one after another (`collective_seconds`).
 
     Args:
         kind: see `wire_bytes`; neither slice nor einsum.
-        sizes: sizes of the rings of a torus; ignored for a switch.
+        sizes: sizes of the rings on a torus; ignored for a switch.
         group: K, more than 1.
-        near: m, the smallest number of these devices on any node; K if the group is on one node, as on a torus.
+        near: m, the smallest number of these devices on a node; K if the group is on one node, as on a torus.
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
@@ -427,14 +427,14 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
 
 def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
-    """Return the bytes/s of a device: of all links to a switch or, in a full mesh, of the links within the group."""
+    """Return the bytes/s that a device sends over all links to a switch or, in a full mesh, to its group."""
     peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return used * chip.link_bandwidth * chip.link_efficiency
 
 
 def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: Chip) -> tuple[float, float]:
-    """Return seconds and latency on rings that are used together, in both directions if they have wrap-around links."""
+    """Return transfer seconds and latency on rings used together, in both directions if they wrap around."""
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop
         return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds
@@ -460,10 +460,10 @@ def _network_share(kind: str, group: int, near: int) -> float:
 
 @lru_cache(maxsize=4096)
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
-    """Return the smallest number of devices that a group over `axes` has on one of its nodes of `node` devices.
+    """Return the smallest number of devices that a group over `axes` has on any of its nodes of `node` devices.
 
-    If axes and nodes do not nest, devices are counted one by one; for more than 2^20 devices, the result is then 1, the
-    slowest case.
+    If axes and nodes do not nest, devices are counted one by one. For more than 2^20 devices, the result is in this
+    case 1, which is the slowest case.
 
     Example:
         >>> mesh = (("data", 4), ("model", 4))
@@ -491,7 +491,7 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
 
 
 def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> int:
-    """Return the smallest number of devices that a group has on one of its nodes; `groups` contain device numbers.
+    """Return the smallest number of devices that any group has on one of its nodes, given device numbers by group.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
     (3, 1)
@@ -504,8 +504,8 @@ def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> 
 def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) -> float:
     """Return the seconds of a local einsum by the roofline: max(flops / peak, bytes / memory bandwidth).
 
-    Plans use this for einsums that sum nothing, and `gspmd.hardware.matmul` for products on chips without fitted
-    figures.
+    Plans use this for einsums without a sum, and `gspmd.hardware.matmul` for products on chips without fitted
+    constants.
     """
     return max(flops / chip.flops(dtype), memory_bytes / chip.hbm_bandwidth)
 

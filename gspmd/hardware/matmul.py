@@ -1,9 +1,9 @@
-"""Seconds of a local matrix product, including the lower efficiency of thin products.
+"""The time of a local matrix product, including the lower efficiency of thin products.
 
-Only large products come close to a chip's peak. A product that is cut into chunks needs a start for each chunk, and
-reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes the
-accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
-(benchmarks/thin.py), and for GPUs to products of cuBLAS that were timed on a card (benchmarks/gpu.py).
+Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
+and reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes
+the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
+(benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
 """
 
 import tomllib
@@ -24,7 +24,7 @@ FALLBACK_OVERHEAD = 2e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a product moves through main memory: operands, result, and accumulator (in and out)."""
+    """The bytes that a product moves through main memory: operands, result, and accumulator in and out."""
 
     read: float
     written: float
@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fitted constants of one chip; matmul.toml explains them."""
+    """The fitted constants of one chip, which matmul.toml explains."""
 
     overhead_seconds: float
     latency_seconds: float
@@ -56,7 +56,7 @@ class Efficiency:
     def seconds(
         self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool
     ) -> float:
-        """Return the seconds of one product [batch, left, contracted] x [batch, contracted, right].
+        """Return the predicted seconds of one product [batch, left, contracted] x [batch, contracted, right].
 
         See `product_seconds`.
         """
@@ -75,7 +75,7 @@ class Efficiency:
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
-        """Return the elements of the result padded to whole tiles, in the better of the two orientations."""
+        """Return the number of elements of the result, padded to whole tiles in the better of two orientations."""
         rows, lanes = self.rows, self.lanes
         return min(_round_up(left, rows) * _round_up(right, lanes), _round_up(left, lanes) * _round_up(right, rows))
 
@@ -107,7 +107,7 @@ def product_seconds(
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
 ) -> float:
-    """Return the seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
+    """Return the predicted seconds of a local product [batch, left, contracted] x [batch, contracted, right].
 
     On a chip in matmul.toml:
 
@@ -115,22 +115,22 @@ def product_seconds(
 
     The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
     to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
-    They overlap in part, so t lies between the longest of them and their sum. The further terms are the start of the
+    They overlap in part, so t lies between the longest of them and their sum. The other terms are the start of the
     product, and filling and draining its pipeline. The formula is symmetric in left and right.
 
-    On any other chip: the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
+    On any other chip it is the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 
     Args:
         left, contracted, right: sizes on one device.
-        batch: size of all batch dimensions.
+        batch: product of the sizes of all batch dimensions.
         dtype: the dtype of operands and result.
         chip: the hardware.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], which is read and
             written.
-        read_bytes: bytes of operands that are read from main memory. By default each operand is read once; the bytes
-            are fewer if an operand stays in memory on the chip, as small weights may in a loop.
+        read_bytes: bytes of operands that are read from main memory. By default each operand is read once; they are
+            fewer if an operand stays in on-chip memory, as small weights may in a loop.
         accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default it is read
-            and written once; the bytes are 0 if it stays in memory on the chip, as a loop's carry does if it fits.
+            and written once; they are 0 if it stays in on-chip memory, as a loop's carry does if it fits.
 
     Raises:
         PlanError: `dtype` is unknown.
@@ -159,7 +159,7 @@ def product_seconds(
 def seconds_with_traffic(
     sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool = False
 ) -> float:
-    """Return the seconds of a product of sizes (batch, left, contracted, right), given the bytes that it moves.
+    """Return the predicted seconds of a product with sizes (batch, left, contracted, right) that moves these bytes.
 
     See `product_seconds`.
     """
@@ -169,10 +169,10 @@ def seconds_with_traffic(
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
-    """Return the seconds of a GPU kernel with little computation: its bytes at the usual bandwidth, and its start.
+    """Return the predicted seconds of a GPU kernel with little computation: its bytes, and its start.
 
     Args:
-        flops: FLOPs of the kernel, which are computed at the chip's peak.
+        flops: FLOPs of the kernel, done at the chip's peak rate.
         moved: bytes that the kernel reads from and writes to main memory.
         chip: the GPU.
 
@@ -187,11 +187,11 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Return the seconds of a step's local einsum: the fitted time of a product, or that of the bytes of other kernels.
+    """Return the predicted seconds of a local einsum: of a product by its fit, of other kernels by their bytes.
 
     Args:
         sizes: the size of each dimension on one device.
-        operands: the dimensions and the bytes per element of one or two operands and, last, of the result.
+        operands: the dimensions and bytes per element of one or two operands and, last, of the result.
         dtype: the dtype that decides the speed of the product.
         chip: the hardware. For a chip without a row in matmul.toml, the time of a product is the roofline plus
             `FALLBACK_OVERHEAD`.

@@ -1,8 +1,8 @@
-"""The ways in which NCCL, the library of collectives on GPUs, can run a collective: latency and fraction of bandwidth.
+"""NCCL, the library of collectives on GPUs: the ways to run a collective, with latency and fraction of bandwidth.
 
-NCCL has three protocols. The protocol for small messages has the least latency, but spends bandwidth on flags. The
-fastest protocol is chosen for each collective, as NCCL does, with the figures of NCCL's own table. AMD's RCCL is
-derived from NCCL, and is assumed to do the same.
+NCCL has three protocols. The one for small messages has the least latency, but spends bandwidth on flags. As in NCCL,
+the fastest protocol is chosen for each collective, by the figures of NCCL's own table. AMD's RCCL is derived from NCCL,
+and is assumed to do the same.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from gspmd.hardware.chips import Chip
 
 
 class Protocol(NamedTuple):
-    """One protocol: its latency compared with protocol LL, whose latency chips.toml has, and its bandwidth.
+    """A protocol of NCCL: its latency relative to protocol LL, whose latency is in chips.toml, and its bandwidth.
 
     Attributes:
-        start: additional seconds to start.
-        hop: additional seconds for a step in a node.
-        network: additional seconds for a step of a ring between nodes.
-        tree: additional seconds for a step of a tree between nodes.
-        share: the fraction of the bandwidth that the protocol reaches.
+        start: additional seconds for the start of a collective.
+        hop: additional seconds per step within a node.
+        network: additional seconds per step of a ring between nodes.
+        tree: additional seconds per step of a tree between nodes.
+        share: fraction of the bandwidth that the protocol reaches.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
     which is 0.37 to 0.39 from Ampere to Blackwell.
@@ -45,12 +45,12 @@ SWITCH_SECONDS = 25e-6
 
 
 class Way(NamedTuple):
-    """One way to run a collective.
+    """A way to run a collective: an algorithm with a protocol.
 
     Attributes:
         latency: seconds that do not depend on the bytes.
-        share: the fraction of the bandwidth of links and network that is used.
-        bandwidth: bus bandwidth in the node, bytes/s, if it differs from that of the links; otherwise 0.
+        share: fraction of the bandwidth of links and network that is used.
+        bandwidth: bus bandwidth within the node in bytes/s, or 0 if it is that of the links.
     """
 
     latency: float
@@ -62,12 +62,12 @@ def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
     A ring of K devices takes K - 1 steps, and twice as many for an all-reduce. An all-reduce between nodes can also go
-    up and down a tree. The switch can compute an all-reduce within one or two nodes if more than two devices of a node
+    up and down a tree. The switch can compute an all-reduce within one or two nodes if more than two devices per node
     take part. In an all-to-all and in a permute, all devices send at the same time.
 
     Args:
         kind: see `gspmd.hardware.links.wire_bytes`; neither slice nor einsum.
-        group: number of devices.
+        group: number of devices that communicate with each other.
         near: the smallest number of these devices on any node.
         chip: the hardware.
 

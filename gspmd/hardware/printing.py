@@ -1,4 +1,4 @@
-"""The printed forms of a chip: a table of its figures with their sources, and a single line."""
+"""Chips as text: a table of a chip's figures with their sources, and a single line."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seco
 
 
 def table(name: str, figures: Mapping[str, Any], source: Mapping[str, str]) -> Sheet:
-    """Return a chip's figures in readable units, each with its source; zeros without a source are left out."""
+    """Return a table of a chip's figures in readable units, each with its source, without zeros that have none."""
     sheet = Sheet(name, (Column("figure"), Column("", "right"), Column("source", folds=True)))
     for figure, value in figures.items():
         if value or figure in source:
@@ -29,7 +29,7 @@ def line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def _with_unit(figure: str, value: Any) -> str:
-    """Return a value with its unit, which follows from the last word of the figure's name."""
+    """Return a value as text with its unit, which follows from the last word of the figure's name."""
     match figure.rpartition("_")[2]:
         case "flops":
             return f"{amount_of_flops(value)}/s"

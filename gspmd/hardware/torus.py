@@ -1,4 +1,4 @@
-"""The mapping of mesh axes to the axes of a torus, from sizes alone."""
+"""The mapping of mesh axes to torus axes, computed from sizes alone."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -6,9 +6,9 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each torus axis, the size of the part of it that each mesh axis has; earlier mesh axes are major.
+    """Return, for each torus axis, the sizes of the parts of it that the mesh axes have; earlier mesh axes are major.
 
-    The result minimizes the number of mesh axes that have only a part of a torus axis and, second, the number of parts.
+    The result minimizes the number of mesh axes with only a part of a torus axis and, second, the number of parts.
 
     Args:
         torus: sizes of the torus axes.
@@ -31,7 +31,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def nearest(count: int, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
-    """Return factorizations of `count` into as many factors as there are sizes, the most similar to the sizes first.
+    """Return factorizations of `count` into as many factors as there are sizes, most similar to the sizes first.
 
     Example:
         >>> nearest(64, (4, 8))
@@ -54,7 +54,7 @@ def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield factorizations of the number into one divisor of each element of `room`; large first factors come first."""
+    """Yield factorizations of a number into one divisor of each element of `room`, by descending first factor."""
     if not room:
         yield from [()] if number == 1 else []
         return

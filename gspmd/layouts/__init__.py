@@ -1,4 +1,4 @@
-"""Layouts: tables of specs for a whole model, presets from the papers, and their ranking by cost."""
+"""Layouts: tables of specs for whole models, presets from papers, and rankings of layouts by cost."""
 
 from typing import TYPE_CHECKING
 

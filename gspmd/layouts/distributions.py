@@ -1,4 +1,4 @@
-"""The distributions of initial parameters, for models' tables of tensors, which are read without JAX."""
+"""The distributions of initial parameters, for tables of a model's tensors that are read without importing JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Initialiser = Callable[["jax.Array", tuple[int, ...]], "jax.Array"]
 
 @dataclass(frozen=True)
 class Normal:
-    """Truncated normal initializer; equal initializers share a compiled program.
+    """Truncated normal initializer; equal ones share a compiled program.
 
     Example:
         >>> import jax

@@ -1,4 +1,4 @@
-"""The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
+"""The figure of a layout: the blocks of a model from top to bottom, with the spec of every activation and weight."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -16,22 +16,22 @@ from gspmd.layouts.table import LayoutTable
 
 
 class _Op:
-    """An operation in the figure: its name, the lines of its weights, and the lines of its vias."""
+    """An operation in the figure, with the layout lines of its weights and of its vias."""
 
     def __init__(self, name: str, *weights: str, vias: tuple[str, ...] = ()):
         self.name, self.weights, self.vias = name, weights, vias
 
 
 class _Add:
-    """The sum of the residual stream at the start of a section and the result of the section."""
+    """The addition of a section's result to the residual stream as it was at the start of the section."""
 
 
 _Row = str | _Op | _Add
 """An activation by its key, or an operation."""
 
-# The activations and operations of a section in the order in which `gspmd_models` computes them; lines that a layout
-# does not write are left out. Other lines are listed below them, such as those of shared experts, which compute beside
-# the others.
+# The activations and operations of a section in the order in which `gspmd_models` computes them; those whose lines a
+# layout does not write are left out. Other lines, such as those of shared experts, which compute beside the others, are
+# listed below them.
 _ATTENTION: tuple[_Row, ...] = (
     "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
@@ -87,7 +87,7 @@ def as_html(layout: LayoutTable) -> str:
 
 
 def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
-    """Return as HTML a sentence, and below it the lines and the figure of a layout that a search found."""
+    """Return as HTML a sentence, followed by the lines and the figure of a layout that a search found."""
     rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
     drawn = layout_figure(layout).document(standalone=False)
     return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
@@ -98,7 +98,7 @@ def _html(text: str) -> str:
 
 
 def _notation(text: str) -> list[Run]:
-    """Return the text of a line with subscripts, or unchanged if it is not a spec (`Layout.check` reports this)."""
+    """Return a line's text with subscripts; a text that is no spec is returned as is, as `Layout.check` reports it."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -115,7 +115,7 @@ class _Drawing:
         self._place()
 
     def _place(self) -> None:
-        """Measure the texts, and choose the columns for them."""
+        """Measure the texts, and choose the columns in which they are drawn."""
         table, rows = self.layout.table, [(part, row) for part in self.parts for row in self._rows(part)]
         boxes = [(part, row) for part, row in rows if isinstance(row, str)]
         names = max((width_in("small", name) for _, name in boxes), default=0.0)
@@ -154,7 +154,7 @@ class _Drawing:
         return [key for name in row.weights if (key := f"{part}.{name}") in self.layout.table]
 
     def _rows(self, part: str) -> list[_Row]:
-        """Return the rows of a section that the layout writes."""
+        """Return the rows of those operations of a section whose lines the layout writes."""
         table = self.layout.table
         rows: list[_Row] = []
         for row in _FLOWS.get(part, ()):
@@ -203,13 +203,13 @@ class _Drawing:
         return heads
 
     def _vias(self, part: str, row: _Op) -> list[tuple[str, list[Run]]]:
-        """Return the keys and texts of an operation's vias."""
+        """Return key and text of each via of an operation that the layout writes."""
         keys = [key for name in row.vias if (key := f"{part}.{name}") in self.layout.table]
         return [(key, [Run(f"{_name(key).replace('_', ' ')} ", "sum"), *self._runs(self.layout.table[key])])
                 for key in keys]  # fmt: skip
 
     def _panel(self, part: str, y: float) -> float:
-        """Draw a section from y down; return its end."""
+        """Draw the panel of a section from y downwards; return the y at which it ends."""
         canvas, rows = self.canvas, self._rows(part)
         start = len(canvas.parts)
         right = _NAMES
@@ -265,7 +265,7 @@ class _Drawing:
         return y + _BOX
 
     def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
-        """Draw an operation with its weights; return its end."""
+        """Draw an operation with its weights from y downwards; return the y at which it ends."""
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)
@@ -294,7 +294,7 @@ class _Drawing:
             self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
-        """Draw the residual stream around a block, and the sum at which it joins the result of the block."""
+        """Draw the residual stream beside a block, and the sum where it joins the block's result."""
         canvas = self.canvas
         canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
         canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")
@@ -325,7 +325,7 @@ class _Drawing:
 
 
 def _shown(lines: Mapping[str, Text]) -> dict[str, Text]:
-    """Return the lines of an overriding section that the figure shows."""
+    """Return those lines of an overriding section that the figure has room for."""
     return dict(list(lines.items())[:_MOST])
 
 

@@ -1,4 +1,4 @@
-"""Initial parameters: their abstract arrays, and functions that draw each shard on its device."""
+"""Initial parameters: abstract arrays, and functions that initialize each shard on its own device."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from gspmd.layouts.distributions import Initialiser
 
 
 def abstract(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """Return the abstract array of a shape and dtype, sharded as a spec says."""
+    """Return an abstract array with this shape and dtype, sharded by the spec."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
 
 
@@ -24,7 +24,7 @@ def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert paths to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
+    """Convert values by path to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *inner, last = path.split(".")
@@ -36,7 +36,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folded(key: jax.Array, path: str) -> jax.Array:
-    """Return the random key of one parameter: the model's key, folded with the parameter's path."""
+    """Return the random key of one parameter: that of the model, folded with the parameter's path."""
     return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
@@ -44,16 +44,16 @@ def folded(key: jax.Array, path: str) -> jax.Array:
 def drawer(
     begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compile a function key -> initial array; parameters of equal distribution, shape and sharding share it.
+    """Compile a function key -> initial array; parameters of equal distribution, shape and sharding share one.
 
     No device ever holds more than its own shard, and the values do not depend on the sharding. Call the function under
     `jax.set_mesh`.
 
     Args:
-        begin: the function that draws one array.
+        begin: the initializer, a function that draws one array.
         shape: the shape of the parameter, with N first if layers are stacked.
-        placed: the sharding of the parameter.
-        stacked: whether layers are stacked; each layer is then drawn with its own key.
+        placed: the sharding of the parameter, as a partition spec.
+        stacked: whether layers are stacked, each of which is then drawn with a key of its own.
     """
 
     def draw(key: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The layout: a table of specs for a whole model, with its variants, its checks, and its mesh for some devices."""
+"""The layout: a table of specs for a whole model, with variants, checks, and a mesh for a number of devices."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ class Layout(LayoutTable):
         return layout_figure(self)
 
     def __getattr__(self, part: str) -> Section:
-        """`layout.ffn` is `layout.section("ffn")`."""
+        """Return `layout.section("ffn")` for `layout.ffn`."""
         if part.startswith("_") or "own" not in self.__dict__:  # copy and pickle look up attributes before they are set
             raise AttributeError(part)
         try:
@@ -142,7 +142,7 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(ENCODER, {})}, is_encoder=True)
 
     def _in_all_stacks(self, specs_of: Callable[["Layout"], Mapping[str, Any]]) -> "Layout":
-        """Return this layout with the specs that `specs_of` returns, for both stacks of blocks."""
+        """Return this layout with the specs that `specs_of` returns for each stack of blocks."""
         specs = specs_of(self)
         changed = self.override(specs)
         if ENCODER not in self.overrides:
@@ -155,7 +155,7 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        The stored weights then serve both layouts: the equations of this layout move the weights when they use them.
+        The stored weights then serve both layouts: equations of this layout move the weights when they use them.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -168,7 +168,7 @@ class Layout(LayoutTable):
         return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
-        """Return this layout for one position of every sequence: L has size 1, and is not sharded in any activation.
+        """Return this layout for a single position of every sequence: L has size 1, and no activation shards it.
 
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
@@ -176,14 +176,14 @@ class Layout(LayoutTable):
         return self._in_all_stacks(lambda layout: position_specs(layout.table))
 
     def for_loss(self, microbatches: int = 1) -> "Layout":
-        """Return this layout with the specs of parameters in a training step's loss, such as `EF reduced-x`.
+        """Return this layout with the specs of parameters in the loss of a training step, such as `EF reduced-x`.
 
         The gradient of a `reduced` parameter stays a partial sum while layers, microbatches and several uses add to it.
-        If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same axes. With several
-        microbatches, every other parameter is `reduced` over the mesh axes that shard the batch, the length or the
-        token groups of all tensors with which it is used, and that do not shard the parameter itself. The exception is
-        a parameter whose own spec is written in [gradients]: its gradient is summed in each microbatch. Parameters of
-        custom sections are not changed.
+        If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same mesh axes. With
+        several microbatches, every other parameter is `reduced` over the mesh axes that shard the batch, the length or
+        the token groups of all tensors with which it is used, and that do not shard the parameter itself. The exception
+        is a parameter whose own spec is written in [gradients]: its gradient is summed in each microbatch. Parameters
+        of custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
@@ -202,7 +202,7 @@ class Layout(LayoutTable):
         return replace(inner, axes=rest, factor=factor)
 
     def lowered(self, name: str) -> "Layout":
-        """Return this layout with one lowering for all parts."""
+        """Return this layout with the same lowering for all parts of the model."""
         return replace(self, lowerings={"default": checked(name)})
 
     # -- on devices ---------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Layout(LayoutTable):
         """Return the mesh for a number of devices, with every declared axis in order.
 
         The prime factors of the number, largest first, go to the axes of `factor` in turn. If `sizes` are given and
-        this mesh does not divide them, the result is the most similar mesh that divides them.
+        this mesh does not divide them, the result is the most similar mesh that does.
 
         Args:
           devices: number of devices.
@@ -242,7 +242,7 @@ class Layout(LayoutTable):
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the mesh most similar to the default mesh among those that divide the sizes; None if none does."""
+        """Return the mesh most similar to the default mesh among those that divide the sizes, or None."""
         meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 
@@ -265,9 +265,10 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec for every key: of alternatives, the first whose mesh axes divide the sizes.
+        """Return this layout with one spec for each key; of alternatives, the first whose mesh axes divide the sizes.
 
-        The choice is made for all lists of a section together. A layout without alternatives is returned unchanged.
+        The choice is made for all lists of alternatives in a section together. A layout without any is returned
+        unchanged.
 
         Args:
           sizes: sizes of the dimensions, as `check` gets them; mesh axes are assumed to divide dimensions without a
@@ -291,7 +292,7 @@ class Layout(LayoutTable):
         return single
 
     def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of tensors, with the dimensions of [padding] rounded up to their multiples.
+        """Return the sizes of tensors: dimensions named in [padding] are rounded up to their multiples.
 
         >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
         {'H': 64, 'K': 1, 'D': 256}
@@ -353,7 +354,7 @@ class Layout(LayoutTable):
 
 
 def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
-    """Return sizes and mesh as part of an error's sentence: " for the sizes B=8 on the mesh x=2"."""
+    """Return sizes and mesh for the sentence of an error, such as " for the sizes B=8 on the mesh x=2"."""
     given = f" for the sizes {', '.join(f'{d}={shown(n)}' for d, n in sizes.items())}" if sizes else ""
     shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
     return given + (f" on the mesh {mesh_text(shape)}" if shape else "")

@@ -1,4 +1,4 @@
-"""The mesh of a layout, from a number of devices or a given mesh, and the sizes of its dimensions."""
+"""The mesh of a layout, given or from a number of devices, and the sizes of its dimensions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, product
@@ -13,7 +13,7 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Factor `devices` over the axes of `order`: prime factors go to them in turn, largest first.
+    """Factor `devices` over the axes of `order`: prime factors, largest first, go to them in turn.
 
     The other axes of `axes` have size 1.
 
@@ -39,7 +39,7 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
 
 
 def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """List all meshes with the same number of devices over the axes of `order`, the most similar to `mesh` first.
+    """List all meshes that factor the same number of devices over the axes `order`, most similar to `mesh` first.
 
     >>> nearest({"x": 2, "y": 2}, ("x", "y"))
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
@@ -62,7 +62,7 @@ def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Check sizes of dimensions and return them unchanged ({} for None); raise LayoutError for anything else."""
+    """Return sizes of dimensions after checking them, or {} for None; raise LayoutError for anything else."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

@@ -1,4 +1,4 @@
-"""Equations written with the names of a layout's lines, `residual, w_in -> hidden`, and their vias in the layout."""
+"""Equations written with names of a layout's lines, such as `residual, w_in -> hidden`, and their vias."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LookUp = Callable[[str], str | None]
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
 
-#: The via's key for each weight's key; a tied table has the via of the output.
+#: The key of the via that belongs to a weight; a tied table has the via of the output.
 _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
 
 
 def via_of(weight: str) -> str:
-    """Return the key of the via for the product with a weight.
+    """Return the key of the via that belongs to a weight.
 
     >>> via_of("ffn.w_in"), via_of("mixer.w_gate"), via_of("mixer.taps")
     ('ffn.in_via', 'mixer.gate_via', 'mixer.taps_via')
@@ -33,7 +33,7 @@ def via_of(weight: str) -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names of an equation in reading order.
+    """Return the names of lines in an equation, in reading order.
 
     >>> names_in("residual, w_in -> hidden")
     ['residual', 'w_in', 'hidden']
@@ -42,7 +42,7 @@ def names_in(text: str) -> list[str]:
 
 
 def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> tuple[Equation, tuple[str, ...]]:
-    """Read an equation whose specs are names of lines, and return it with the keys of these lines in reading order.
+    """Parse an equation written with names of lines; return it with the keys of these lines in reading order.
 
     Args:
       text: such as `"residual, (w_in, w_gate) -> (hidden, hidden)"`.
@@ -81,13 +81,13 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 
 
 def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
-    """Return the via that a layout has for an equation of its lines; None leaves the choice to the planner.
+    """Return the via that a layout has for an equation of its lines, or None to let the planner choose.
 
-    Vias of a layout belong to weights: `in_via` of [ffn] is for `w_in`, and also for `w_gate`, whose spec is by default
-    that of `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. If a weight of a group has no via, it
-    follows the first weight: its contracted dimensions are sharded as in the first weight, and its other dimensions as
-    in the result, over mesh axes that are still unused. The result is None unless every product has a via for its
-    weight, and the vias of a group bring the shared operand to one spec.
+    Vias in a layout belong to weights: `in_via` of [ffn] is for `w_in`, and also for `w_gate`, whose spec is by default
+    that of `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. A weight of a group without a via follows
+    the first weight: its contracted dimensions are sharded as in the first weight, and its other dimensions as in the
+    result, over mesh axes that are still unused. The result is None unless every product has a via for its weight, and
+    the vias of a group bring the shared operand to one spec.
 
     Args:
       equation: the equation in specs.
@@ -95,7 +95,7 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
       look_up: a function from a key to the line's spec, or to None if the line is absent.
 
     Raises:
-      PlanError: in a search, the vias of a group bring the shared operand to two specs.
+      PlanError: in a search, the vias of a group bring the shared operand to different specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -129,10 +129,10 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or else for the weight whose spec is its default.
+    """Return the via that the layout writes for a weight, or else for the weight that is its default.
 
-    The default's via does not apply if the default is in another section, where it is multiplied by another activation,
-    or has other dimensions.
+    The default's via does not apply if the default has other dimensions, or is in another section, where another
+    activation is multiplied by it.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))
@@ -151,7 +151,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec in which a weight is multiplied by `left`, derived from that of the first weight of its group."""
+    """Return the spec in which `left` is multiplied by a weight, derived from that of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

@@ -12,14 +12,14 @@ from gspmd.layouts.table import LayoutTable
 
 
 def short(layout: LayoutTable) -> str:
-    """Return one line: the name, the number of specs, and the mesh axes."""
+    """Return a line with the layout's name, its number of specs, and its mesh axes."""
     changed = sum(map(len, layout.overrides.values()))
     more = f", {changed} overridden" if changed else ""
     return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
 
 
 def plain(layout: LayoutTable) -> str:
-    """Return the table as text, section by section, as in its file."""
+    """Return the table of a layout as text, section by section, as in a layout file."""
     width = max((len(key) for _, lines in sections(layout) for key, _ in lines), default=0)
     below = f"\n  {' ' * width}| "
     blocks = [
@@ -30,17 +30,17 @@ def plain(layout: LayoutTable) -> str:
 
 
 def lines_of(layout: LayoutTable) -> dict[str, str]:
-    """Return all lines by section and key, such as `"decode.ffn.residual"`, as text."""
+    """Return all lines of a layout as text, by section and key such as `"decode.ffn.residual"`."""
     return {f"{section}.{key}": text for section, lines in sections(layout) for key, text in lines}
 
 
 def ranking(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return the rows of a ranking, a layout's name and its cost, as HTML."""
+    """Return a ranking as HTML, from rows of a layout's name and its cost."""
     return page([html_table(title, ("layout", "feed-forward block"), [tuple(map(escape, row)) for row in rows])])
 
 
 def sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the sections of a layout's file: the name, and key and text of every line."""
+    """Yield the sections of a layout's file, each as its name and its lines as (key, text)."""
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
     parts = [(*name.partition(".")[::2], _text(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):
@@ -56,5 +56,5 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Return the position of the section's first line, so that lines added later are listed with their section."""
+    """Return the position of the first line of a line's section, to list lines that were added later with it."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -1,4 +1,4 @@
-"""Rank layouts by the cost of a feed-forward block: its two equations, planned under each layout."""
+"""Ranking of layouts by the cost of a feed-forward block, whose two equations are planned under each layout."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Ranked:
       seconds: the predicted time, without overlap.
       wire_bytes: bytes that one device sends.
       plans: the plans of the block's first and second equation.
-      reason: why the layout does not fit these sizes on this mesh; empty if it fits.
+      reason: the reason why the layout does not fit these sizes on this mesh; empty if it fits.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """The bytes sent and the seconds as text, or the reason why the layout does not fit."""
+        """The cost as text, bytes sent and seconds, or the reason why the layout does not fit."""
         if self.reason:
             return f"does not fit: {self.reason.splitlines()[0]}"
         return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"
@@ -60,7 +60,7 @@ class Ranking(list[Ranked]):
     """A list of `Ranked`, cheapest first, which prints as a table.
 
     Attributes:
-      title: the block that was ranked, its mesh and chip, and the objective.
+      title: the title of the table: the ranked block, mesh, chip and objective.
     """
 
     def __init__(self, ranked: Iterable[Ranked], title: str):
@@ -95,10 +95,10 @@ def rank(
     Args:
       names: presets, paths or layouts, or a single one of these.
       sizes: the sizes of B, L, E and F.
-      mesh: sizes of the mesh axes; an axis that a layout declares and the mesh lacks has size 1.
-      chip: the chip whose costs are computed.
+      mesh: sizes of the mesh axes; axes that a layout declares and the mesh lacks have size 1.
+      chip: the chip for which costs are computed.
       objective: `"seconds"` or `"wire_bytes"`; ties are ordered by the other of the two, then by the order of `names`.
-      gated: whether the block is gated, with two first matrices (SwiGLU) instead of one.
+      gated: whether the block is gated (SwiGLU), with two first matrices instead of one.
       dtype: the dtype of weights and activations.
 
     Returns:

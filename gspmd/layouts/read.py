@@ -1,4 +1,4 @@
-"""Read the fields of a layout from a preset or a TOML file, without checking them."""
+"""Reading the fields of a layout from a preset or a TOML file, without checking them."""
 
 import os
 from importlib.resources import files
@@ -14,7 +14,7 @@ from gspmd.reading import LARGEST_TOML, MissingError, ReadError, parse_toml, rea
 
 _PRESETS = files(__package__).joinpath("presets")
 
-#: The order in which presets are listed: from the simplest to the most specialised.
+#: The order in which presets are listed, from the simplest to the most specialized.
 _ORDER = (
     "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
     "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
@@ -25,13 +25,13 @@ _REMEDY = "Give the path of a TOML file, or the name of a preset: gspmd layouts 
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names of all presets, in the order of `_ORDER`, and then any others."""
+    """Return the names of all presets, first those in `_ORDER`, then any others."""
     there = {entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml")}
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
 
 def is_path(name: str) -> bool:
-    """Return whether a layout's name is a path: it has a slash, or ends in `.toml`.
+    """Return whether a layout's name is a path, that is has a slash or ends in `.toml`.
 
     >>> is_path("mine.toml"), is_path("megatron-1d")
     (True, False)
@@ -83,7 +83,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
-    """Read the fields of a file's base; if the base is a path, it is relative to the folder of the file."""
+    """Read the fields of a file's base; the path of a base is relative to the file's folder."""
     # os.path.realpath, because Path.resolve raises an error of its own for circular links.
     chain = (*below, Path(os.path.realpath(name)))
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
@@ -130,7 +130,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten the nested tables that TOML makes of an unquoted `ffn.w_in` to keys with dots; lists become tuples."""
+    """Flatten nested tables, which TOML makes of an unquoted `ffn.w_in`, to keys with dots; make lists tuples."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

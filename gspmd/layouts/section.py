@@ -1,4 +1,4 @@
-"""One section of a layout: specs as attributes, and equations written with the names of lines."""
+"""One section of a layout: its specs as attributes, and equations written with the names of its lines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,9 +13,9 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a layout: specs, as text, are attributes (`ffn.w_in`), and equations have the names of its lines.
+    """A section of a layout, whose specs are attributes (`ffn.w_in`), and by whose names equations are written.
 
-    An optional key that is absent is None. No line may have the name of a method of this class.
+    An attribute is the text of a spec, or None for an optional key that is absent. Methods of this class are no names.
 
     Attributes:
       lowering: the lowering that the layout sets for this section; None leaves the choice to the caller.
@@ -50,7 +50,7 @@ class Section:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
 
     def renamed(self, names: Mapping[str, str]) -> "Section":
-        """Return this section with other keys for some names, for example for a second layer of the same kind.
+        """Return this section with other keys behind some names, for example for a second layer of the same kind.
 
         >>> from gspmd.layouts import Layout
         >>> shared = Layout.load("gshard").ffn.renamed({"w_in": "moe.shared_in", "hidden": "moe.shared_hidden"})
@@ -60,7 +60,7 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the layout's key for a name: `w_in`, or `attention.query` for a line of a different section."""
+        """Return the key of a name: that of `w_in` in this section; `attention.query` is the key of another's line."""
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:
@@ -68,7 +68,7 @@ class Section:
         return name if "." in name else f"{self._part}.{name}"
 
     def spec(self, name: str) -> Spec:
-        """Return the spec of a tensor by its name.
+        """Return the spec of a tensor, by the name of its line.
 
         Raises:
           LayoutError: the line is unknown or absent, is a via, or has alternatives (see `Layout.resolved`).
@@ -87,7 +87,7 @@ class Section:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def equation(self, text: str) -> Equation:
-        """Return an equation with the names of lines replaced by their specs.
+        """Parse an equation in which names of lines stand for their specs.
 
         Args:
           text: such as `"residual, w_in -> hidden"`; lines of other sections have the section's name before theirs,
@@ -100,7 +100,7 @@ class Section:
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
     def via(self, text: str) -> Via | None:
-        """Return the via of an equation, from the lines for its weights; None if the layout has no such lines.
+        """Return the via of an equation, from the lines that belong to its weights, or None without such lines.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
@@ -109,12 +109,12 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation written with names of lines, with the via that the layout has for the equation.
+        """Compute an equation written with names of lines, with the via that the layout has for it.
 
         Args:
           text: the equation, as `equation` reads it.
             operands: the operands of `gspmd.einsum`.
-          via: the name of the via's line; None for the line that belongs to the weight, such as `in_via` for `w_in`.
+          via: the name of the via's line; by default the one that belongs to the weight, such as `in_via` for `w_in`.
           options: further arguments of `gspmd.einsum`.
 
         Returns:
@@ -144,7 +144,7 @@ class Section:
         return einsum(equation, *operands, via=met, **options)
 
     def move(self, text: str, x: Any, **options: Any) -> Any:
-        """Move an array from one line's spec to another's; if the specs are equal, return the array unchanged.
+        """Move an array from one line's spec to that of another, or return it unchanged if the specs are equal.
 
         Args:
           text: the two lines, such as `"residual -> attention.residual"`.
@@ -174,7 +174,7 @@ class Section:
         return x if before == after else reshard(x, equation, **options)
 
     def rms_norm(self, text: str, x: Any, scale: Any, **options: Any) -> Any:
-        """Normalise x [B, L, E] over E with `gspmd.ops.rms_norm`, which has the formula.
+        """Normalize x [B, L, E] over E with `gspmd.ops.rms_norm`, which has the formula.
 
         Args:
           text: the lines of x and of the scale, `"residual, norm"`.
@@ -190,7 +190,7 @@ class Section:
         return rms_norm(x, scale, *self._lines(text, 2), **options)
 
     def layer_norm(self, text: str, x: Any, scale: Any, bias: Any = None, **options: Any) -> Any:
-        """Standardise x [B, L, E] over E with `gspmd.ops.layer_norm`, which has the formula.
+        """Standardize x [B, L, E] over E with `gspmd.ops.layer_norm`, which has the formula.
 
         Args:
           text: the lines of x, of the scale and of the bias, `"residual, norm, norm_bias"`.
@@ -221,7 +221,7 @@ class Section:
         return add_bias(x, bias, *self._lines(text, 2))
 
     def _lines(self, text: str, count: int) -> list[Spec]:
-        """Return the specs of `count` lines, from their names such as `"residual, norm"`."""
+        """Return the specs of `count` lines, given their names as text, such as `"residual, norm"`."""
         names = [name.strip() for name in text.split(",")] if isinstance(text, str) else []
         if len(names) != count:
             raise LayoutError(f"cannot read {shown(text)}.\n  Name {count} lines, as in 'residual, norm'.")
@@ -230,9 +230,9 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionSpecs:
-    """The specs of a section: a `Spec` for every tensor, a `Via` for every key that ends in "via", None if absent.
+    """The parsed specs of a section: a `Spec` for each tensor, a `Via` for each key ending in "via", None if absent.
 
-    The section may be one of a layout, or any object with specs as attributes. Each text is parsed once.
+    The section may be that of a layout, or any object with specs as attributes. Each text is parsed once.
 
     Example:
       >>> from gspmd.layouts import Layout

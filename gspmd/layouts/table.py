@@ -1,4 +1,4 @@
-"""The table of a layout: its fields, and lookups of one tensor or one part of the model."""
+"""The table of a layout: its fields, and lookup of a tensor or of a part of the model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from gspmd.layouts.section import Section
 
 @dataclass(frozen=True)
 class ChosenAlternatives:
-    """The alternatives that were chosen in one section.
+    """The alternatives that were chosen together in one section.
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
-      name: the printed name: the overriding section, or the part of the model.
+      name: the name to print: that of the overriding section, or of the part of the model.
       place, count: the position of the chosen alternative, from 0, and the number of alternatives.
         specs: a mapping from key to the spec that was chosen.
     """
@@ -67,7 +67,7 @@ class LayoutTable:
         return spec
 
     def get(self, key: str, default: str | None = None) -> str | None:
-        """Return the spec of a tensor, or `default` if an optional key is absent."""
+        """Return the spec of a tensor, or `default` if its key is optional and absent."""
         spec = look_up(self.table, key)
         return default if spec is None else spec
 
@@ -76,7 +76,7 @@ class LayoutTable:
         return Spec.parse(self[key])
 
     def section(self, part: str) -> Section:
-        """Return a section (embedding, attention, ffn, moe, output, or user-defined) with its keys as attributes.
+        """Return a section (embedding, attention, ffn, moe, output, or custom), with its keys as attributes.
 
         `layout.ffn` is short for `layout.section("ffn")`.
         """
@@ -89,11 +89,11 @@ class LayoutTable:
         return (*PARTS, *sections(self.own))
 
     def gradient(self, key: str) -> str:
-        """Return the spec of a parameter's gradient: the parameter's own unless [gradients] overrides it."""
+        """Return the spec of a parameter's gradient: that of the parameter, unless [gradients] overrides it."""
         return self._overridden("gradients", key) or self[key]
 
     def optimizer(self, key: str) -> str:
-        """Return the spec of a parameter's optimizer state: the parameter's own unless [optimizer] overrides it.
+        """Return the spec of a parameter's optimizer state: that of the parameter, unless [optimizer] overrides it.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
@@ -102,10 +102,9 @@ class LayoutTable:
         return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
-        """Return the spec of the key/value cache, with length T: as attention.key unless [cache] overrides it.
+        """Return the spec of the key/value cache, with length T: that of attention.key, unless [cache] overrides it.
 
-        The cache of cross-attention, `"cross.key"`, is sharded like the cache of self-attention unless [cache] writes
-        it.
+        The cache of cross-attention, `"cross.key"`, is sharded like that of self-attention, unless [cache] writes it.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()
@@ -126,18 +125,18 @@ class LayoutTable:
 
     @property
     def lowering(self) -> str | None:
-        """The `default` of [lowering]; None leaves the choice to the caller."""
+        """The `default` of [lowering], or None if the layout sets none."""
         return self.lowerings.get("default")
 
     def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model; by default the layout's `default`."""
+        """Return the lowering of a part of the model, which by default is the layout's `default`."""
         if not isinstance(part, str):
             raise unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The alternatives that `resolved` chose and that nothing has overridden since, one line for each section."""
+        """The alternatives that `resolved` chose and that were not overridden since, as one line for each section."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table
@@ -151,7 +150,7 @@ OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
-    """Yield every parameter's key with its spec, without keys and sections that the layout does not write."""
+    """Yield key and spec of every parameter that the layout writes."""
     written = set(sections(layout.table))
 
     def is_written(name: str | None) -> bool:
@@ -163,7 +162,7 @@ def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
 
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """Return the error for the name of a part or a phase that does not exist."""
+    """Return the error for a part or a phase with an unknown name."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

@@ -1,4 +1,4 @@
-"""Variants of a layout: with other specs, stored like another layout, for single positions, and inside a shard_map."""
+"""Variants of a layout: other specs, storage as in another layout, single positions, and inside a shard_map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from gspmd.reading import WHOLE, whole_number
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:
-    """Return a layout with the specs, lowerings and multiples of padding in `specs`, which are parsed but not checked.
+    """Return a layout with the specs, lowerings and paddings of `specs`, which are parsed but not checked.
 
     Raises:
       LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
@@ -42,7 +42,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 
 
 def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
-    """Return a layout with a different spec for one key of its table or of an overriding section."""
+    """Return a layout with another spec for one key, of its table or of an overriding section."""
     section, _, rest = key.partition(".")
     if not (section in OVERRIDES or section == SERVING) or key in layout.own:
         return replace(layout, table={**layout.table, key: text})
@@ -52,10 +52,10 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Refuse a spec that cannot be read at once, not only when the layout is checked.
+    """Raise an error if a spec cannot be parsed, at once and not only when the layout is checked.
 
     Raises:
-      LayoutError: the spec, or one of the alternatives, cannot be read; lists every fault.
+      LayoutError: the spec, or one of the alternatives, cannot be parsed; the message lists every fault.
     """
     faults: list[Fault] = []
     for each in (text,) if isinstance(text, str) else text:
@@ -69,7 +69,7 @@ def _refuse_unreadable(key: str, text: Text) -> None:
 
 
 def _text(value: Any) -> Text | None:
-    """Return a spec, or alternatives, as text; None for anything else."""
+    """Return a spec, or alternatives, as text, or None if the value is neither."""
     if isinstance(value, str) and "|" in value:
         return tuple(each.strip() for each in value.split("|"))
     if isinstance(value, str | Spec):
@@ -79,10 +79,10 @@ def _text(value: Any) -> Text | None:
 
 
 def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
-    """Return the overrides, key to spec, with which a layout stores parameters and cache as another layout does.
+    """Return the overrides, key -> spec, with which a layout stores parameters and cache as another one does.
 
     Args:
-      layout, other: the two layouts.
+      layout, other: the layout, and the one whose storage is used.
 
     Raises:
       LayoutError: the layouts have different mesh axes.
@@ -106,7 +106,7 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
-    """Return those specs of a table that shard L, with L unsharded: one position cannot be divided.
+    """Return those specs of a table that shard L, changed to leave L unsharded: a single position has no shards.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
@@ -117,7 +117,7 @@ def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
 
 
 def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Text]:
-    """Return those specs of a table that use some of the mesh axes `axes`, without these axes.
+    """Return those specs of a table that use any of the given mesh axes, changed to be without these axes.
 
     >>> inner_specs({"ffn.residual": "B_xLE", "ffn.w_in": "EF_y reduced-x", "ffn.in_via": "B_xLE, EF_y"}, ["x"])
     {'ffn.residual': 'BLE', 'ffn.w_in': 'EF_y', 'ffn.in_via': 'BLE, EF_y'}
@@ -138,8 +138,8 @@ def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Tex
 def data_axes(layout: LayoutTable) -> tuple[str, ...]:
     """Return the mesh axes along which pipelines run side by side, each on its own sequences.
 
-    These axes split only the batch, and come first in B in every spec. So each pipeline has a run of consecutive
-    sequences, which the later axes of B split further.
+    These axes shard only the batch, and come first on B in every spec. So each pipeline has a run of consecutive
+    sequences, over which the later axes of B divide them further.
 
     Args:
         layout: a `Layout` without alternatives. Its [moe] section is ignored.
@@ -167,7 +167,7 @@ def data_axes(layout: LayoutTable) -> tuple[str, ...]:
 
 
 def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
-    """Apply `change` to every alternative of the keys of some kinds, and return the specs that it changes."""
+    """Apply `change` to every alternative of keys of these kinds, and return the specs that it changes."""
     changed: dict[str, Text] = {}
     for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
         if kind in kinds:
@@ -178,7 +178,7 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 
 
 def _one_position(text: str, kind: str) -> str:
-    """Return a spec or a via with L unsharded; return the text unchanged if it does not shard L."""
+    """Return a spec or a via with L unsharded; the text stays as it is if L is unsharded already."""
     if kind == "via":
         activation, weight = parse_via(text).specs
         sharded = "L" in activation.dims and activation.axes_of("L")

@@ -1,1 +1,1 @@
-"""Lowerings: from a plan to a program."""
+"""Lowerings: the ways from a plan to a JAX program."""

@@ -1,4 +1,4 @@
-"""The allocation of local tensors that are then written part by part."""
+"""Allocation of local arrays that are then written part by part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Allocate a local tensor that will be written completely; unlike `lax.empty`, it gets no batch dimension."""
+    """Allocate a local array to be overwritten completely; unlike `lax.empty`, it is never batched by `vmap`."""
     # JAX refuses a result that has a batch dimension where none is expected, as in the value of a `jax.hessian`.
     made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
     made.def_vmap(lambda size, batched: (made(), False))

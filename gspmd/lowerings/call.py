@@ -15,15 +15,15 @@ from gspmd.planner.plan import Overlapping, Plan, nothing_overlaps, plan_equatio
 
 @dataclass(frozen=True)
 class Call:
-    """Everything on which the program of a call depends.
+    """A call of `gspmd.einsum`: everything on which its program depends.
 
     Attributes:
         equation: the equation to compute.
         sizes: the sizes of the equation's dimensions.
-        context: mesh, chip, type of mesh axes, lowering.
+        context: the mesh, the chip, the type of mesh axes and the lowering.
         dtypes: the dtypes of the operands; every member of a group counts as an operand.
         via: the `via` of `gspmd.einsum`.
-        wire_dtype: the dtype in which every tensor is sent; None to send each tensor in its own dtype.
+        wire_dtype: the dtype in which every tensor is sent, or None to send each in its own dtype.
         precision: the precision of the local products.
         result_dtype: the dtype of the results.
     """
@@ -51,12 +51,12 @@ class Call:
 
 
 class Passes(NamedTuple):
-    """The two passes of a program, in the form in which JAX calls them.
+    """The forward and the backward pass of a program, in the form in which JAX calls them.
 
     Attributes:
         forward: operands -> (results, residuals).
         backward: (residuals, cotangents of the results) -> cotangents of the operands. None if JAX differentiates the
-            program by itself; `forward` then returns only the results.
+            program by itself; in this case `forward` returns only the results.
     """
 
     forward: Callable
@@ -75,7 +75,7 @@ def make_plan(
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
-    """Return the plan of an equation, as `gspmd.plan` does, from arguments that are resolved and hashable.
+    """Return the plan of an equation, as `gspmd.plan` does, from resolved and hashable arguments.
 
     `wire_dtype` and `result_dtype` are those of `gspmd.einsum`; by default they follow from the dtypes of the operands.
     """
@@ -90,7 +90,7 @@ def overlapping(lowering: str) -> Overlapping:
 
 
 def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
-    """Return the loops of a routine; there are none if a dimension is empty, since nothing is sent then."""
+    """Return the collectives of a routine that overlap; none if a dimension is empty, since nothing is sent then."""
     from gspmd.lowerings.looped.choice import plan_overlap  # imported here, so that the other lowerings do not need it
 
     if 0 in dict(environment.sizes).values():

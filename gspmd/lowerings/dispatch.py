@@ -1,4 +1,4 @@
-"""The function that runs a call: the chosen lowering makes both passes, which become one JAX function.
+"""The program of a call: the chosen lowering makes both passes, which become one JAX function.
 
 Only the module of the chosen lowering is imported.
 """
@@ -41,7 +41,7 @@ def program_of_call(call: Call) -> Callable:
 
 
 def lower(call: Call) -> Passes:
-    """Make the passes of a call by its lowering; each lowering is a function of this kind."""
+    """Return the passes of a call, made by its lowering: every lowering has a function like this one."""
     name = call.context.lowering
     if is_unknown(call.context.mesh):
         from gspmd.lowerings.unknown import lower

@@ -51,12 +51,12 @@ def lowering(name: str) -> AbstractContextManager:
 
 
 def planned_for(chip: Chip) -> AbstractContextManager:
-    """Plan with the figures of `chip` inside a `with` block, on meshes whose devices are not known."""
+    """Plan for the chip `chip` inside a `with` block, on meshes whose devices are not known."""
     return _chip(chip)
 
 
 def chip_in_force() -> Chip | None:
-    """Return the chip of `planned_for`; None outside a `with` block."""
+    """Return the chip of `planned_for`, or None outside of its `with` block."""
     return _chip.value
 
 
@@ -74,7 +74,7 @@ def resolve(name: str | None) -> str:
 
 
 def device_kind() -> str:
-    """Return JAX's name for the kind of devices for which a program is traced; empty if the mesh has no devices."""
+    """Return JAX's name for the kind of the mesh's devices, or an empty text if the mesh has none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 
@@ -92,8 +92,8 @@ def is_host() -> bool:
 def on_slices(count: int) -> AbstractContextManager:
     """Plan for meshes over `count` TPU slices inside a `with` block, even if their devices say otherwise.
 
-    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting is a further key, so
-    that a program for one slice is not used for several.
+    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting becomes a further key,
+    so that a program for one slice is not reused for several.
     """
     return _slices(count)
 
@@ -109,18 +109,18 @@ def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if there is none.
+    """Return the number of chips along each torus axis of the TPU slice that is the mesh; empty if it is no slice.
 
-    They come from `on_slice_shape`, or else from the coordinates of the devices.
+    The numbers come from `on_slice_shape`, or else from the coordinates of the devices.
     """
     return _slice_shape.value or shape_of(concrete_mesh())
 
 
 @contextmanager
 def on_these_devices() -> Iterator[None]:
-    """Prevent JAX from using programs that were traced for devices at other positions, inside a `with` block.
+    """Keep JAX from reusing, in a `with` block, programs that were traced for devices at other positions.
 
-    The keys of JAX's cache are the shape of the mesh and the kind of the devices, but not their positions in slices.
+    JAX caches programs by the shape of the mesh and the kind of the devices, not by their positions in slices.
     """
     with ExitStack() as stack:
         if (count := slices()) > 1:
@@ -131,7 +131,7 @@ def on_these_devices() -> Iterator[None]:
 
 
 def chip_of_devices() -> Chip | None:
-    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml lacks it."""
+    """Return the chip for which a program is traced, with the shape of its slice, or None if chips.toml lacks it."""
     return _chip_in_slice(device_kind(), slice_shape())
 
 
@@ -143,7 +143,7 @@ def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
 
 @lru_cache(maxsize=64)
 def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """Return the chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
+    """Return the number of chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
 
     The result is empty if the mesh is None, spans several slices or part of one, or if each chip is two devices.
     """
@@ -155,7 +155,7 @@ def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
 
 
 def across_slices() -> Mapping[str, int]:
-    """Return the part of each axis of the mesh in force that is over TPU slices; empty on one slice.
+    """Return, for each axis of the mesh in force, the number of TPU slices along it; empty on one slice.
 
     Raises:
         PlanError: the slices do not divide evenly over the first axes.
@@ -173,7 +173,7 @@ def slices_of(mesh: Any) -> int:
     """Return the number of TPU slices of a mesh; 1 for anything except a `jax.sharding.Mesh`.
 
     Raises:
-        PlanError: the slices do not fill the mesh one after the other.
+        PlanError: the slices do not fill the mesh one after another.
     """
     return _count(mesh) if isinstance(mesh, jax.sharding.Mesh) else 1
 
@@ -199,9 +199,9 @@ def _no_order(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, count: int) -
 
 
 def on_no_axes() -> AbstractContextManager:
-    """Allow calls in a shard_map over all mesh axes.
+    """Allow calls inside a shard_map over all mesh axes, in a `with` block.
 
-    Each device's arrays are whole tensors for such calls, and the calls are planned without mesh axes.
+    For such calls each device's arrays are whole tensors, and they are planned without mesh axes.
     """
     return _on_no_axes(True)
 

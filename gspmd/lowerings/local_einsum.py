@@ -1,4 +1,4 @@
-"""The product of one device's operands, accumulated in float32, in the form that compilers multiply fastest:
+"""The product of one device's operands, accumulated in float32, in the form that each compiler multiplies fastest:
 
 CPUs   a batched product as batches of matrices, which XLA:CPU multiplies in the order of memory
 TPUs   the same for one batch dimension whose rows fill tiles; a row of zeros is added to a single row
@@ -29,8 +29,8 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     Args:
         letters: the equation, as in `jnp.einsum`.
         precision: the precision of the product.
-        into: the dtype of the result of the matrix unit; by default the accumulator's. Accelerators accumulate in
-            float32 in either case; partial sums that the compiler reduces over devices have the dtype `into`.
+        into: the dtype of the matrix unit's result; by default that of the accumulator. Accelerators accumulate in
+            float32 in either case. Partial sums that the compiler reduces over devices have the dtype `into`.
     """
     wide, on_cpu = accumulator(*(x.dtype for x in operands)), in_force.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -49,7 +49,7 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Return float32 or int32 if the operands are narrower, and otherwise the operands' joint dtype."""
+    """Return float32 or int32 if the operands are narrower, and otherwise their joint dtype."""
     with jax.numpy_dtype_promotion("standard"):  # the user may have set a stricter promotion for other code
         return jnp.result_type(*map(_widened, dtypes))
 
@@ -68,7 +68,7 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
 def _einsum_on_cpu(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum, as batches of matrices if it has a batch dimension."""
+    """Compute an einsum, in the form of batches of matrices if it has a batch dimension."""
     if len(operands) == 2 and _are_whole() and (in_order := batched(letters)):
         return in_order(*operands, precision)
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
@@ -77,10 +77,10 @@ def _einsum_on_cpu(
 def _einsum_on_tpu(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; add a row of zeros to a single row that is multiplied by a matrix, and drop it later.
+    """Compute an einsum; if a single row multiplies a matrix, append a row of zeros and drop its result.
 
     libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4 two products of one row with int8
-    [4096, 2048] take 58 µs each, and with two rows 14 µs each. When one token is decoded, every product has a single
+    [4096, 2048] take 58 µs each, and with two rows 14 µs each. While one token is decoded, every product has a single
     row.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
@@ -98,7 +98,7 @@ def _einsum_on_tpu(
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the index of the operand that is a single row, and the last of the matrix's dimensions in the result."""
+    """Return the index of an operand that is a single row, and the last dimension of the other one in the result."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -111,13 +111,13 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
-# Not part of jit's cache key, and need not be: it is read while a program is traced, and only this program sets it.
+# It need not be part of jit's cache key: it is read while a program is traced, and only that program sets it.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Inside a `with` block, do not rewrite batched einsums as products of matrices.
+    """Leave batched einsums as they are inside a `with` block, instead of rewriting them as products of matrices.
 
     The compiler then chooses their memory order.
     """
@@ -131,11 +131,11 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; with one batch dimension, as a product of matrices if every row stays in its tile.
+    """Compute an einsum; with a batch dimension, as a product of matrices if every row stays in its tile.
 
-    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each product,
-    and copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms,
-    0.9 of them to copy hidden layers; as products of matrices it takes 5.2 ms. A single product gains nothing. If the
+    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses a memory order for each product, and
+    copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, 0.9
+    of them to copy hidden layers; as products of matrices it takes 5.2 ms. A single product gains nothing. If the
     dimensions do not fill tiles, merging them is itself a copy: with 4 slots the layer took 2.5 times as long.
     """
     if len(operands) == 2 and _IN_TILES.get() and _are_whole():
@@ -146,7 +146,7 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Return whether the arrays are those of one device."""
+    """Return whether arrays are local to one device: one device in all, or inside a shard_map over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -160,7 +160,7 @@ class Batched:
 
     Attributes:
         letters: the dimensions of the left operand, of the right operand and of the result.
-        batch, contracted, left, right: the dimensions by their role; dimensions of the result in its order.
+        batch, contracted, left, right: the dimensions by their role, in the order of the result.
     """
 
     letters: tuple[str, str, str]
@@ -181,7 +181,7 @@ class Batched:
         return y.reshape([sizes[dim] for dim in dims]).transpose([dims.index(dim) for dim in result])
 
     def fills_tiles(self, *shapes: tuple[int, ...]) -> bool:
-        """Return whether each batch is one matrix whose merged rows fill tiles of 8 on a TPU; lanes are not merged."""
+        """Return whether each batch is one matrix whose merged rows fill tiles of 8 on a TPU, with lanes unmerged."""
         if len(self.batch) > 1 or not self.left or not self.right:
             return False
         sizes = {dim: size for dims, shape in zip(self.letters, shapes) for dim, size in zip(dims, shape)}
@@ -190,7 +190,7 @@ class Batched:
         return all(sizes[dim] % 8 == 0 and dim not in lanes for dim in rows)
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
-        """Return an operand as [batch, rows, columns], and whether rows or columns are contracted."""
+        """Return an operand as [batch, rows, columns], and the index of whichever of the latter two is contracted."""
         # XLA:CPU multiplies rows and columns in either order, so an operand is copied only if its rows or its columns
         # are not together in memory.
         first = next(dim for dim in dims if dim not in self.batch)
@@ -202,7 +202,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """Return an einsum of two operands as a product of batches of matrices; None if the einsum has not this form.
+    """Return an einsum of two operands as a product of batches of matrices, or None if it does not have this form.
 
     `jnp.einsum` puts the batch first, and leaves the order of the other dimensions to the compiler. On CPUs the
     compiler copies operands, results and gradients into other orders, and a mixture of experts took 1.6 times as long.

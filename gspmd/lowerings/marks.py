@@ -1,7 +1,7 @@
-"""Marks: operations that compute nothing and stand for steps whose placements are not known yet.
+"""Marks: operations that compute nothing, and stand for steps whose placements are not yet known.
 
 A trace shows how often a mark runs, whether it is recomputed, which marks merge, and whether its result is needed. All
-of this is then also true of the step.
+of this then holds for the step.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ batching.primitive_batchers[_mark] = _refused
 
 
 def marked(x: jax.Array, what: Unknown) -> jax.Array:
-    """Return an array unchanged, with a mark for the step that reads or makes the array."""
+    """Return an array unchanged, with a mark for the step that reads or computes it."""
     return _mark.bind(x, mark=_name(what))[0]
 
 

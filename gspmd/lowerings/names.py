@@ -1,4 +1,4 @@
-"""The names of the lowerings, which settings and layouts read without JAX."""
+"""The names of the lowerings, which settings and layouts can read without importing JAX."""
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 
@@ -7,7 +7,7 @@ LOWERINGS = ("auto", "xla", "blocking", "looped", "looped:halves", "looped:paire
 
 
 def checked(name: str) -> str:
-    """Check that `name` is a lowering, and return it.
+    """Return `name` after checking that it is a lowering.
 
     Raises:
         PlanError: `name` is not a lowering.

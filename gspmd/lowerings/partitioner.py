@@ -9,7 +9,7 @@ from gspmd.display import manual
 
 
 def splits_badly(mesh: Mapping[str, int]) -> bool:
-    """Return whether moves that the partitioner chooses by itself may need a split of axes that a mesh does not allow.
+    """Return whether, on this mesh, moves chosen by the partitioner may need to split an axis in an impossible way.
 
     To move an axis from one dimension to another, the partitioner may split the dimension into groups of devices by the
     size of another axis: with x=3, y=2 it treats the six devices as 2 × 3. From jax 0.12 on, shardings are expressed by
@@ -36,15 +36,16 @@ def _is_power(size: int, prime: int) -> bool:
 
 
 def may_abort(mesh: Mapping[str, int]) -> bool:
-    """Return whether code without a plan may end the process on this mesh under the installed JAX."""
+    """Return whether code without a plan may crash the process on this mesh under the installed JAX."""
     return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
 
 
-# -- why a dimension cannot be left open -------------------------------------------------------------------------------
+# -- messages that say why a dimension cannot be left open
+# ---------------------------------------------------------------
 
 
 def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
-    """Return why a dimension cannot be left to the compiler on a mesh where it may end the process."""
+    """Return the reason why no dimension can be left to the compiler on a mesh where this may crash the process."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
         f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: its sizes"
@@ -54,7 +55,7 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
 
 
 def open_in_shard_map(spec: Spec) -> str:
-    """Return why a dimension cannot be left to the compiler in a shard_map."""
+    """Return the reason why no dimension can be left to the compiler in a shard_map."""
     return (
         f"'{spec}' leaves a dimension to the compiler, which cannot place it inside a shard_map, and the stages"
         f" of a pipeline run in one.\n  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
@@ -62,7 +63,7 @@ def open_in_shard_map(spec: Spec) -> str:
 
 
 def open_under_explicit(spec: Spec) -> str:
-    """Return why a dimension cannot be left to the compiler under Explicit axes."""
+    """Return the reason why no dimension can be left to the compiler under Explicit axes."""
     return (
         f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
@@ -70,6 +71,6 @@ def open_under_explicit(spec: Spec) -> str:
 
 
 def _closed(spec: Spec) -> Spec:
-    """Return the spec that errors propose: open dimensions are unsharded."""
+    """Return the spec that errors propose, in which open dimensions are unsharded."""
     axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
     return Spec(spec.dims, axes, spec.partial, spec.reduced)

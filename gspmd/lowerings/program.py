@@ -1,6 +1,6 @@
-"""Programs with planned collectives: the mesh they run on, their names, and the shard_map around their steps.
+"""Programs with planned collectives: their mesh, their names, and the shard_map around their steps.
 
-Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, also
+Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, even
 in loops and recomputation. Each step has a named scope, by which compiled instructions are matched with steps.
 """
 
@@ -32,16 +32,16 @@ DEFAULT_CHIP = "tpu-v4"
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh of a call (sizes, chip, whether its axes are Explicit) and the lowering.
+    """The mesh of a call (sizes, chip, whether its axes are Explicit) and its lowering.
 
-    Mesh axes that are manual around the call are left out.
+    Mesh axes that are already manual where the call is made are left out.
     """
 
     axes: tuple[tuple[str, int], ...]
     chip: Chip
     explicit: bool
     lowering: str
-    in_shard_map: bool = False  # whether mesh axes are manual around the call, as in the stages of a pipeline
+    in_shard_map: bool = False  # Whether other mesh axes are manual where the call is made, as in pipeline stages.
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -50,12 +50,12 @@ class Context:
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether operations run as plain code between annotations: under `xla`, on meshes that XLA handles."""
+        """Whether operations run as plain annotated code: under `xla`, on meshes that XLA's partitioner handles."""
         return self.lowering == "xla" and not may_abort(self.mesh)
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """Read the context of a call; it is read once, when an operation is called, and the gradient uses it too.
+    """Read the context of a call, once, when an operation is called; its gradient uses the same context.
 
     Raises:
         PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
@@ -91,7 +91,7 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A planned program: its equation, its steps, and the seconds that its loops save.
+    """A planned program: its equation, its steps, and the seconds saved by overlap in its loops.
 
     `backward` has the steps of the gradient if JAX differentiates the program.
     """
@@ -103,7 +103,7 @@ class PlannedProgram:
 
 
 class ProgramName(str):
-    """The name of a jitted program. Jaxprs keep this object, so the plan exists as long as they do."""
+    """The name of a jitted program, with the program as an attribute; jaxprs keep the name, and so the program too."""
 
     program: PlannedProgram
 
@@ -117,7 +117,7 @@ def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs have the same name.
 
     The name is a number, not the equation: names are compared as strings, and programs of one equation on two meshes
-    must have different names.
+    need different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
@@ -155,13 +155,13 @@ def run(
 
     Args:
         ctx: the context of the call.
-        name: the computation in notation; all scopes inside begin with it.
+        name: the computation in notation, with which all named scopes inside begin.
         steps: the steps of the plan, which `body` emits.
-        body: local arrays -> local arrays.
+        body: a function from local arrays to local arrays.
         in_specs: one Spec per array.
         out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
         arrays: the arrays, placed as `in_specs` say.
-        hidden_seconds: the seconds that overlap saves.
+        hidden_seconds: the predicted seconds that overlap saves.
 
     Raises:
         SpecError: under Explicit axes, an array's type differs from its spec.
@@ -176,7 +176,7 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
-# The body is part of the cache's key, so callers of `run` must cache their body too, or each call is compiled again.
+# The body is part of the cache key, so callers of `run` must cache their body too, or every call is compiled again.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
@@ -188,12 +188,12 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """Use JAX's standard promotion rules for code of gspmd, even if the user has set other rules for their own code."""
+    """Use JAX's standard promotion rules in the code of gspmd, even if the user has set others."""
     return jax.numpy_dtype_promotion("standard")
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """Return a function that makes the shard_map of a body at each call: JAX binds a shard_map to the mesh in force."""
+    """Return a function that wraps a body in a shard_map at each call, because JAX binds it to the mesh in force."""
 
     def run_mapped(*arrays):
         # On one device JAX inlines a shard_map and refuses its partial sums. They are complete sums there, and get
@@ -218,11 +218,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """Make a shard_map for arguments some of which are empty arrays.
+    """Wrap a body in a shard_map for arguments some of which are empty arrays.
 
-    XLA replaces an empty array by a constant, and fails on the body of a shard_map that is left without any input
-    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is added as a further input, on
-    which every result depends.
+    XLA replaces an empty array by a constant, and fails on a shard_map whose body is left without any input ("expected
+    at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is added as a further input, on which every
+    result depends.
     """
 
     def held(zero, *pieces):
@@ -245,7 +245,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> Any:
-    """Check that operand `number` of the computation `name` is placed as the spec says, and return it.
+    """Return operand `number` of the computation `name` after checking that it is placed as the spec says.
 
     Under Explicit axes the returned array has the spec's type, including mesh axes of size 1.
     """
@@ -257,7 +257,7 @@ def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> An
 
 
 def partial_under_auto(spec: Spec) -> str:
-    """Return why a partial sum cannot enter or leave an equation under Auto axes."""
+    """Return the reason why a partial sum cannot enter or leave an equation under Auto axes."""
     return (
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
         "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."

@@ -1,4 +1,4 @@
-"""The named scopes of planned programs, which tell the plan and the step of an operation in jaxprs and in HLO:
+"""The named scopes of planned programs, which tell the plan and step of an operation in jaxprs and HLO:
 
 gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
@@ -16,17 +16,17 @@ _NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
-    """Return the scope of a program, which names its computation."""
+    """Return the scope of a program, which contains its computation in notation."""
     return f"gspmd[{title}]"
 
 
 def step_scope(number: int, step: Step) -> Any:
-    """Open the scope of step `number` of a program."""
+    """Open the named scope of step `number` of a program."""
     return jax.named_scope(step_name(number, step))
 
 
 def step_name(number: int, step: Step) -> str:
-    """Return the name of a step's scope: its number in the program, its kind and its mesh axes."""
+    """Return the name of a step's scope, which has its number in the program, its kind and its mesh axes."""
     return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
 
 
@@ -39,7 +39,7 @@ class StepName(NamedTuple):
 
 
 def read_step(name: str) -> StepName:
-    """Read the name of a step's scope.
+    """Parse the name of a step's scope.
 
     >>> read_step("step0.all-gather.y.z")
     StepName(number=0, kind='all-gather', axes=('y', 'z'))
@@ -49,14 +49,14 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """Return the numbers of the steps whose scopes contain an operation of a jaxpr, outermost first."""
+    """Return the numbers of the steps in an operation's name stack, outermost first."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
 def innermost(scopes: str) -> tuple[str, str]:
-    """Return the innermost program of an instruction, and the name of the innermost step in it; empty if there is none.
+    """Return the innermost program in a name stack, and its innermost step; either is empty if there is none.
 
-    A scope that looks like a step but is outside of every program belongs to the user, and is ignored.
+    A scope that looks like a step but is outside of every program belongs to the user's code, and is ignored.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

@@ -1,4 +1,4 @@
-"""The lowering of a program whose placements are unknown: the local program, with a mark for each step."""
+"""The lowering of a program with unknown placements: the program of one device, with a mark for each step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from gspmd.planner.unknown import RequiredMove, UnknownMove, UnknownProduct, Unk
 
 
 def lower(call: Call) -> Passes:
-    """Run an equation on one device, with a mark for each step.
+    """Return passes that run an equation on one device, with a mark for each step.
 
-    Every operand is kept for the backward pass as if it had been moved. So if the forward pass is recomputed, the mark
-    of its move runs again too.
+    Every operand is kept for the backward pass as if it had been moved, so that the mark of its move runs again if the
+    forward pass is recomputed.
     """
     alone = any(len(term.operands) == 1 for term in call.equation.terms)
     return _planned(call) if call.via is None or alone else _product(call, call.via)
@@ -33,10 +33,10 @@ def lower(call: Call) -> Passes:
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """Lower an equation with a via: mark the moves to the specs of the via, the products, and the moves from there.
+    """Lower an equation with a via: mark the moves to the via's specs, the products, and the moves from there.
 
     Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient one
-    cotangent is brought to all products, so their placements must be equal except for partial sums. Otherwise the
+    cotangent is brought to all products, so the placements must be equal except for partial sums. If they are not, the
     planner searches the gradient.
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
@@ -101,16 +101,16 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of an operand's gradient, from the placements of its products to the target."""
+            """Return the move of an operand's gradient, from the placements of the products in it to the target."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])
 
         def _sides(self, number: int) -> tuple[int, int, int, int]:
-            """Return four numbers for a product of a gradient.
+            """Return the four indices that belong to a product of a gradient.
 
-            They number the output and the product of the forward pass, the operand whose gradient is computed, and the
-            operand that the cotangent is multiplied by.
+            They are those of the output and the product of the forward pass, of the operand whose gradient is computed,
+            and of the operand by which the cotangent is multiplied.
             """
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
@@ -123,7 +123,7 @@ def _product(call: Call, via: Via) -> Passes:
 
 
 def made_alike(equation: str, one: Spec, other: Spec) -> dict[str, tuple[Step, ...]]:
-    """Check that both products of a sum have the same placement, so that one cotangent is enough; return no steps.
+    """Check that both products of a sum have the same placement, so that one cotangent serves both; return no steps.
 
     Raises:
         PlanError: the placements of the products differ.
@@ -164,24 +164,24 @@ def _passes(call: Call, forward: type[Executor], backward: type[Executor], kept:
 
 
 def _ordered(via: Via, call: Call) -> list[Spec]:
-    """Return the spec in which each operand (each member of a group) is multiplied, in the operand's own order."""
+    """Return the spec in which each operand (each member of a group) is multiplied, in its own order of dimensions."""
     met = spread_over_groups(call.equation, via.specs, call.operands)
     return [Spec(own.dims, tuple(spec.axes_of(dim) for dim in own.dims)) for spec, own in zip(met, call.operands)]
 
 
 def joint_of(left: Spec, right: Spec) -> Spec:
-    """Return one spec with all dimensions of a product and their mesh axes."""
+    """Return one spec with the dimensions of both operands of a product and their mesh axes."""
     rest = [dim for dim in right.dims if dim not in left.dims]
     return Spec((*left.dims, *rest), (*left.axes, *(right.axes_of(dim) for dim in rest)))
 
 
 def lying(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a tensor of these dimensions, each with the mesh axes that it has in `joint`."""
+    """Return a spec with these dimensions, each sharded as in `joint`."""
     return Spec(tuple(dims), tuple(joint.axes_of(dim) for dim in dims))
 
 
 def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a product's result: a partial sum over the mesh axes of the summed dimensions."""
+    """Return the spec of a product's result: a partial sum over the axes of the summed dimensions."""
     summed = tuple(axis for dim in joint.dims if dim not in dims for axis in joint.axes_of(dim))
     return lying(joint, dims).with_partial(summed)
 
@@ -190,7 +190,7 @@ def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
 
 
 def _planned(call: Call) -> Passes:
-    """Lower an equation without a via, with marks that stand for its future plan."""
+    """Lower an equation without a via, with marks that stand for the plan it will have."""
     if _is_move(call):
         return _moved(call)
     arguments = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype
@@ -217,10 +217,9 @@ def _planned(call: Call) -> Passes:
 def planned_steps(
     equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, backward: bool
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of an equation's plan, or of the plan of its gradient, by moved tensor and by output.
+    """Return the steps of an equation's plan or of its gradient's plan, by moved tensor and by output.
 
-    A tensor that is moved to several placements has all its moves in one entry. Products are in the entry of their
-    output.
+    A tensor that moves to several placements has all its moves in one entry. Products are in the entry of their output.
     """
     via = None if via is None else Via(via)  # `placed` has made a plain tuple of it
     plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype)
@@ -236,7 +235,7 @@ def planned_steps(
 
 
 def _moved_tensor(plan: Plan, backward: bool, source: int) -> str:
-    """Return the name of a moved tensor, which does not depend on the number of its moves."""
+    """Return a name for a moved tensor that does not depend on the number of its moves."""
     if not backward:
         return f"operand {source}"
     kept = source - len(plan.outputs)

@@ -14,14 +14,14 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router that determine which settings of a config apply to it, and their defaults.
+    """The properties of a router, which determine the settings of a config that apply to it, and their defaults.
 
     Attributes:
         choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
-        jitter: half-width of the random factor on the router's input in the router's paper.
-        z_weight: weight of the z-loss in the router's paper.
-        by_experts: whether experts choose tokens, instead of tokens choosing experts.
-        noisy: whether a second matrix gives the width of the noise on the logits.
+        jitter: default of `MoEConfig.jitter`, from the router's paper: half-width of the random factor on its input.
+        z_weight: default of `MoEConfig.z_weight`, from the router's paper: the weight of the z-loss.
+        by_experts: whether experts choose tokens, instead of tokens choosing experts (expert choice).
+        noisy: whether a second matrix computes the width of the noise on the logits.
         scored: whether `scores`, `expert_groups`, `choice_bias`, `gate_factor` and related settings apply.
     """
 
@@ -208,7 +208,7 @@ class MoEConfig:
 
     @property
     def _per_token(self) -> int:
-        """Number of choices per token in the formula for the capacity."""
+        """Number of choices per token for computing the capacity."""
         kind = ROUTERS[self.router]
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
@@ -276,7 +276,7 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
 
 
 def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
-    """Yield the faults of the settings of scored routers."""
+    """Yield the faults in the settings of routers with scores."""
     if not kind.scored:
         for name in (
             "scores",

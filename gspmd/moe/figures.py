@@ -1,4 +1,4 @@
-"""The figures that a layer reports about its router: the auxiliary loss and statistics."""
+"""The metrics of a layer's router: the auxiliary loss and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,15 @@ from gspmd.moe.places import GroupedSpecs
 from gspmd.moe.routers.routing import Routing, every_token, finite, log_scores, per_expert
 from gspmd.ops._einsum import einsum
 
-_SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
+_SUMS = ("dropped", "entropy", "confidence")  # Sums over tokens.
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Return the terms of each group that `figures` adds up: [G, 6 + X].
+    """Return the terms of each group that `figures` sums over groups, [G, 6 + X].
 
     The first three are the loss, 1 if the group has a real token, and the number of real tokens. The next three are
-    sums over real tokens: the share of dropped choices, the entropy of the router's probabilities, and the largest
-    probability. The last X are the numbers of choices of the experts.
+    sums over real tokens of: the fraction of dropped choices, the entropy of the router's probabilities, and the
+    largest probability. The last X are the numbers of choices of the experts.
     """
     real = every_token(logits, mask)
     scores = log_scores(finite(logits[..., : config.experts]), config)
@@ -35,9 +35,9 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
 def figures(
     summary: jax.Array, places: GroupedSpecs, config: MoEConfig, *, padded: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Reduce the summaries of all groups to the mean loss and the statistics, by one all-reduce over the axes of G.
+    """Reduce the summaries of all groups to mean loss and statistics, by one all-reduce over the mesh axes of G.
 
-    If training changes the bias for choosing experts, the statistics also have "sent" [X], the choices of each expert.
+    If training updates the bias for choosing experts, the statistics include "sent" [X], the choices of each expert.
     """
     spec = places.per_group("S")
     # With this via each device sums its own groups first, so that the all-reduce does not grow with their number.
@@ -58,7 +58,7 @@ def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
 
 
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Count the choices of each expert, with and without a slot: [G, X]."""
+    """Count the choices of each expert, whether or not they got a slot: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)
     # In expert choice, choice i is expert i, which saves a look-up whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
@@ -66,7 +66,7 @@ def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Return each token's share of choices without a slot, [G, L]; in expert choice, whether it has no expert."""
+    """Return the fraction of each token's choices without a slot, [G, L]; in expert choice, 1 if no expert took it."""
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

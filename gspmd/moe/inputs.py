@@ -13,7 +13,7 @@ from gspmd.moe.config import MoEConfig
 
 
 def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = "") -> None:
-    """Refuse a value that is not one of the known names.
+    """Raise an error if a value is not one of the known names.
 
     Raises:
         PlanError: the value is not a known name; the message proposes a similar one.
@@ -24,7 +24,7 @@ def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = 
 
 
 def settings(doing: str, config: Any) -> MoEConfig:
-    """Return the config, or refuse anything that is not a MoEConfig.
+    """Return the argument after checking that it is a MoEConfig.
 
     Raises:
         PlanError: the argument is not a MoEConfig.
@@ -38,7 +38,7 @@ def settings(doing: str, config: Any) -> MoEConfig:
 
 
 def whole(doing: str, name: str, value: Any) -> int:
-    """Return a whole number, 0 or more.
+    """Return the value after checking that it is a whole number, 0 or more.
 
     Raises:
         SpecError: the value is not a whole number, is negative, or is not known before the program runs.
@@ -57,15 +57,15 @@ def array(
     """Return the value as an array; lists of numbers are converted.
 
     Args:
-        doing: the operation, for the error message.
-        name: the name of the argument, for the error message.
+        doing: the operation, for error messages.
+        name: the name of the argument, for error messages.
         value: the argument.
-        notation: the dimensions of the argument, one letter each.
-        real: whether to accept only floating-point numbers, such as values that are multiplied and differentiated.
-        whole: whether to accept only integers, such as counts.
+        notation: the dimensions that the array must have, one letter each.
+        real: whether to accept only floating-point numbers, for values that are multiplied and differentiated.
+        whole: whether to accept only integers, for values such as counts.
 
     Raises:
-        SpecError: the value is not an array of this rank, or its elements are not of the kind that is accepted.
+        SpecError: the value is not an array of this rank, or its elements are not of an accepted kind.
     """
     wanted = f"[{', '.join(notation)}]"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -90,7 +90,7 @@ def array(
 
 
 def prng_key(doing: str, key: Any) -> None:
-    """Refuse anything except a random key or None.
+    """Raise an error if a value is neither a random key nor None.
 
     Raises:
         PlanError: the value is a seed, several keys, or something else.
@@ -110,7 +110,7 @@ def prng_key(doing: str, key: Any) -> None:
 
 
 def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
-    """Refuse a layout that lacks keys of the moe section.
+    """Raise an error if the moe section of a layout lacks keys.
 
     Raises:
         PlanError: keys are missing; the message names them.
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the values of an array can be read: the array is not traced, and this host has all of it."""
+    """Return whether an array's values can be read: it is not traced, and this host has all of it."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

@@ -127,7 +127,7 @@ _WHOLE = Spec(("X",), ((),))
 
 
 def _checked(x, weights, layout, config, key, mask, activation):
-    """Check all arguments; return tokens, weights and mask as arrays."""
+    """Check all arguments; return the tokens, the weights and the mask as arrays."""
     inputs.settings(_DOING, config)
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
@@ -189,10 +189,10 @@ def _weights(
 def _of_one_dtype(
     x: jax.Array, weights: Mapping[str, jax.Array | np.ndarray]
 ) -> tuple[jax.Array, dict[str, jax.Array | np.ndarray]]:
-    """Cast tokens and the experts' matrices to their joint dtype, in which every lowering sends and multiplies.
+    """Cast tokens and the experts' matrices to their joint dtype, in which every lowering sends and multiplies them.
 
-    Matrices of int8 and their scales are returned unchanged. Biases become float32, the dtype in which their gradients
-    are summed.
+    Int8 matrices and their scales are returned unchanged. Biases become float32, the dtype in which their gradients are
+    summed.
     """
     weights = {name: w.astype(jnp.float32) if name.startswith("b_") else w for name, w in weights.items()}
     if weights["w_in"].dtype == jnp.int8:
@@ -205,9 +205,9 @@ def _of_one_dtype(
 def _logits(
     x, weights, places: GroupedSpecs, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None
 ) -> jax.Array:
-    """Compute the router's logits [G, L, X] in float32, from jittered inputs if there is a key.
+    """Compute the router's logits [G, L, X] in float32; given a key, from inputs with jitter.
 
-    With a second matrix, for noise, the logits are [G, L, 2X]: both products are one equation, so that x is moved once.
+    With a second matrix, for noise, they are [G, L, 2X]: both products are one equation, so that x is moved only once.
     """
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -237,7 +237,7 @@ def _choice_bias(weights, specs: SectionSpecs) -> jax.Array:
 
 
 def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask, bias) -> tuple[Routing, jax.Array]:
-    """Return the routing, and the summary of each group (see `figures.summarize`)."""
+    """Return the routing, and the summary of each group (`figures.summarize`)."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     ins = [places.per_group("LX"[: x.ndim - 1]) for x in extra]

@@ -1,4 +1,4 @@
-"""Functions of token groups that run on the device of each group, without communication in either pass."""
+"""Functions of token groups that run where the groups are, without communication in the forward or backward pass."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,16 +17,16 @@ Body = Callable[..., tuple[jax.Array, ...]]
 def run_local(
     name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Run `body` on each device's groups, in one shard_map without collectives; the gradient is a second shard_map.
+    """Run `body` on each device's groups in a shard_map without collectives; its gradient is a second shard_map.
 
-    The gradient is the transpose of the body. This is correct only if a result depends only on groups of its own
-    device, and if no input is replicated over devices with different groups.
+    The gradient is the transpose of the body. This is correct only if a result depends on groups of its own device
+    only, and if no input is replicated over devices with different groups.
 
     Args:
         name: the computation in notation.
-        body: a function from arrays to a tuple of arrays. It must be the same object in every call, since it is a key
-            of caches.
-        in_specs, out_specs: one spec per array; all shard G in the same way.
+        body: a function from arrays to a tuple of arrays. It must be the same object in every call, because it is a
+            cache key.
+        in_specs, out_specs: one spec for each array, all of which shard G in the same way.
         arrays: the inputs; integers and booleans have no gradient.
 
     Returns:
@@ -72,7 +72,7 @@ def _is_real(x: jax.Array) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
-    """Return the pullback of `body`, from inputs and cotangents of real outputs to cotangents of real inputs."""
+    """Return the pullback of `body`: from inputs and cotangents of real outputs to cotangents of real inputs."""
 
     def pullback(*pieces):
         arrays, cotangents = pieces[: len(real)], pieces[len(real) :]

@@ -1,4 +1,4 @@
-"""The two paths of tokens through the experts: in capacity slots, or dropless in rows sorted by expert."""
+"""The two ways of tokens through the experts: in capacity slots, or dropless in rows sorted by expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ from gspmd.ops._einsum import einsum, reshard
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of a layer.
+    """The experts of a layer: weights, specs and settings.
 
     Attributes:
         weights: "w_in", "w_out", and "w_gate" for a gated activation, in the tokens' dtype, or int8 with their scales;
             also their biases, if there are any.
-        specs: the specs of a layout's moe section.
+        specs: the specs of the moe section of the layout.
         config: the config of the layer.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         key: the random key of expert dropout; None for no dropout.
@@ -49,16 +49,16 @@ class LayerExperts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights before the activation; the gate is first."""
+        """The names of the weights before the activation, with the gate first."""
         return ("w_gate", "w_in") if self.activation in GATED else ("w_in",)
 
     @property
     def flat(self) -> tuple[jax.Array, ...]:
-        """All weights; the last is `w_out`."""
+        """All weights in order, with `w_out` last."""
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
     def work(self, x: jax.Array, capacity: int, places: GroupedSpecs) -> ExpertWork:
-        """Return the work of the experts for `capacity` slots of each group."""
+        """Return the work of the experts for groups with `capacity` slots per expert."""
         specs, (groups, tokens, size) = self.specs, x.shape
         experts, _, features = self.weights["w_in"].shape
         dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
@@ -80,17 +80,17 @@ class LayerExperts:
         )
 
     def _beside(self, kind: str) -> list[tuple[jax.Array, Spec]]:
-        """Return the biases ("b") or the scales ("s") of all weights, in order, each with its spec in the layout."""
+        """Return the biases (kind "b") or the scales (kind "s") of all weights in order, each with its spec."""
         held = [(f"{kind}_{name.removeprefix('w_')}", self.specs.b_in) for name in self.names]
         return [(self.weights[name], spec) for name, spec in (*held, (f"{kind}_out", self.specs.b_out))]
 
     @property
     def biases(self) -> tuple[jax.Array, ...]:
-        """The biases in the order of the weights, sharded as in the layout; empty if the weights have no biases."""
+        """The biases in the order of the weights, sharded as in the layout, if the weights have biases."""
         return tuple(bias for bias, _ in self._beside("b")) if "b_out" in self.weights else ()
 
     def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
-        """Return the scales of int8 weights, sharded like the weights' products; empty for other weights."""
+        """Return the scales of int8 weights, sharded like the weights' products; other weights have none."""
         if not work.quantized:
             return ()
         return tuple(
@@ -100,7 +100,7 @@ class LayerExperts:
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
-        """The words of the dropout key, or nothing without dropout."""
+        """The two words of the random key of dropout, if there is dropout."""
         return () if self.key is None else (key_words(self.key),)
 
     def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Grouped
 
 
 def _whole() -> bool:
-    """Return whether a body sees only the groups of one device; under `xla` it sees all groups, which are sharded."""
+    """Return whether a body gets only the groups of one device; under `xla` it gets all groups, sharded."""
     return context().lowering != "xla"
 
 
@@ -181,18 +181,18 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute tokens [G, L, E] as rows sorted by expert, one for every choice; no token is dropped or padded.
+    """Compute tokens [G, L, E] as rows sorted by expert, one row per choice; no token is dropped or padded.
 
-    If experts are sharded, each group sends one buffer to each shard. The size of a buffer is static, so it has room
-    for the worst case, L · min(k, X / shards) rows. This is min(shards, X / k) / factor times the bytes of slots with a
-    capacity factor. A ragged all-to-all would send only the k · L rows of each group, but XLA has none on CPUs. If
-    every device holds all experts, nothing is sent.
+    If experts are sharded, each group sends one buffer to each shard of the experts. The size of a buffer is static, so
+    it has room for the worst case, L · min(k, X / shards) rows. This is min(shards, X / k) / factor times the bytes of
+    slots with a capacity factor. A ragged all-to-all would send only the k · L rows of each group, but XLA has none on
+    CPUs. If every device holds all experts, nothing is sent.
 
     Lowering `xla` runs the same program, with planned collectives: annotations of global arrays cannot express that
     each device sorts its own rows.
 
     Raises:
-        LayoutError: the layout moves rows again after they have arrived.
+        LayoutError: the layout moves rows to other devices after their arrival.
     """
     if context().lowering == "xla":
         with lowering("blocking"):
@@ -223,7 +223,7 @@ def _buffers(x: jax.Array, routing: Routing, experts: LayerExperts) -> tuple[Buf
 
 @dataclass(frozen=True)
 class _Sent:
-    """The placement of rows in send buffers."""
+    """The rules by which rows are placed in send buffers."""
 
     experts: int
     shards: int
@@ -232,7 +232,7 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Return place and counts, as `place_rows` does; if nothing is sent, all groups are sorted together."""
+        """Return place and counts like `place_rows`; if nothing is sent, the rows of all groups are sorted together."""
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

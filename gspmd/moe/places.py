@@ -1,4 +1,4 @@
-"""Specs of arrays with one entry per group, of which only G is sharded."""
+"""Specs of arrays with one entry per group, in which only G is sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,7 @@ from gspmd.lowerings.program import context
 
 @dataclass(frozen=True)
 class GroupedSpecs:
-    """Specs of the layer's per-group arrays, sharded over the mesh axes of G only."""
+    """Specs of the layer's per-group arrays, in which only G is sharded, over the same mesh axes in all of them."""
 
     axes: tuple[str, ...]
 
@@ -31,7 +31,7 @@ class GroupedSpecs:
         return self.per_group("XCE")
 
     def random(self) -> jax.P | None:
-        """Return the sharding of the groups' random numbers; None under Auto axes, where the compiler infers it."""
+        """Return the sharding of random numbers by group; None under Auto axes, where the compiler infers it."""
         return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
 
 

@@ -1,4 +1,4 @@
-"""The platform of a program, and the choices for CPUs, whose host devices stand in for accelerators."""
+"""The platform of a program, and choices that depend on it."""
 
 import jax
 
@@ -14,7 +14,7 @@ as long as one dense product of all rows; with blocks of 128 only, it was 1.3 to
 def current_platform() -> str:
     """Return the platform of the mesh in force, or else of JAX's default devices: "cpu", "gpu" or "tpu".
 
-    The mesh of an offline topology has the platform of the machine that it describes, not of the machine that compiles.
+    The mesh of an offline topology has the platform of the machine that it describes, not of the one that compiles.
 
     Example:
         >>> current_platform() in ("cpu", "gpu", "tpu")
@@ -28,7 +28,8 @@ def current_platform() -> str:
 def grouped_form() -> str:
     """Return the fastest form of a grouped product: "ragged" on TPUs, and "blocks" where `lax.ragged_dot` is dense.
 
-    On CPUs and GPUs XLA multiplies every row by every expert's weights. On an H200, 8 experts take 7.5 times as long as
-    a dense product of the rows, and 64 experts 61 times; in blocks it is 3.7 and 5.4 times (docs/gpus.md).
+    On CPUs and GPUs `lax.ragged_dot` multiplies every row by every expert's weights. On an H200, 8 experts take 7.5
+    times as long as a dense product of the rows, and 64 experts 61 times; in blocks it is 3.7 and 5.4 times
+    (docs/gpus.md).
     """
     return "ragged" if current_platform() == "tpu" else "blocks"

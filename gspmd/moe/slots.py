@@ -21,11 +21,11 @@ SPARSE = 4
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
-    """Copy each token's activations to the slots it was assigned; empty slots are 0.
+    """Copy each token's activations to the slots that it was assigned; empty slots are 0.
 
     Form "sort" scatters the int32 index of each choice to its slot, and gathers the activations of token index // k;
     its time grows with the number of slots. Form "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with
-    tokens · slots. Both give the same result, and a token with NaN or inf affects only its own slots.
+    tokens times slots. Both give the same result, and a token with NaN or inf affects only its own slots.
 
     Args:
         x: [G, L, E].
@@ -66,10 +66,10 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """Dispatch a device's own groups; with `together`, in one gather, which requires whole groups on the device.
+    """Dispatch a device's own groups; with `together` in a single gather, if all of each group is on the device.
 
-    With one gather, the rows of all groups are ordered in memory expert by expert, as an all-to-all sends them and
-    products read them. With one gather for each group they are ordered group by group, and every slot is copied twice.
+    After a single gather, the rows of all groups are in memory expert by expert, as an all-to-all sends them and
+    products read them. After one gather for each group they are group by group, and every slot is copied twice.
     """
     if form == "onehot":
         by_einsum, by_gather = (partial(f, experts, capacity) for f in (_spread_by_einsum, _spread_by_gather))
@@ -135,9 +135,9 @@ def _check_form(doing: str, form: str) -> None:
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """Return the routing if it has these groups, tokens, experts and slots, and raise an error otherwise.
+    """Return the routing after checking that it has these groups, tokens, experts and slots.
 
-    If the capacities differed, a slot beyond an expert's capacity would be a slot of the next expert.
+    With another capacity, a slot beyond an expert's last would be a slot of the next expert.
     """
     if not isinstance(routing, Routing):
         raise SpecError(f"cannot {doing}: routing is not a Routing.\n  Pass the result of gspmd.moe.route.")
@@ -160,7 +160,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Check a routing made by hand if its values are known; if it is traced, drop choices beyond the slots."""
+    """Check a routing made by hand if its values are known; in a traced one, drop choices outside the slots."""
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -185,10 +185,10 @@ Form = Callable[..., jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _if_finite(by_einsum: Form, by_gather: Form, values: tuple[jax.Array, ...], indices: tuple) -> jax.Array:
-    """Compute by einsum if every value is finite, and otherwise by gathers, which give the same result.
+    """Compute by an einsum if every value is finite, and otherwise by gathers, with the same result.
 
     A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: a single expert or token that is
-    not finite would make its whole group NaN, in both passes. A gather reads only the rows that it needs.
+    not finite would turn its whole group into NaN, in both passes. A gather reads only the rows that it needs.
     """
     return _by_either(by_einsum, by_gather, values, *values, *indices)
 
@@ -249,11 +249,11 @@ def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
-    """Return the maps from slots to choices and from choices to slots; the index after the last means none.
+    """Return the index maps from slots to choices and from choices to slots; one past the last index means none.
 
     Returns:
-        holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k for an empty slot.
-        place: [G, L, k] int32, the row expert · C + slot of each choice, X·C for a choice without a slot.
+        holder: [G, X·C] int32, for each slot the number token · k + choice of its choice, or L·k if it is empty.
+        place: [G, L, k] int32, for each choice its row expert · C + slot, or X·C if it has no slot.
     """
     groups, tokens, choices = expert.shape
     place = jnp.where(kept, expert * capacity + slot, experts * capacity)
@@ -276,7 +276,7 @@ def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.A
 def _apart(rows: jax.Array) -> jax.Array:
     """Keep rows in tiles of 8 on TPUs, by a barrier before they are reshaped to slots.
 
-    The rows of a tile of `[X, G, C, E]` are along one dimension only: with 4 groups of one slot, half of each tile
+    The rows of a tile of `[X, G, C, E]` lie along one dimension only: with 4 groups of one slot, half of each tile
     would be empty.
     """
     return jax.lax.optimization_barrier(rows) if current_platform() == "tpu" else rows
@@ -291,7 +291,7 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the token of each row's choice, [G, R]; L for an empty row."""
+    """Return the token of each row's choice, [G, R], or L for an empty row."""
     _, tokens, choices = place.shape
     return holder // choices if choices else jnp.full_like(holder, tokens)
 
@@ -302,8 +302,8 @@ def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
 
     Args:
         x: [G, L, E].
-        holder: [G, R] int32, the number token · k + choice of each row's choice, L · k for an empty row.
-        place: [G, L, k] int32, the inverse: the row of each choice, R for a choice without a row.
+        holder: [G, R] int32, for each row the number token · k + choice of its choice, or L · k if it is empty.
+        place: [G, L, k] int32, the inverse: for each choice its row, or R if it has none.
 
     Returns:
         [G, R, E], of x's dtype.

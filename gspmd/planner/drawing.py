@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
 
 _INDENT = "  "
-# The numbers of the cells before which a step's line may be broken; the first of these that fits is used.
+# Cells of a step's row before which its line may be broken, in order of preference: the first that fits is used.
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
@@ -69,21 +69,21 @@ def _one(plan: Plan, heading: Text, width: int | None) -> Text:
 
 
 def setting(plan: Plan) -> tuple[str, ...]:
-    """Return the parts of a plan's request as text: sizes, mesh, dtypes, chip and lowering."""
+    """Return the settings that a plan was made for as text: sizes, mesh, dtypes, chip and lowering."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))
 
 
 def totals(plan: Plan) -> str:
-    """Return the last line: the totals of the whole plan."""
+    """Return the last line of the drawing: the totals of the whole plan."""
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
     return f"per device: {sent} sent, {work}, {time}, about {held} held"
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
-    """Draw the steps in columns: source, arrow, target, bytes or operations, and seconds. Arrowheads are aligned."""
+    """Draw the steps in columns with aligned arrowheads: source, arrow, target, bytes or FLOPs, and seconds."""
     rows = [(step.source, step.name, str(step.after), step.amount, amount_of_seconds(step.seconds)) for step in steps]
     if not rows:
         return []
@@ -99,7 +99,7 @@ def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
 
 
 def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
-    """Draw a step on several lines, broken before some of its cells; each line is indented more than the last."""
+    """Draw a step on several lines, broken before the given cells; each line is indented more than the last."""
     lines = []
     for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
         lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
@@ -121,7 +121,7 @@ def looped(plan: Plan) -> list[str]:
 
 
 def _too_long(plan: Plan) -> Iterator[str]:
-    """Yield a line for each collective that is not looped because it, or its stripes, would have too many hops."""
+    """Yield a line for each collective that is not looped because it, or its stripes, would take too many hops."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]

@@ -1,7 +1,7 @@
-"""The gradient of a routine: the cotangents of its operands as one more routine, planned by the same search.
+"""The gradient of a routine: one more routine for the cotangents of its operands, planned by the same search.
 
-The gradient of a product is a group, whose common operand is the cotangent. The gradient of a sum is a larger group,
-and the gradient of a group is a sum.
+The gradient of a product is a group of products, all with the cotangent as an operand. The gradient of a sum is a
+larger group, and the gradient of a group is a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ def backward(
 
     Args:
         mirrored: whether local einsums use the placements of the forward einsums: the cotangent is brought to the
-            placement of the forward result, and the residuals are not moved. So if a layout pins the forward pass, the
-            gradients follow it.
+            placement of the forward result, and the residuals are not moved. If a layout fixes the placements of the
+            forward pass, the gradients thus follow it.
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
@@ -76,13 +76,13 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 
 def _common_operand(routine: Routine) -> int | None:
-    """Return the index of the operand that has several products; None if no operand has."""
+    """Return the index of the operand that several products share, or None if no operand is shared."""
     sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for each product with an output's cotangent, the move of its operand and the move of the other factor."""
+    """Return, for each product whose output has this cotangent, the moves of its operand and of the other factor."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -108,9 +108,9 @@ def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, 
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Return the placement in which local einsums leave an output, in the cotangent's order.
+    """Return the placement in which local einsums leave an output, in the cotangent's order of dimensions.
 
-    None if the terms of the output have different placements.
+    The result is None if the terms of the output have different placements.
     """
     left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
     if len(left) != 1:
@@ -127,9 +127,9 @@ class GradientPart:
         equation: the equation that the part computes.
         routine: its moves, products and output.
         dtypes: the dtypes of its operands.
-        inputs, outputs: its tensors.
+        inputs, outputs: its operands and its result, as planner tensors.
         overlap: its rings and stripes.
-        share: its share of the seconds in which the whole routine sends.
+        share: the fraction of the whole routine's communication time that this part takes.
     """
 
     equation: Equation
@@ -144,7 +144,7 @@ class GradientPart:
 def parts(
     backward: Routine, held: Sequence[Tensor], targets: Sequence[Tensor], overlap: Overlap
 ) -> Iterator[GradientPart]:
-    """Divide a backward routine by operand; a step that several operands need belongs only to the first of them.
+    """Divide a backward routine by operand; a step that several operands need goes to the first of them.
 
     Args:
         backward: the routine of all cotangents.

@@ -1,4 +1,4 @@
-"""The largest number of bytes that a routine holds at a time, from the lifetimes and memory orders of its buffers.
+"""The peak memory of a routine in bytes, from the lifetimes and memory orders of its buffers.
 
 Operands and results are held for the whole run. Every step in between makes a buffer, which lives until the last step
 that reads it. Until a result is written, its memory is used for other buffers. Compiled programs hold more where data
@@ -29,7 +29,7 @@ from gspmd.planner.steps import Move, Product, Routine, RoutineOutput, Step, Ten
 
 @dataclass(eq=False)
 class LiveBuffer:
-    """One piece of memory: its bytes, and the times of its first and its last use."""
+    """A buffer in memory: its size in bytes, and the times of its first and last use."""
 
     size: int
     made: int = 0
@@ -42,16 +42,16 @@ class LiveBuffer:
 
 @dataclass
 class Intermediate:
-    """A tensor between two steps.
+    """A tensor between two steps, and its memory.
 
     Attributes:
         spec: its spec.
-        buffers: its memory; none for an operand as it was given, which is counted separately.
+        buffers: its memory; empty for an operand that is still as given, as operands are counted separately.
         front: the dimension that comes first in memory, if it is not the tensor's first dimension.
-        read: the tensors from which it is made.
-        fused: whether a fusion makes the tensor, and so writes it in any order at no cost. Another fusion that reads
-            the tensor computes it again, and the tensor is then never stored as a whole.
-        level: the length of the chain of instructions up to this one. Instructions run level by level.
+        read: the tensors that it is computed from.
+        fused: whether a fusion makes the tensor, and so can write it in any memory order at no cost. If another fusion
+            reads the tensor, it computes it again, and the tensor is never stored as a whole.
+        level: the length of the longest chain of instructions that ends here. Instructions run level by level.
     """
 
     spec: Spec
@@ -80,7 +80,7 @@ class Footprint:
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Return the largest sum of the bytes of operands, results and intermediate buffers over time."""
+        """Return the peak of the bytes of operands, results and intermediate buffers together."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -93,7 +93,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the peak of bytes outside the memory of results, in which large buffers are placed first."""
+        """Return the peak of the bytes that find no place in the memory of results, which large buffers take first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -106,7 +106,7 @@ class Footprint:
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
 
     def _schedule(self, results: Sequence[LiveBuffer]) -> None:
-        """Set the times of all buffers; instructions run by level, so the moves of several operands interleave."""
+        """Set the times of all buffers: instructions run level by level, so moves of several operands interleave."""
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
             for buffer in value.buffers:
@@ -119,13 +119,13 @@ class Footprint:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _make(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of an instruction; everything that the instruction reads is held while it runs."""
+        """Add the output of an instruction; everything that the instruction reads is held while it runs."""
         made = tuple(LiveBuffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
         self.made.append(Intermediate(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of a fusion; a fusion and a fusion that it reads become one, which reads what both read."""
+        """Add the output of a fusion; if it reads the output of another fusion, the two become one."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -159,7 +159,7 @@ class Footprint:
         return self._fuse(step.after, dtype, arrived)
 
     def _with_front(self, value: Intermediate, dim: str, dtype: str) -> Intermediate:
-        """Move a dimension in front of all others that are longer than 1."""
+        """Return the value with a dimension first in memory, before all others that are longer than 1."""
         leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
         front = "" if leads == dim else dim
         return value if front == value.front else self._copied(value, dtype, front)
@@ -173,7 +173,7 @@ class Footprint:
     # -- products and results ------------------------------------------------------------------------------------------
 
     def _local_einsum(self, number: int, product: Product, moved: Sequence[Intermediate]) -> Intermediate:
-        """Make the value of the result of a local einsum."""
+        """Add the result of a local einsum."""
         left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
         if product.passes_through:
             return self._ordered(left, after.dims, dtype)
@@ -183,7 +183,7 @@ class Footprint:
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
     def _ready(self, number: int, move: Move) -> Intermediate:
-        """Make an operand in the memory order in which its products read it."""
+        """Add an operand in the memory order in which its products read it."""
         dtype, given = self._given(number), Intermediate(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
@@ -202,7 +202,7 @@ class Footprint:
         return self._copied(value, dtype) if scattered or value.front else value
 
     def _share_held(self, move: int) -> float:
-        """Return the share of a gathered operand that a device holds at a time: two chunks each way, or two stripes."""
+        """Return the fraction of a gathered operand held at a time: two chunks in each direction, or two stripes."""
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
@@ -233,7 +233,7 @@ class Footprint:
         return value.buffers[0]
 
     def _ordered(self, value: Intermediate, dims: tuple[str, ...], dtype: str) -> Intermediate:
-        """Make the transposed value."""
+        """Add the value with its dimensions in another order."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)
@@ -247,7 +247,7 @@ class Footprint:
 
 
 class _Order:
-    """The orders of dimensions in which a product reads its operands and writes its result."""
+    """The memory orders in which a product reads its operands and writes its result."""
 
     def __init__(self, left: Sequence[str], right: Sequence[str], after: Sequence[str]):
         self.sides = left, right
@@ -264,7 +264,7 @@ class _Order:
             self.results.append((*self.batch, *free[1], *free[0]))
 
     def scattered(self, side: int, wide: set[str]) -> bool:
-        """Return whether an operand must be copied to be multiplied; only dimensions in `wide` are longer than 1."""
+        """Return whether an operand must be copied before it is multiplied; dimensions outside `wide` have length 1."""
         dims = (self.batch, self.contracted, self.free[side])
         batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]

@@ -1,4 +1,4 @@
-"""The gathers and reduce-scatters of a routine that run inside its einsums, with their schedules, as data."""
+"""The collectives of a routine that run inside its einsums, and the schedules by which they do, as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """A schedule by which the shards of a tensor go round a ring; its attributes define it completely.
+    """A schedule by which the shards of a tensor are sent round a ring, completely defined by its attributes.
 
     Attributes:
-        signs: the direction, +1 or -1, in which each part of a shard goes round; a shard has one part for each sign.
-        both_ways: whether every part is sent in both directions, half-way round in each.
-        is_public: whether users may ask for it by name, as lowering `looped:<name>`.
+        signs: for each part of a shard, the direction, +1 or -1, in which it is sent round the ring.
+        both_ways: whether every part is sent in both directions, each time half-way round.
+        is_public: whether users may choose it by name, as lowering `looped:<name>`.
     """
 
     signs: tuple[int, ...] = (1,)
@@ -30,7 +30,7 @@ class RingSchedule:
 
     @property
     def is_single(self) -> bool:
-        """Whether only one chunk is on its way at a time."""
+        """Whether only one chunk is being sent at a time."""
         return not self.is_cut and not self.both_ways
 
 
@@ -51,11 +51,12 @@ class Ring:
 
     Attributes:
         axes: the mesh axes over which the loop goes, outermost first; if empty, the tensor is gathered before the
-            einsum.
-        within: the mesh axes whose shards together make one chunk: gathered before the loop, or scattered after it.
+            einsum without a loop.
+        within: the mesh axes whose shards together form one chunk: they are gathered before the loop, or scattered
+            after it.
         schedule: one of `SCHEDULES`.
-        orders: the number of parts of a shard that are sent through `axes` in different orders, so that the links of
-            all axes are busy.
+        orders: the number of parts into which a shard is cut, each sent through `axes` in a different order, so that
+            the links of all axes are busy.
         split: the dimension along which shards are cut into these parts, and into halves.
     """
 
@@ -68,7 +69,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A dimension that no collective changes, cut into stripes: while one stripe is multiplied, others are sent.
+    """A dimension that no collective changes, cut into stripes: while one is multiplied, others are being sent.
 
     Attributes:
         dim: the dimension.
@@ -81,7 +82,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The rings of a routine's moves and outputs, by move or output number, and the stripes if there are any."""
+    """The rings of a routine, by the number of the move or output, and its stripes if there are any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
     scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -95,14 +96,14 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """Return the rings and stripes of one output and of the moves that the output needs, renumbered from 0."""
+        """Return the rings and stripes of one output and of the moves that it needs, renumbered from 0."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, that of its shard."""
+    """Return the spec in which each moved operand is kept for the gradient: for a ring gather, that of its shard."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

@@ -24,7 +24,7 @@ Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
-    """Let no collective overlap, as under lowering `blocking`."""
+    """Choose no collective to overlap, as under lowering `blocking`."""
     return Overlap(), 0.0
 
 
@@ -37,16 +37,16 @@ class Plan:
         sizes: dimension sizes of the whole tensors.
         mesh: mesh axis sizes.
         dtypes: dtype of each operand; every member of a group counts as an operand.
-        chip: the hardware figures that determine the seconds.
+        chip: the chip whose figures determine the seconds.
         lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper one
             of `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan use the same placements.
-        loops: the gathers and reduce-scatters that run inside an einsum.
+        loops: the gathers and reduce-scatters that run inside an einsum, as rings.
         hidden_seconds: the seconds that these loops save; negative if they cost time.
         asked: the lowering that was requested; under `"auto"` each gradient chooses its own.
-        overlapping: the function that chooses which collectives overlap with einsums; it is also applied to the
+        overlapping: the function that chooses the collectives that overlap with einsums; it is also applied to the
             gradients.
     """
 
@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The largest number of bytes that one device holds at a time: operands, results, and intermediate buffers.
+        """The peak memory of one device in bytes: operands, results and intermediate buffers.
 
         A buffer is counted from the step that makes it to the last step that reads it, as XLA places buffers on host
         devices. For the chip of the plan this is an estimate; docs/plans.md compares it with compiled programs.
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """The environment on which the costs depend."""
+        """The sizes, mesh and chip on which the costs depend."""
         return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
 
     @cached_property
@@ -135,8 +135,8 @@ class Plan:
     def gradients(self) -> tuple["Plan", ...]:
         """One plan for each operand's cotangent; a step that several plans need is only in the first of these plans.
 
-        The seconds that loops of the backward routine hide are divided among the plans, in proportion to the seconds
-        that each sends.
+        The seconds that loops of the backward routine hide are divided among the plans, in proportion to the
+        communication time of each.
         """
         from gspmd.planner.gradients import parts
 
@@ -157,7 +157,7 @@ class Plan:
         )
 
     def alternatives(self, count: int = 8) -> tuple["Plan", ...]:
-        """Return the best plan of each choice that the search compared, cheapest first.
+        """Return the best plan for each choice that the search compared, cheapest first.
 
         A choice says which dimension, if any, each mesh axis shards while the operands are multiplied. For a group, the
         choice is about the operand that all members share; for a sum, about the placement in which the products are
@@ -169,8 +169,8 @@ class Plan:
             count: the largest number of plans to return.
 
         Returns:
-            Plans of the same equation. To have one of them, pass its `Plan.via` as `via`. A sum may then still be added
-            in a different placement if this is cheaper.
+            Plans of the same equation. To use one of them, pass its `Plan.via` as `via`. The terms of a sum may then
+            still be added in a different placement if this is cheaper.
 
         Raises:
             PlanError: `count` is not a positive whole number, or this is the plan of a gradient.
@@ -196,7 +196,7 @@ class Plan:
         return tuple(map(self._with_routine, ranked))
 
     def _with_routine(self, routine: Routine) -> "Plan":
-        """Return a plan of the same equation with a different routine, pinned to the operand specs of that routine."""
+        """Return a plan of this equation with another routine, and with `via` set to the routine's operand specs."""
         overlap, hidden = self.overlapping(routine, self.inputs, self.outputs, self.environment)
         specs = {move.source: move.spec for move in routine.moves}
         flat = iter(range(len(self.inputs)))
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def via(self) -> str | None:
-        """The specs of `via`, as they were written."""
+        """The text of `via`, as it was written."""
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
@@ -328,7 +328,7 @@ def plan_equation(
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
-    """Plan an equation, given a lowering by name and the function that chooses what this lowering overlaps."""
+    """Plan an equation under a lowering, with the function that chooses what this lowering overlaps."""
     for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
@@ -365,7 +365,7 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return operands and results as planner tensors; without `wire_dtype` each tensor is sent in its own dtype."""
+    """Return operands and results as planner tensors; each is sent in its own dtype unless `wire_dtype` is given."""
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
@@ -404,7 +404,7 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
 
 def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
-    """Return one spec per operand. A via may have a single spec for a group whose members have the same dimensions."""
+    """Return one spec per operand: a via may give one spec for a group whose members have the same dimensions."""
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)
     return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]

@@ -1,4 +1,4 @@
-"""The time for which a plan keeps each resource of a device busy: the matrix unit, main memory, and the links."""
+"""The time for which a plan keeps each resource of a device busy: matrix unit, main memory and links."""
 
 from math import prod
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from gspmd.planner.spans import local_shape
 
 
 class Roofline(NamedTuple):
-    """Seconds that a plan would take if only one resource limited it, for each resource; the largest limits the plan.
+    """For each resource, the seconds of a plan if only this resource limited it; the largest is the bottleneck.
 
     Attributes:
         compute: the FLOPs of all local einsums, at the chip's peak for their dtypes.
-        memory: the operands and results of local einsums, each read or written once, at the bandwidth of main memory.
-        links: the collectives of the plan, one after the other.
+        memory: reading the operands and writing the results of local einsums once, at main memory's bandwidth.
+        links: the collectives of the plan, one after another.
     """
 
     compute: float

@@ -1,9 +1,9 @@
-"""The routine of an equation: its steps, which one or several searches find.
+"""The routine of an equation: its steps, found by one or several searches.
 
     product   one search
     group     one search for several products of one operand, which is moved once
-    sum       one search per product; all end in the placement in which adding costs least, so partial sums are reduced
-              once
+    sum       one search per product; all products end in the placement in which they are cheapest to add, so that
+    partial sums are reduced once
 
 The gradient of a product is a group, the gradient of a sum a larger group, the gradient of a group a sum (`gradients`).
 """
@@ -35,7 +35,7 @@ def plan_routine(
         equation: the equation to plan.
         environment: sizes, mesh, chip.
         inputs: the operands, including every member of a group, in reading order; no spec has a mesh axis of size 1.
-        outputs: the results.
+        outputs: the results, with their target specs.
         via: for each operand, the spec to which it is brought before the local einsum, or None to search for it.
 
     Raises:
@@ -67,7 +67,7 @@ def _sum_routine(
 def ranked_routines(
     equation: Equation, environment: Environment, inputs: Sequence[Tensor], outputs: Sequence[Tensor], count: int
 ) -> list[Routine]:
-    """List the cheapest routine for each choice that the search compares, cheapest first; see `Plan.alternatives`."""
+    """List the cheapest routine for each choice that the search compares, in order of cost: see `Plan.alternatives`."""
     free = [None] * len(inputs)
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
         return list(islice(_ranked_moves(environment, inputs[0], outputs[0]), count))
@@ -90,9 +90,9 @@ class ProductGroup:
     Attributes:
         left: the index of the common operand among the inputs.
         tensor: the common operand.
-        rights: the indices of the operands by which the common operand is multiplied; None if it is only summed.
+        rights: the indices of the operands that the common operand is multiplied by; None where it is only summed.
         contractions: the operands of `rights` with the results and pins of their products.
-        pinned: the spec to which the common operand is brought, if it is not searched.
+        pinned: the spec to which the common operand is brought, or None to search for it.
     """
 
     left: int
@@ -102,23 +102,23 @@ class ProductGroup:
     pinned: Spec | None = None
 
     def search(self, environment: Environment) -> PlacedGroup:
-        """Find the cheapest placements of the operands, and the steps around their products."""
+        """Find the cheapest placements of the operands, and the steps before and after their products."""
         return search(environment, self.tensor, self.contractions, self.pinned)
 
     def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
-        """Return the costs of the group for every placement of the result of contraction `aimed`."""
+        """Return the costs of the group for every placement of one result: that of contraction `aimed`."""
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
-        """Return this group, which has one product, with its result brought to `placement`."""
+        """Return this group, which has one product, with `placement` as the target of its result."""
         only = self.contractions[0]
         return replace(self, contractions=(replace(only, target=replace(only.target, spec=placement)),))
 
 
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
-    """Return a `ProductGroup` for each term.
+    """Return a `ProductGroup` for each term of the equation.
 
-    The common operand is the operand that multiplies the group if the term has a group, and otherwise the first.
+    The common operand is the one that multiplies the group, if the term has a group, and otherwise the first.
     """
     groups, start = [], 0
     for term in equation.terms:
@@ -137,9 +137,9 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Find one placement of the common operand for all products, or else one for each product.
+    """Find one placement of the common operand for all products or, if there is none, one for each product.
 
-    No placement is possible for all products if their results are partial sums over different mesh axes.
+    There is none for all products if their results are partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -165,7 +165,7 @@ def _arrived(source: Tensor, output: Tensor) -> Spec:
 
 
 def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
-    """Yield moves through at most one intermediate placement, cheapest first: one for each list of collectives."""
+    """Yield the cheapest move for each list of collectives, through at most one intermediate placement, by cost."""
     dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
     paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
     ends = paths.number(source.spec), paths.number(_arrived(source, output))
@@ -187,10 +187,10 @@ def _collectives(routine: Routine) -> tuple[tuple[str, frozenset[str]], ...]:
 
 
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
-    """Find the placement in which adding terms, and moving the sum to its target, costs least.
+    """Find the placement in which it costs least to add the terms and to move the sum to its target.
 
-    None if there is no such placement, or if a term lacks a dimension that other terms have. Each term is then reduced
-    and broadcast separately.
+    The result is None if there is no such placement, or if a term lacks a dimension that other terms have. Each term is
+    then reduced and broadcast separately.
     """
     costs = _costs_of_adding(terms, target)
     if costs is None or not np.isfinite(least := costs.min()):
@@ -200,7 +200,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def _costs_of_adding(terms: Sequence[ResultCosts], target: Tensor) -> np.ndarray | None:
-    """Return the cost of adding the terms in each placement; None if they cannot be added before they are reduced."""
+    """Return the cost of adding the terms in each placement, or None if each must be reduced before."""
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
@@ -233,7 +233,7 @@ def _ranked_sums(
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """Return the steps from the placement `common`, in which terms are added, to the target before any broadcast."""
+    """Return the steps from the placement `common`, in which terms are added, to the target without its broadcasts."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 
@@ -244,7 +244,7 @@ def _chain(environment: Environment, src: Spec, dst: Spec, tensor: Tensor) -> tu
 
 
 class RoutineBuilder:
-    """The moves of a routine, each made once, and the products that use them."""
+    """A routine under construction: moves, each made only once, and the products that use them."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.inputs = tuple(inputs)

@@ -1,4 +1,4 @@
-"""Spans: the joint effect of consecutive gathers, or consecutive reduce-scatters, on a tensor; and sizes of shards."""
+"""Spans: consecutive gathers, or consecutive reduce-scatters, of a tensor taken as one; and sizes of shards."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class CollectiveSpan:
 
     Attributes:
         shard: the spec before the gathers, or after the reduce-scatters.
-        whole: the spec at the other end.
+        whole: the spec after the gathers, or before the reduce-scatters.
         steps: the collectives, in the plan's order.
     """
 
@@ -25,7 +25,7 @@ class CollectiveSpan:
 
     @property
     def changed_axes(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions that change, each with the mesh axes that shard it only at one end, major first."""
+        """The dimensions that change, each with the mesh axes that shard it only in `shard`, major first."""
         pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
         return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
 
@@ -45,7 +45,7 @@ stripes of 255 hops for each weight, Llama 2 70B took 50 s to trace, and over 19
 
 
 def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
-    """List the collectives that can be looped: gathers of operands of products, and reduce-scatters of products.
+    """Find the collectives that can be looped: gathers of products' operands, and reduce-scatters of products.
 
     Returns:
         The gathers by the number of their move, and the reduce-scatters by the number of their output.
@@ -59,9 +59,9 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
 
 
 def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield every division of a collective's axes into the axes of a ring's loop and the axes within one of its chunks.
+    """Yield every division of a collective's axes into those of a ring's loop and those within one of its chunks.
 
-    The ring loops over at least one axis; of each dimension, it loops over the major axes.
+    The loop has at least one axis; of each dimension's axes, it has the major ones.
     """
     spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
     for counts in product(*(range(len(axes) + 1) for axes in spans)):
@@ -80,14 +80,14 @@ def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str],
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:
-    """Return the gathers at the end of a move; None if the move does not end in gathers."""
+    """Return the gathers at the end of a move, or None if the move does not end in gathers."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
     return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
 def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
-    """Return the reduce-scatters with which the reduction of an output begins; None if there are none."""
+    """Return the reduce-scatters with which the reduction of an output begins, or None if there are none."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
@@ -108,7 +108,7 @@ def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """Return the steps after the sum of an output's products; none if each product is reduced by itself."""
+    """Return the steps after the sum of an output's products; there are none if each product is reduced by itself."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)

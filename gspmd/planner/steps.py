@@ -1,4 +1,4 @@
-"""Steps and routines: the work of an equation, as data."""
+"""Steps and routines: the work of an equation on one device, as data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One step of a device: a collective, a slice, or a local einsum. Figures are per device and execution.
+    """A step of one device: a collective, a slice, or a local einsum. Its costs are per execution.
 
     Attributes:
         kind: one of `KINDS`.
@@ -52,17 +52,17 @@ class Step:
 
     @property
     def sources(self) -> tuple[Spec, ...]:
-        """The spec before the step; for a product, the specs of both operands."""
+        """The spec before the step, or the specs of both operands of a product."""
         return (self.before,) if self.other is None else (self.before, self.other)
 
     @property
     def source(self) -> str:
-        """The sources as text: `BE_x · E_xF`."""
+        """The specs of `sources` as text: `BE_x · E_xF`."""
         return " · ".join(map(str, self.sources))
 
     @property
     def amount(self) -> str:
-        """Bytes sent, or FLOPs of an einsum, as text."""
+        """The bytes sent, or the FLOPs of an einsum, as text."""
         from gspmd.display.units import amount_of_bytes, amount_of_flops
 
         return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Move:
-    """The move of input number `source` from its spec to `spec`, by `steps`."""
+    """A move: `steps` bring input number `source` to the spec `spec`."""
 
     source: int
     spec: Spec
@@ -88,8 +88,8 @@ class Move:
 class Product:
     """The local einsum of one or two moved tensors, then `steps` to bring its result to `spec`.
 
-    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. If there is only one tensor,
-    and nothing to sum, it is passed on unchanged, and the einsum is not counted as a step.
+    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. A single tensor with nothing to
+    sum is passed on unchanged, and its einsum is not counted as a step.
     """
 
     left: int
@@ -105,7 +105,7 @@ class Product:
 
     @property
     def passes_through(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether the einsum has nothing to compute: one operand, and no dimension to sum."""
         return self.right is None and set(self.einsum.before.dims) == set(self.einsum.after.dims)
 
     @property
@@ -116,7 +116,7 @@ class Product:
 
 @dataclass(frozen=True)
 class RoutineOutput:
-    """The sum of `products`, which have the same spec, and the `steps` after it; missing dimensions are broadcast."""
+    """An output: the sum of `products`, which have the same spec, then `steps`; missing dimensions are broadcast."""
 
     products: tuple[int, ...]
     spec: Spec
@@ -144,7 +144,7 @@ class Routine:
 
 
 def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Add up the costs of steps: picoseconds, bytes and number; all are whole numbers, so that ties are exact."""
+    """Add up the costs of steps: picoseconds, bytes and count. All are whole numbers, so that ties are exact."""
     return (
         sum(picoseconds(step.seconds) for step in steps),
         sum(step.wire_bytes for step in steps),
@@ -153,13 +153,13 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return seconds as whole picoseconds, rounded up so that two steps instead of one never seem to cost less."""
+    """Return seconds as whole picoseconds, rounded up so that splitting a step in two never seems cheaper."""
     return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment on which costs depend: the sizes, the mesh without axes of size 1, and the chip."""
+    """Everything that costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
@@ -178,7 +178,7 @@ class Environment:
 class Tensor:
     """An operand or result: its spec, its dtype, its dtype on the wire, and its name in plans and messages.
 
-    The gradient of the tensor is a partial sum over the mesh axes `reduced`; `spec` itself has no `reduced`.
+    Its gradient is a partial sum over the mesh axes `reduced`, which `spec` itself does not list.
     """
 
     spec: Spec
@@ -195,7 +195,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contraction:
-    """One product of the left operand: the right operand or None, the result, and the pinned spec or None."""
+    """A product with the left operand: the right operand or None, the result, and the pinned spec or None."""
 
     right: Tensor | None
     target: Tensor
@@ -204,7 +204,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that run one after the other; in the program, the first has number `first`."""
+    """Steps that run one after another; `first` is the number of the first step in its program."""
 
     steps: tuple[Step, ...] = ()
     first: int = 0
@@ -216,7 +216,7 @@ class RoutineChains:
 
     Attributes:
         moves: the chain of each move.
-        einsums: the step number of each product's local einsum.
+        einsums: the step numbers of the products' local einsums.
         products: the chain after each local einsum.
         outputs: the chain after each sum.
     """
@@ -228,13 +228,13 @@ class RoutineChains:
 
 
 class NumberedSteps:
-    """The steps of a program. Each step gets its number here; its scope, the trace and the ledger use this number."""
+    """The steps of a program: each step gets its number here, which its scope, the trace and the ledger use."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
-        """Append steps; they run on a `share` of the data for which they were planned."""
+        """Append steps as a chain, scaled to the `share` of the data that they run on."""
         chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
         self.steps += chain.steps
         return chain
@@ -250,6 +250,6 @@ class NumberedSteps:
 
 
 def scaled(step: Step, share: float) -> Step:
-    """Return a step with its seconds, bytes and operations scaled to a share of its tensor."""
+    """Return a step on a fraction of its tensor: its seconds, bytes and FLOPs are scaled."""
     sent, flops = round(step.wire_bytes * share), round(step.flops * share)
     return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)

@@ -1,4 +1,4 @@
-"""A timetable of a plan's steps on a device's links and matrix unit, as the lowering overlaps them."""
+"""The times of a plan's steps on a device's links and matrix unit, as the lowering overlaps them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,13 +9,13 @@ from gspmd.planner.steps import Step
 
 
 class Bar(NamedTuple):
-    """The time of one step.
+    """A bar of the timetable: one step with its start and duration.
 
     Attributes:
         number: the step's number in `plan.steps`.
         step: the step.
-        start, seconds: when the step begins, and how long it takes; in a loop, the step's part of the loop's time.
-        looped: whether the step runs in a loop with an einsum.
+        start, seconds: the start and the duration of the step; in a loop, its part of the loop's time.
+        looped: whether the step runs in one loop with an einsum.
     """
 
     number: int
@@ -26,15 +26,15 @@ class Bar(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """The lane of the timetable: 0 for the links, 1 for the matrix unit."""
+        """The row of the timetable: 0 for the links, 1 for the matrix unit."""
         return int(not self.step.is_collective)
 
 
 def bars(plan: Plan) -> list[Bar]:
-    """Return the steps of a plan in time.
+    """Return the timetable of a plan: a bar for each step.
 
-    Steps outside loops run one after the other. All loops are drawn as one block after the other moves, with the
-    seconds that the plan has for them: gathers begin with the block, reduce-scatters end with it, and einsums fill it.
+    Steps outside loops run one after another. All loops are drawn as one block after the other moves, as long as the
+    plan says that they take: gathers begin with the block, reduce-scatters end with it, and einsums fill it.
 
     Args:
         plan: a `gspmd.Plan`.
@@ -57,7 +57,7 @@ def bars(plan: Plan) -> list[Bar]:
 
 
 def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) -> Iterator[Bar]:
-    """Yield the bars of a loop of `block` seconds."""
+    """Yield the bars of the block of loops, which takes `block` seconds."""
     sent = sum(step.seconds for _, step in inside if step.is_collective)
     worked = sum(step.seconds for _, step in inside if not step.is_collective)
     scale = min(1.0, block / sent) if sent else 1.0

@@ -1,9 +1,9 @@
-"""Steps whose placements are still unknown: descriptions of a program's work that hold for any specs of its tensors.
+"""Steps with unknown placements: descriptions of a program's work that hold for any specs of its tensors.
 
 A search traces a program once, on an abstract mesh whose axes have size 1 and are placeholders: every dimension of
 every line of a layout is sharded over its own axis, an *unknown*. So all sizes divide, and nothing is sent. Each
-planned step says between which unknown placements it moves a tensor, or in which it multiplies. When mesh axes replace
-the unknowns, its cost can be computed (`gspmd.search`).
+planned step says between which unknown placements it moves a tensor, or in which ones it multiplies. Its cost is known
+once mesh axes replace the unknowns (`gspmd.search`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,11 +30,10 @@ def is_unknown(mesh: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class UnknownMove:
-    """A move of a tensor from one placement to another, or of several tensors, which are added on the way.
+    """A move of a tensor between two placements; or of several tensors to one, which are added on the way.
 
     Attributes:
-        before: the specs of the sources; more than one for the parts of a gradient, which are added in the cheapest
-            placement.
+        before: the source spec; several for the parts of a gradient, which are added in the cheapest placement.
         after: the target spec, with dimensions in any order.
         shape: the shape of the unsharded tensor, in the order of `before`.
         itemsize: bytes of an element on the wire.
@@ -50,11 +49,11 @@ class UnknownMove:
 
 @dataclass(frozen=True)
 class UnknownProduct:
-    """The product of two tensors in the placements that they have.
+    """A local product of two tensors in the placements that they have.
 
     Attributes:
         specs: the specs of both operands and of the result, which may be a partial sum.
-        dtypes: the dtypes of these three, as their elements are read and written.
+        dtypes: the dtypes in which these three are read or written.
         sizes: the sizes of all dimensions.
     """
 
@@ -65,12 +64,12 @@ class UnknownProduct:
 
 @dataclass(frozen=True)
 class UnknownSteps:
-    """Steps that an operation plans by itself, by a function from the specs of its tensors to the steps.
+    """Steps that an operation plans by itself, once the specs of its tensors are known.
 
     Attributes:
         plan: the function from `arguments` to a mapping from names to steps.
-        arguments: the arguments, all hashable; specs and context in them have unknowns.
-        name: the name of these steps in the mapping.
+        arguments: the arguments of `plan`, all hashable; the specs and the context among them have unknowns.
+        name: the name of these steps in the mapping that `plan` returns.
         is_product: whether these steps are a local product, whose seconds include reading its operands.
     """
 
@@ -82,11 +81,11 @@ class UnknownSteps:
 
 @dataclass(frozen=True)
 class UnknownMoves(UnknownSteps):
-    """A move that an operation plans by itself, by a function from the specs of its tensors to all its moves, by name.
+    """A move that an operation plans by itself, together with its other moves, once its specs are known.
 
     Attributes:
-        before: the source spec of the tensor, or None if some move of the operation depends on this spec. If it is
-            given, the function is called only once for all source specs, and the source spec in its answer is ignored.
+        before: the source spec of the tensor, or None if other moves of the operation depend on it. If it is given,
+            `plan` is called only once for all source specs, and the source spec in its result is ignored.
     """
 
     before: Spec | None = None
@@ -94,7 +93,7 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """The first steps of a chain that earlier chains of the same tensor have too; a program runs these steps once.
+    """The first steps of a chain that earlier chains of the same tensor also have; a program runs them once.
 
     Attributes:
         chain: the chain.
@@ -107,11 +106,11 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownReduction:
-    """The last step of a chain, if it is a reduction that a compiler may remove; otherwise no step.
+    """The last step of a chain if it is a reduction that a compiler may remove; otherwise nothing.
 
     Attributes:
         chain: the chain that ends in the reduction.
-        others: chains whose results are only added to the result of `chain`; all must end in the same reduction.
+        others: chains whose results are only added to that of `chain`; all must end in the same reduction.
         adds_up: whether a loop adds up the results, so that one all-reduce after the loop is enough.
     """
 
@@ -122,7 +121,7 @@ class UnknownReduction:
 
 @dataclass(frozen=True)
 class RequiredMove:
-    """A move that must be possible but may never run, since all gradients of an equation are planned together."""
+    """A move that must be possible though it may never run: all gradients of an equation are planned together."""
 
     move: UnknownMove
 
@@ -132,18 +131,18 @@ Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownR
 
 @dataclass(frozen=True, repr=False)
 class UnknownStep(Step):
-    """A step that stands for a whole chain that cannot be planned yet."""
+    """A step that stands for a whole chain, which cannot be planned before the specs are known."""
 
     what: Unknown | None = None
 
     @classmethod
     def of(cls, what: Unknown, before: Spec, after: Spec, operand: str = "") -> "UnknownStep":
-        """Return the step that stands for `what`, done to a tensor."""
+        """Return the step that stands for the unknown steps `what` of a tensor."""
         return cls("unknown", (), 0, 0.0, before, after, operand, what=what)
 
 
 class Mark(str):
-    """The parameter of a mark's primitive: a short text that names the unknown step, so that equal steps are equal."""
+    """The parameter of the primitive that marks an unknown step: a short text, equal for equal steps."""
 
     what: Unknown
 
@@ -156,11 +155,11 @@ class Mark(str):
 
 
 def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
-    """Replace unknowns by mesh axes in every spec of a nested tuple or frozen dataclass; other axes stay.
+    """Replace unknowns by mesh axes in every spec inside a nested tuple or frozen dataclass.
 
     Args:
-        value: a nested tuple or frozen dataclass with specs in it.
-        known: the mesh axes of each unknown; a missing unknown shards nothing.
+        value: a nested tuple or frozen dataclass that contains specs.
+        known: the mesh axes of each unknown. Unknowns that are missing here shard nothing; other axes stay.
         others: replacements for values of other types, such as a `Context`.
 
     >>> str(placed(Spec.parse("B_{unknown1}E_{unknown2}"), {"unknown1": ("x", "y")}))

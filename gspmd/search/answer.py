@@ -1,4 +1,4 @@
-"""Answers of a search: picks with their cost and a proved lower bound, or an error if nothing fits."""
+"""Answers of a search: one option for each choice, with the cost and a proved lower bound; or an error if none fits."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ class Answer:
     """One option picked for each choice, with the cost and the proved bound.
 
     Attributes:
-        picks: the index of the option of each choice.
-        seconds: the seconds of the picks.
-        bytes: the bytes that the picks hold.
+        picks: for each choice, the index of the option that was picked.
+        seconds: the cost of these picks, in seconds.
+        bytes: the bytes that a device holds under these picks.
         bound: a proved lower bound on the seconds of all allowed picks that fit; never above `seconds`.
-        complete: whether the search was not stopped early: then `bound` is `seconds`, up to the tolerance if one was
-            given.
+        complete: whether the search ran to its end. In this case `bound` equals `seconds`, up to the tolerance if one
+            was given.
     """
 
     picks: dict[str, int]
@@ -29,13 +29,13 @@ class NothingFits(ValueError):
     """All allowed picks hold more bytes than the limit, or no picks are allowed at all.
 
     Attributes:
-        nearest: the allowed picks that hold the fewest bytes; None if none are allowed.
+        nearest: the allowed picks that hold the fewest bytes; None if no picks are allowed.
         limit: the limit in bytes; None if there was none.
         over: the bytes by which `nearest` exceeds the limit; None if there is no `nearest`.
     """
 
     def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
-        """Describe the failure in the words of choices and options, or in the given message."""
+        """Set the message: the given one, or by default one that speaks of choices and options."""
         self.nearest = nearest
         self.limit = limit
         self.over = None if nearest is None or limit is None else nearest.bytes - limit

@@ -1,10 +1,10 @@
-"""A depth-first search among the picks that bounds do not exclude, to close the gap that a multiplier may leave.
+"""A depth-first search through the picks that lower bounds do not exclude: it closes the gap left by a multiplier.
 
-With a limit on bytes the minimum of seconds + rate · bytes bounds the seconds from below, and may stay below them for
-every rate. In that case picks are made one by one, in the reverse order of elimination. The messages give, by each
-measure, the least cost of any completion; if one of these costs exceeds its ceiling, no completion is tried. A prefix
-is also skipped if an earlier prefix had the same picks in all choices that completions depend on, and cost no more by
-any measure.
+With a limit on bytes, the minimum of seconds + rate · bytes is a lower bound on the seconds, and for no rate may it
+reach them. In this case picks are made one by one, in the reverse order of elimination. The messages of bucket
+elimination give the least cost of any completion by each measure; if one of these exceeds its ceiling, the branch is
+cut. A branch is also cut if an earlier one had the same picks in all choices on which completions depend, and cost no
+more by any measure.
 """
 
 from bisect import bisect_right
@@ -23,8 +23,8 @@ class Branching:
     """The tree of picks, walked depth first.
 
     Args:
-        measures: Messages of the same buckets by three measures: at some rate, which gives the order of options; at
-            rate 0; of bytes alone.
+        measures: Messages of the same buckets by three measures: at some rate, which also orders the options; at rate
+            0; and of bytes alone.
         ceilings: The maximum cost of a completion by each measure; they may fall during the walk.
         poll: Called at every node; it raises to end the walk.
     """
@@ -44,11 +44,11 @@ class Branching:
             self._context.append(sorted({c for at in self._order[level:] for c in buckets[at].scope} - rest))
 
     def leaves(self) -> Iterator[list[int]]:
-        """Yield complete picks below all ceilings."""
+        """Yield complete picks that stay below all ceilings."""
         return self._below(0, np.array([each.total() for each in self.measures]))
 
     def _below(self, level: int, least: np.ndarray) -> Iterator[list[int]]:
-        """Yield the leaves below a node, given the least cost of any leaf by each measure."""
+        """Yield the complete picks below a node, given the least cost of any of them by each measure."""
         if level == len(self._order):
             yield list(self._picks)
             return
@@ -67,7 +67,7 @@ class Branching:
                 yield from self._below(level + 1, costs[:, option])
 
     def _dominated(self, level: int, seconds: float, held: float) -> bool:
-        """Return whether this level was visited in this context at no greater cost; if not, record this visit."""
+        """Return whether an earlier visit to this level in the same context cost no more; if not, record this visit."""
         # Sorted by seconds, and so by falling bytes.
         before = self._seen.setdefault((level, *(self._picks[choice] for choice in self._context[level])), [])
         place = bisect_right(before, seconds + ROUNDING * abs(seconds), key=lambda point: point[0])

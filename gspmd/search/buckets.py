@@ -26,7 +26,7 @@ TIE = 1e-12
 
 @dataclass(frozen=True)
 class Input:
-    """A table in a bucket, with the choices of its axes: a term, or the message of a different bucket, by number."""
+    """A table in a bucket, with the choices of its axes: a term, or the message of another bucket, by its number."""
 
     number: int
     of: tuple[int, ...]
@@ -35,7 +35,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A choice that is eliminated, the tables that are added up, and the other choices that its message depends on."""
+    """A choice to eliminate, the tables to add up for it, and the other choices on which its message depends."""
 
     choice: int
     scope: tuple[int, ...]
@@ -43,10 +43,10 @@ class Bucket:
 
 
 def eliminate(tables: Tables) -> list[Bucket]:
-    """Return the buckets in the order of elimination: the next choice is the one with the fewest combinations.
+    """Return the buckets in the order of elimination: always the choice whose bucket has the fewest combinations.
 
     Raises:
-        ValueError: Some bucket has more combinations than can be enumerated.
+        ValueError: Some bucket has too many combinations to enumerate.
     """
     sizes = [len(kept) for kept in tables.kept]
     left = [Input(number, of, False) for number, of in enumerate(tables.of)]
@@ -80,7 +80,7 @@ class Messages:
     Args:
         tables: The terms, for the options that are allowed.
         buckets: The result of `eliminate` for these tables, or for tables with more options.
-        rate: Number of seconds that a byte counts for; with None only the bytes of allowed picks count.
+        rate: Seconds that one byte counts for; with None only bytes count.
     """
 
     def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
@@ -109,13 +109,13 @@ class Messages:
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Return the cost of each option of one bucket, with that of all choices that were eliminated before it."""
+        """Return the cost of each option of one bucket's choice, including all choices eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
 
     def trace(self) -> list[int]:
-        """Return the picks of the least cost, the first ones among equals; they are allowed if `total` is finite."""
+        """Return the cheapest picks, the first ones among equals; they are allowed only if `total` is finite."""
         picks = [0] * len(self.buckets)
         tie = TIE if self.rate is not None else 0.0  # Bytes are whole numbers, and one byte may be too many.
         for at in reversed(range(len(self.buckets))):
@@ -124,7 +124,7 @@ class Messages:
         return picks
 
     def by_option(self) -> list[np.ndarray]:
-        """Find the least cost of all picks with each option of each choice, in one pass back over the buckets."""
+        """Return, for each option of each choice, the least cost of all picks with it, by one backward pass."""
         result = [np.empty(0)] * len(self.buckets)
         outside: dict[int, np.ndarray] = {}  # For each bucket, over its scope, the least cost without its message.
         roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
@@ -157,9 +157,9 @@ def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -
 
 
 def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Extend a table to all of these axes, with length 1 for those it lacks.
+    """Give a table all of these axes, with length 1 for those that it lacks.
 
-    For speed, the result is stored in this order of axes.
+    The result is stored contiguously in this order of axes, for speed.
     """
     present = [of.index(choice) for choice in axes if choice in of]
     table = np.ascontiguousarray(table.transpose(present))
@@ -167,9 +167,9 @@ def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.
 
 
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
-    """Return the sum of tables that broadcast, minimized over the axes that are not kept; these then have length 1.
+    """Return the sum of broadcast tables, minimized over the axes that are not kept, which then have length 1.
 
-    The first axes are cut into blocks, and tables that do not depend on an axis are added up outside the loop over it.
+    The first axes are cut into blocks, and tables without such an axis are added up outside the loop over it.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     if math.prod(shape) <= BLOCK or len(shape) == 1:

@@ -55,9 +55,9 @@ def search(
 
     The program is traced once, with every dimension of every line sharded over a placeholder for mesh axes, an
     *unknown*. Each planned step then names the lines on which it depends, how often it runs, and whether it is
-    recomputed or merged. Its seconds for every placement come from the planner's tables, and the cheapest combination
-    is found and proved. Work outside of plans is added as passes over memory and FLOPs. Memory is the size of
-    arguments, results and intermediate arrays at the moment when the program holds the most bytes, according to types.
+    recomputed or merged. The planner's tables give its seconds for every placement, and the cheapest combination is
+    found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the size of
+    arguments, results and intermediate arrays, by their types, at the moment when the program holds the most bytes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, sharded as the layout says, such as a
@@ -132,7 +132,7 @@ def search(
 
 
 def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
-    """Return an error of the solver in the words of layouts."""
+    """Return the solver's error as an error that speaks of layouts and lines."""
     if error.nearest is None or error.limit is None or error.over is None:
         message = (
             f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the fixed lines, exclude all.\n"
@@ -148,7 +148,7 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
 
 
 def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:
-    """Refuse invalid numbers before a program is read.
+    """Raise an error about invalid numbers before the program is traced.
 
     Raises:
         PlanError: a number is invalid.
@@ -170,17 +170,17 @@ def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was found.
+    """A layout that was found, with its cost.
 
     Attributes:
         layout: every line, sharded over the axes of the mesh.
         mesh: sizes of the mesh axes.
-        seconds: predicted seconds of everything that was priced.
+        seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
-        priced_seconds: seconds of planned steps, as the search added them up: equal to `planned_seconds`, except that
-            on a mesh of three axes a norm of all gradients is priced over all three. If the two differ by more, nothing
-            is proved, and `bound` is 0.
-        bytes: the most bytes that a device holds at any moment.
+        priced_seconds: seconds of the same steps, as the search added them up. They are equal, except that on a mesh of
+            three axes a norm of all gradients is priced over all three. If they differ by more, nothing is proved, and
+            `bound` is 0.
+        bytes: peak memory of a device, in bytes.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
             had reached all meshes.
         complete: whether the layout is proved to be the cheapest on all meshes.
@@ -222,7 +222,7 @@ class Found:
 
 @dataclass(frozen=True)
 class MeshProblem:
-    """The search for the layout of a program on one mesh.
+    """The problem of the cheapest layout of a program on one mesh.
 
     Attributes:
         build, program, lines: the builder of the program, its trace, and its lines.
@@ -230,9 +230,9 @@ class MeshProblem:
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs only in sizes; memory is counted at the moment at which that program holds the most
-            bytes. With None, it is counted where the program itself does.
-        whole: the whole mesh, in order, if it has further axes around those that are searched (`Lines.around`).
+        like: a program that differs only in sizes. Memory is counted at the moment when that program holds the most
+            bytes; with None, when the program itself does.
+        whole: the whole mesh, in order, if it has axes besides those that are searched (`Lines.around`).
     """
 
     build: Build
@@ -252,35 +252,35 @@ class MeshProblem:
 
     @cached_property
     def _prices_on_whole(self) -> Prices:
-        """Prices of steps that are planned on the whole mesh."""
+        """Prices of the steps that are planned on the whole mesh."""
         return self.prices if self.whole is None else self.prices.on(self.whole)
 
     @cached_property
     def _prices_inside(self) -> Prices:
-        """Prices of steps that are planned without the axes around the searched ones."""
+        """Prices of the steps that are planned without `Lines.around`, the axes that the program itself shards over."""
         if not self.lines.around:
             return self.prices
         return self.prices.on({axis: size for axis, size in self.mesh.items() if axis not in self.lines.around})
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """The sums of scalars over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
+        """The sums of scalars, such as the norm of all gradients, over all mesh axes that shard any of many tensors."""
         moves = [(use, use.what) for use in self.program.uses if isinstance(use.what, UnknownMove)]
         scalars = [use for use, what in moves if not what.shape and what.before[0].partial]
         return [use for use in scalars if len(self.prices.choices_in(use.what)) > 2]
 
     @property
     def uses(self) -> list[Use]:
-        """The steps that are priced one by one: all except the norms over many tensors."""
+        """The steps that are priced one by one: all but `_norms`."""
         return [use for use in self.program.uses if use not in self._norms]
 
     @cached_property
     def planned(self) -> list[Table]:
-        """The seconds of planned steps."""
+        """The seconds of planned steps, as tables over the choices on which they depend."""
         return self.tables(self.uses)
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of some steps of the program, each planned on the mesh on which it runs."""
+        """Return the seconds of some steps as tables; each step is planned on the mesh on which it runs."""
         every = [*uses]
         if self.whole is None:
             return self.prices.tables(every)
@@ -289,7 +289,7 @@ class MeshProblem:
 
     @cached_property
     def beside(self) -> list[Table]:
-        """The seconds of work outside of plans: passes over memory, and products inside other operations."""
+        """The seconds of work outside of plans, as tables: passes over memory, and products inside other operations."""
         done, share = self.program.work, self.prices.shared
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
         passes = [share(array.unknowns, count * array.size / bandwidth) for array, count in done.passed.items()]
@@ -300,37 +300,37 @@ class MeshProblem:
         return self.program.held(prod(self.mesh.values()), self.like)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
-        """Return the bytes that a device has of some arrays, given the number of each."""
+        """Return the bytes of some arrays on one device, as tables, given how many there are of each."""
         return [self.prices.shared(each.unknowns, count * each.size) for each, count in arrays.items()]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:
-        """The arrays that are the program's arguments, with the number of each."""
+        """The arrays that are the program's arguments, with how many there are of each."""
         return self._held.arguments
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The other arrays at the moment when the program holds the most bytes, with the number of each."""
+        """The arrays, other than arguments, held at the moment of peak memory, with how many there are of each."""
         return self._held.others
 
     # -- the problem ---------------------------------------------------------------------------------------------------
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Return the search problem, with a choice for all lines that are tied and a term for each set of choices."""
+        """Return the search problem: one choice for each set of tied lines, and one term for each set of choices."""
         choices = self._choices()
         held = [*self.spread(self.stored), *self.spread(self.others)]
         terms = self.terms([*self.planned, *self.beside], held)
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
 
     def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
-        """Return a problem with the same choices and these seconds and bytes."""
+        """Return a problem with the same choices, and with the given tables of seconds and bytes as its terms."""
         return _without_constants(self._choices(), self.terms(seconds, held), limit)
 
     def _choices(self) -> list[Choice]:
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
-        """Return tables as terms; tables that depend on the same choices are added up."""
+        """Return the terms of these tables; tables that depend on the same choices are added up."""
         names = [option.name for option in self.prices.choices]
         time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
         found = []
@@ -342,7 +342,7 @@ class MeshProblem:
         return found
 
     def _norm_terms(self, choices: list[Choice]) -> list[Term]:
-        """Return the seconds of the norm of gradients by the mesh axes that shard them, which become a choice."""
+        """Return the terms of the norm of gradients, with an added choice: the mesh axes that the norm sums over."""
         if not self._norms:
             return []
         axes = tuple(self.mesh)
@@ -362,7 +362,7 @@ class MeshProblem:
 
     @cached_property
     def overestimate(self) -> float:
-        """Seconds by which a layout may be priced above its cost: norms are priced over all mesh axes."""
+        """Seconds by which a layout may be priced above its cost, because norms are priced over all mesh axes."""
         if len(self.mesh) <= MOST:
             return 0.0
         return sum(use.times * self._norm(tuple(self.mesh), use) for use in self._norms)
@@ -376,7 +376,7 @@ class MeshProblem:
         return sum(step.seconds for step in steps)
 
     def _sharding(self) -> dict[int, np.ndarray]:
-        """Return, for each choice and option, the mesh axes, as masks, that shard the tensors of the norms."""
+        """Return, for each choice and option, a bit mask of the mesh axes that shard the tensors of the norms."""
         found: dict[int, np.ndarray] = {}
         for use in self._norms:
             assert isinstance(use.what, UnknownMove)
@@ -410,7 +410,7 @@ class MeshProblem:
 
 
 def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Layout:
-    """Return a layout with these lines, on these mesh axes, under the lowering that the search prices."""
+    """Return a layout with these lines and mesh axes, under the lowering that the search prices."""
     plain = replace(base, name="found", overrides={}, lowerings={"default": "blocking"}, padding={}, choices=())
     vias = {key for key in plain.table if key.endswith("via")}
     plain = replace(plain, table={key: text for key, text in plain.table.items() if key not in vias or key in lines})
@@ -418,7 +418,7 @@ def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Lay
 
 
 def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip: Chip) -> float:
-    """Return the seconds of a program's planned steps in a layout, as `gspmd.trace` adds them up."""
+    """Return the seconds of a program's planned steps under a layout, by `gspmd.trace`."""
     axes = mesh or {"x": 1}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
     with jax.sharding.use_abstract_mesh(abstract), lowering("blocking"), planned_for(chip):
@@ -427,7 +427,7 @@ def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip:
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:
-    """Build a problem in which every term has a choice: constant terms are added to those of the first choice."""
+    """Build a problem in which every term depends on a choice: constants are added to terms of the first choice."""
     choices = [*choices] or [Choice("nothing", (0,))]
     first = choices[0]
     found = []

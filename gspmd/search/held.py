@@ -1,8 +1,8 @@
-"""The passes of a program over memory, and the memory that it holds at its peak, both derived from types.
+"""The passes of a program over memory, and its peak memory, both derived from the types of its values.
 
 A search traces the program on a mesh whose axes are placeholders, the unknowns (`gspmd.planner.unknown`). Under
-Explicit axes the type of an array names the unknowns over which it is sharded. Once a layout puts mesh axes in the
-place of the unknowns, the bytes of the array on one device are known.
+Explicit axes the type of an array names the unknowns over which it is sharded. Once a layout replaces the unknowns by
+mesh axes, the bytes of the array on one device are known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_UNKNOWNS = 8
 
 @dataclass(frozen=True)
 class HeldArray:
-    """An array as a device holds it.
+    """An array in the memory of a device.
 
     Attributes:
         size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
@@ -52,7 +52,7 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array of a type; None if it is not the type of an array, or does not contain the sharding."""
+        """Return the array of a type, or None if the type is not of an array or does not contain the sharding."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
@@ -70,7 +70,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type is sharded; empty for a type that is not an array."""
+    """Return the mesh axes over which each dimension of a type is sharded; the list is empty if it is no array's."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -80,10 +80,10 @@ def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
 
 
 class HeldValue:
-    """A value of a program; all variables that have this value unchanged stand for one `HeldValue`.
+    """A value of a program; variables that only pass a value on share one `HeldValue`.
 
     Args:
-        aval: its type.
+        aval: the type of the value.
         seen: the value whose memory it shares, if it is a reshaped view of that value.
     """
 
@@ -94,7 +94,7 @@ class HeldValue:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a program, with its values: a planned operation, a loop, a conditional, or a primitive."""
+    """An operation of a program with its values: a planned operation, a loop, a conditional or a primitive."""
 
     equation: Any
     inputs: tuple[HeldValue, ...]
@@ -102,12 +102,12 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The primitive."""
+        """The name of the primitive."""
         return self.equation.primitive.name
 
     @property
     def is_fused(self) -> bool:
-        """Whether compilers fuse it with its neighbours."""
+        """Whether compilers fuse this operation with its neighbours."""
         return self.name not in _APART and program_of(self.equation) is None and not self.inner
 
     @property
@@ -117,7 +117,7 @@ class Operation:
 
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
-        """The carry of a loop: each value before the loop and after it."""
+        """The carry of a loop, as pairs: a value before the loop and the same value after it."""
         if self.name not in _LOOPS:
             return []
         params, operands = self.equation.params, self.equation.invars
@@ -133,7 +133,7 @@ class Operation:
 
 @dataclass
 class Straight:
-    """A straight piece of a program: its operands, operations and results; calls that run once are part of it."""
+    """A program as one list of operations: calls that run once are replaced by their contents."""
 
     inputs: list[HeldValue]
     operations: list[Operation]
@@ -141,7 +141,7 @@ class Straight:
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> Straight:
-        """Return a program in which its plain calls are replaced by their contents."""
+        """Return the flat form of a program, with its plain calls replaced by their contents."""
         values = {var: HeldValue(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
         operations: list[Operation] = []
         _inline(jaxpr, values, operations)
@@ -174,7 +174,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 
 
 def _is_reshaped(equation: Any) -> bool:
-    """Return whether a result has its operand's memory: in a different shape, or across a border of Auto axes."""
+    """Return whether a result shares its operand's memory: in a different shape, or across a border of Auto axes."""
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
         return HeldArray.of(before) is None
@@ -189,8 +189,8 @@ class ProgramWork:
     """The work of a program outside its planned steps.
 
     Attributes:
-        passed: arrays that are read or written, with how often each is.
-        flops: FLOPs of the products inside planned operations, by the array that each product makes.
+        passed: the arrays that are read or written, with the number of passes over each.
+        flops: FLOPs of the products inside planned operations, by the array that each product computes.
     """
 
     passed: Mapping[HeldArray, int]
@@ -198,7 +198,7 @@ class ProgramWork:
 
 
 def work(jaxpr: Jaxpr) -> ProgramWork:
-    """Count the passes over memory of elementwise operations, planned operations except products, and loops' stacks.
+    """Count the passes over memory of elementwise and planned operations, but products, and of loops' stacks.
 
     Elementwise operations are fused as far as possible: an array counts only if an operation that is not fused makes or
     reads it.
@@ -249,7 +249,7 @@ def _count(passed: Counter, value: HeldValue, times: int) -> None:
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
-    """Yield the groups of operations that are fused: each operation with the operations that make its operands."""
+    """Yield the groups of operations that are fused: operations connected through their operands."""
     of: dict[HeldValue, list[Operation]] = {}
     for operation in fused:
         near = {id(of[value]): of[value] for value in operation.inputs if value in of}
@@ -291,12 +291,12 @@ def _type(value: Any) -> tuple:
 
 
 def _is_product(what: Unknown) -> bool:
-    """Return whether an operation is only a product; its mark is then priced with the local product."""
+    """Return whether an operation is only a product, so that its mark is priced as a local einsum."""
     return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
 
 
 def _flops_in(equation: Any) -> int:
-    """Return the FLOPs of the products in everything that an operation calls, times the trips of its loops."""
+    """Return the FLOPs of all products inside an operation, including calls, times the trip counts of its loops."""
     if equation.primitive.name == "dot_general":
         return _dot_flops(equation)
     inside = sum(_flops_in(each) for inner in inner_jaxprs(equation) for each in inner.eqns)
@@ -324,9 +324,9 @@ class Held:
     """The arrays of a program at the moment when it holds the most bytes.
 
     Attributes:
-        arguments: the arguments of the program, with the number of each.
-        others: intermediate arrays, and results that do not fit into the memory of an argument, with the number of
-            each.
+        arguments: the arguments of the program, with how many there are of each.
+        others: intermediate arrays, and results that do not fit into the memory of an argument, with how many there are
+            of each.
         moment: the moment when the program holds the most bytes.
     """
 
@@ -336,13 +336,12 @@ class Held:
 
 
 def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
-    """Return the arrays at the moment when a program holds the most bytes; donated arguments hold their results.
+    """Return the arrays at a program's moment of peak memory; results may reuse the memory of donated arguments.
 
     Args:
         jaxpr: the program.
-        devices: number of devices over which, for finding the moment, an array with an unknown is assumed to be
-            divided.
-        moment: the moment to use, from a program that differs only in sizes.
+        devices: the assumed number of parts into which an array with an unknown is divided, for finding the moment.
+        moment: the moment to use, found in a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -357,7 +356,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays, without operands and results, at a moment; by default at the moment of the most bytes."""
+    """Return the arrays other than operands and results at a moment, by default the moment of peak memory."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -390,12 +389,12 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays whose memory the given values use; a view uses the memory of a different value."""
+    """Return the arrays in memory to which values belong: for a view, the array that it is a view of."""
     return {value.memory for value in values if value.memory.array is not None}
 
 
 def _only_fused(straight: Straight) -> set[HeldValue]:
-    """Return the values that only fused operations make and read, and that are therefore never in memory."""
+    """Return the values that only fused operations make and read, so that they are never in memory."""
     made = {value.memory for each in straight.operations if each.is_fused for value in each.outputs}
     apart = _memory(value for each in straight.operations if not each.is_fused for value in each.inputs)
     return made - apart - _memory(straight.results)

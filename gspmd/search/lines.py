@@ -1,4 +1,4 @@
-"""A layout of unknown lines, and the unknowns that are chosen together.
+"""The lines of a layout with unknown specs, and the choices: sets of unknowns that are chosen together.
 
 An unknown is a placeholder for the mesh axes that shard one dimension of one line.
 """
@@ -45,12 +45,12 @@ class Lines:
         dims: the dimensions of each line; for a via, those of its two operands.
         whole: for each line, the dimensions that must not be sharded.
         vias: lines of vias, with the dimensions of both operands.
-        fixed: lines whose spec, or via, is given; it is then their only option.
+        fixed: lines whose spec or via is given, so that it is their only option.
         trained: lines of parameters, whose gradient and optimizer state have separate lines.
-        around: further mesh axes, which the search does not assign to lines, with their sizes, such as the axis of a
-            pipeline's stages.
-        beside: the axes of `around` along which pipelines run side by side: every batch is sharded over these axes,
-            before its unknown.
+        around: mesh axes, with their sizes, that the search does not assign to lines, such as the axis along which the
+            stages of a pipeline lie.
+        beside: those axes of `around` along which identical pipelines run side by side. Every batch is sharded over
+            these axes first, and then over its unknown.
     """
 
     layout: Layout
@@ -63,13 +63,13 @@ class Lines:
     beside: tuple[str, ...] = ()
     _numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     _parent: dict[str, str] = field(default_factory=dict)
-    _held: set[str] = field(default_factory=set)  # Unknowns that shard nothing.
-    _unread: set[str] = field(default_factory=set)  # Vias that a program was given and does not read.
-    _absent: set[str] = field(default_factory=set)  # Lines of no tensor of the program, which are tied to others.
+    _held: set[str] = field(default_factory=set)  # Unknowns that are fixed to no mesh axis.
+    _unread: set[str] = field(default_factory=set)  # Vias that the program was given but does not use.
+    _absent: set[str] = field(default_factory=set)  # Lines without a tensor in the program, tied to other lines.
 
     @classmethod
     def of(cls, layout: Layout, fixed: Mapping[str, str]) -> Lines:
-        """Return the lines that a layout writes, in the sections that describe a model, including its custom sections.
+        """Return the lines of a layout in all sections that describe the model, including its custom sections.
 
         Args:
             layout: a layout of the model.
@@ -108,10 +108,10 @@ class Lines:
         return made
 
     def check_fixed(self, names: Iterable[str] | None = None) -> None:
-        """Refuse fixed lines that do not exist.
+        """Raise an error if a fixed line does not exist.
 
         Raises:
-            LayoutError: a line does not exist; the message names the first such line.
+            LayoutError: a line does not exist. The message names the first such line.
         """
         for name in self.fixed if names is None else names:
             if self._has(name):
@@ -128,24 +128,24 @@ class Lines:
             )
 
     def _has(self, name: str) -> bool:
-        """Return whether there is a line with this name whose spec, or via, can be given."""
+        """Return whether there is a line with this name that can be fixed to a spec or via."""
         section, _, rest = name.partition(".")
         return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
 
     def specs_of(self, line: str) -> tuple[Spec, ...]:
-        """Return the spec, with its unknowns, of a line that can be given; for a via, the specs of both operands."""
+        """Return the spec of a line that can be fixed, with its unknowns; for a via, the specs of both operands."""
         if line in self.vias:
             return tuple(self.via(line).specs)
         return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
 
     def check_on(self, mesh: Mapping[str, int]) -> None:
-        """Refuse given lines that are possible on no mesh, or not on this one.
+        """Raise an error if a fixed line is not possible on any mesh, or not on this one.
 
         Args:
             mesh: sizes of all mesh axes, including axes of size 1.
 
         Raises:
-            LayoutError: a line is not possible; the message names the fault.
+            LayoutError: a fixed line is not possible. The message names the fault.
         """
         self.check_fixed()
         for line, text in self.fixed.items():
@@ -170,14 +170,14 @@ class Lines:
                 raise LayoutError(f"cannot fix {line} = '{text}': a fixed line cannot have a partial sum or reduced-.")
 
     def copy(self) -> Lines:
-        """Return a copy of the lines, tied in the same way, for reading a different program."""
+        """Return a copy of the lines with the same ties, for tracing a different program."""
         return replace(
             self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
             _parent={**self._parent}, _held={*self._held}, _unread={*self._unread}, _absent={*self._absent},
         )  # fmt: skip
 
     def served(self) -> Lines:
-        """Return the lines of a program that trains nothing and caches keys and values.
+        """Return the lines for a program that trains nothing and caches keys and values.
 
         The rows of all caches lie on the same devices, so that all rows of a text can be copied together.
         """
@@ -190,7 +190,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Tie these lines like a copy that reading a similar program has tied."""
+        """Apply the ties of a copy of these lines, which tracing a similar program has made."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -210,11 +210,11 @@ class Lines:
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
         """Add the vias: the specs in which operands are multiplied with those weights that have a line.
 
-        The weights of a group, as in a gated layer or for queries, keys and values, have one choice of via: separate
-        vias would multiply the number of options, and would be no cheaper, apart from rounding.
+        The weights of a group, such as those of a gated layer or of queries, keys and values, share one via: separate
+        vias would multiply the number of options, and would not be cheaper, apart from rounding.
 
         Args:
-            products: the products of the program: for each, an operand and the weights that it is multiplied with.
+            products: the products of the program, each as an operand and the weights that it is multiplied by.
         """
         of = {Spec(spec.dims, spec.axes): name for name, dims in self.dims.items() for spec in [self.spec(name, dims)]}
         groups: list[list[tuple[str, tuple[str, str]]]] = []
@@ -242,7 +242,7 @@ class Lines:
     # -- unknowns ------------------------------------------------------------------------------------------------------
 
     def unknown(self, line: str, dim: str) -> str:
-        """Return the unknown over which a dimension of a line is sharded."""
+        """Return the name of the unknown over which a dimension of a line is sharded."""
         # A number is shorter than the line's name, and it is in the types of everything that is traced.
         return self._root(f"{PREFIX}{self._numbers.setdefault((line, dim), len(self._numbers))}")
 
@@ -252,7 +252,7 @@ class Lines:
         return name
 
     def described(self, unknown: str) -> str:
-        """Describe an unknown for a message."""
+        """Describe an unknown for a message by the dimension and the line that it shards."""
         of = [f"{dim} of {line}" for line, dim in [*self._numbers] if self.unknown(line, dim) == self._root(unknown)]
         return of[0] if of else unknown
 
@@ -265,11 +265,11 @@ class Lines:
                 self._held.add(other)
 
     def hold(self, name: str) -> None:
-        """Make an unknown shard nothing."""
+        """Fix an unknown to no mesh axis, so that its dimensions stay unsharded."""
         self._held.add(self._root(name))
 
     def spec(self, line: str, dims: str, whole: Iterable[str] = ()) -> Spec:
-        """Return a spec with an unknown for each dimension."""
+        """Return a spec with an unknown for each dimension, except those of `whole`."""
         kept = {*whole, *self.whole.get(line, ())}
         axes = []
         for dim in dims:
@@ -279,20 +279,20 @@ class Lines:
         return Spec(tuple(dims), tuple(axes))
 
     def via(self, line: str) -> Via:
-        """Return a via with an unknown for each dimension of a product."""
+        """Return a via: the specs of both operands of a product, with an unknown for each dimension."""
         left, right = self.vias[line]
         return Via.of(self.spec(line, left), self.spec(line, right))
 
     def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
         """Drop the lines of tensors that the program does not have: lines whose unknowns are all absent from it.
 
-        If only some unknowns of a line occur, the line is tied to a different tensor. The line stays, so that the
-        layout shards both alike, and its other dimensions are unsharded.
+        If only some unknowns of a line are absent, the line is tied to another tensor's line. It stays, so that the
+        layout shards both alike, and its absent dimensions are unsharded.
 
         Args:
-            unknowns: the unknowns that the program has.
-            owed: the unknowns over which the program has partial sums: a parameter with neither a partial sum nor a
-                state is not trained.
+            unknowns: the unknowns that occur in the program.
+            owed: the unknowns over which the program has partial sums. A parameter without a partial sum of its
+                gradient and without a state is not trained.
         """
         state = {name: unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])) for name in self.trained}
         self.trained = [name for name, own in state.items() if self.owed(name) in owed or not unknowns.isdisjoint(own)]
@@ -310,9 +310,9 @@ class Lines:
             del self.dims[line]
 
     def _is_as_default(self, line: str) -> bool:
-        """Return whether a line that the layout does not write is tied to its default line in all of its dimensions.
+        """Return whether a line missing from the layout is tied, in all dimensions, to the line that is its default.
 
-        Such a line adds no choice, and most models have no tensor for it: few have latents of attention, for example.
+        Such a line adds no choice. Most models have no tensor for it: few have latents of attention, for example.
         """
         default = KEYS[line].default if line in KEYS else None
         if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
@@ -320,11 +320,11 @@ class Lines:
         return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 
     def _owes(self, line: str) -> bool:
-        """Return whether the gradient of a parameter may stay a partial sum."""
+        """Return whether the gradient of a parameter may stay a partial sum until the end of the step."""
         return self.owed(line) not in self._held
 
     def owed(self, line: str) -> str:
-        """Return the unknown over which the gradient of a parameter stays a partial sum until the step ends."""
+        """Return the unknown for the mesh axes over which a parameter's gradient stays a partial sum in a step."""
         return self.unknown(f"gradients.{line}", "sum")
 
     @staticmethod
@@ -334,7 +334,7 @@ class Lines:
     # -- the layout ----------------------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, str]:
-        """Return every line with its unknowns, overriding lines included, in the form for `Layout.override`."""
+        """Return every line, including overriding ones, with its unknowns, in the form for `Layout.override`."""
         found = {name: str(self.spec(name, dims)) for name, dims in self.dims.items()}
         found |= {name: str(self.via(name)) for name in self.vias}
         for name in self.trained:
@@ -344,10 +344,9 @@ class Lines:
         return found
 
     def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return, for each line, the unknowns that may not have a mesh axis in common, with their dimensions.
+        """Return, for each line, the unknowns that must not share a mesh axis, each with its dimension.
 
-        The unknown over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that do not
-        shard the weight.
+        The unknown of a gradient's partial sum has no dimension: it is a set of mesh axes that do not shard the weight.
         """
         present = {name: dims for name, dims in self.dims.items() if name not in self._absent}
         found = {name: self._pairs(self.spec(name, dims)) for name, dims in present.items()}
@@ -365,7 +364,7 @@ class Lines:
         return {**dict.fromkeys(named, 1), **self.around}
 
     def unknowns_of(self, key: str) -> tuple[str, ...]:
-        """Return the unknowns of a line, named as in `written`."""
+        """Return the unknowns of a line; the line is named as in `written`."""
         section, _, rest = key.partition(".")
         if section == "gradients":
             return (self.owed(rest),)
@@ -376,7 +375,7 @@ class Lines:
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
 
     def lines_of(self, unknowns: Collection[str]) -> list[str]:
-        """Return the lines, named as in `written`, that have one of these unknowns, a gradient in its partial sum."""
+        """Return the lines that have one of these unknowns, named as in `written`; gradients have partial sums too."""
         of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
@@ -384,14 +383,14 @@ class Lines:
     def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
         """Return every line with mesh axes in place of its unknowns, in the form that `Layout.override` accepts.
 
-        A gradient, or an optimizer's state, that is sharded like its parameter is not written. A line with an unknown
-        that is not in `known` is not written either.
+        A gradient or an optimizer state that is sharded like its parameter is not written, nor is a line with an
+        unknown that is not in `known`.
 
         Args:
             known: the mesh axes of each unknown.
-            only: return only these lines; a gradient is returned with its parameter.
-            settled: whether to write also gradients that are sharded like their parameter; with several microbatches an
-                unwritten gradient stays a partial sum.
+            only: return only these lines; the line of a gradient is returned with its parameter.
+            settled: whether to write also gradients that are sharded like their parameter. With several microbatches, a
+                gradient without a line stays a partial sum.
         """
         found: dict[str, str] = {}
 
@@ -424,11 +423,11 @@ class Lines:
 def _clashing(
     groups: Iterable[Sequence[tuple[str, tuple[str, str]]]], written: Mapping[str, tuple[str, str]]
 ) -> set[str]:
-    """Return the vias that no layout can write, because products with different dimensions would use them.
+    """Return the vias that cannot be written, because products with different dimensions would share them.
 
-    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` share one `k_via`. The planner
-    chooses the via of such products. The weights of a group have one via, so if one of them has none, the whole group
-    has none.
+    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` share one `k_via`. For such
+    products the planner chooses the via. The weights of a group have one via: if it cannot be written for one of them,
+    it is not written for any.
     """
     wanted: dict[str, set[tuple[str, str]]] = {via: {dims} for via, dims in written.items() if via not in KEYS}
     every = [*groups]
@@ -443,12 +442,12 @@ def _clashing(
 
 @dataclass(frozen=True)
 class LineChoice:
-    """One choice of a search: unknowns that are chosen together, and every way to place them on a mesh.
+    """A choice of a search: unknowns that are chosen together, with every way to replace them by mesh axes.
 
     Attributes:
-        name: the name of the first of its lines.
-        unknowns: the unknowns, in the order of the columns.
-        rows: [option, unknown] the index of a sequence of mesh axes (`gspmd.planner.graph.placements.sequences`).
+        name: the name of the choice, which is that of its first line.
+        unknowns: the unknowns, one for each column of `rows`.
+        rows: [option, unknown] the mesh axes of the unknown, as an index in `gspmd.planner.graph.placements.sequences`.
     """
 
     name: str
@@ -456,7 +455,7 @@ class LineChoice:
     rows: np.ndarray
 
     def column(self, unknown: str) -> np.ndarray:
-        """Return the sequence of an unknown, by option."""
+        """Return the mesh axes of an unknown for each option, as indices of sequences of mesh axes."""
         return self.rows[:, self.unknowns.index(unknown)]
 
 
@@ -466,15 +465,15 @@ def choices_of(
     mesh: Mapping[str, int],
     dimensions: Mapping[str, int] = {},
 ) -> list[LineChoice]:
-    """Return every choice of a search on one mesh; unknowns that lines tie, directly or indirectly, are one choice.
+    """Return every choice of a search on one mesh: unknowns that a line connects, even indirectly, are one choice.
 
     Args:
         lines: the lines of the layout.
-        sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide all of them. An
-            unknown that is missing here has no such restriction.
+        sizes: for each unknown, the sizes of the dimensions sharded over it, all of which its mesh axes must divide. An
+            unknown that is missing here may have any mesh axes.
         mesh: sizes of the mesh axes, all above 1.
-        dimensions: sizes by which the layout is checked. The mesh axes of lines have to divide these sizes even if
-            tensors are larger, as with two shared experts together.
+        dimensions: sizes by which the finished layout is checked. The mesh axes of lines must divide these sizes too,
+            even if the tensors of the program are larger, such as those of two shared experts together.
 
     Raises:
         PlanError: a choice has too many options.
@@ -525,10 +524,10 @@ def choices_of(
 def _parts(
     members: list[str], tensors: Mapping[str, tuple[tuple[str, str], ...]], lines: Lines
 ) -> Iterator[tuple[set[str], list[str]]]:
-    """Split tied lines into choices: yield the unknowns that are chosen together, with their lines.
+    """Split connected lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    Vias, and the lines tied to them, that have only the placement of one tensor in common become separate choices, and
-    so does that placement: one choice for all of them would have many times as many options. In training they stay one
+    If vias, and the lines tied to them, have only the placement of one tensor in common, they become separate choices,
+    and so does that placement: one choice for all would have many times as many options. In training they stay one
     choice, because the parts of the tensor's gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
@@ -555,12 +554,12 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """Keep the options in which a line has the given spec; mesh axes of size 1 shard nothing.
+    """Keep the options in which a line has its given spec, where mesh axes of size 1 shard nothing.
 
     Args:
         lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.
         unknowns, rows: the options, as in `LineChoice`.
-        before: given lines that have restricted the options already.
+        before: fixed lines to which the options have already been restricted.
 
     Raises:
         LayoutError: no option is left.
@@ -591,7 +590,7 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """Return [option, unknown] every placement in which no mesh axis appears twice in one tensor."""
+    """Return [option, unknown] all placements in which no tensor has a mesh axis twice."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:

@@ -1,8 +1,8 @@
-"""Lookups of rows in a table: the seconds of their moves for every placement of ids, table and rows, as tables.
+"""Costs of looking up rows in a table (an embedding), as arrays over the placements of ids, table and rows.
 
-During the lookup, each mesh axis shards a dimension that it shards in one of the specs, as in `gspmd.ops.embed`. The
-lookup has an optimum of its own: of all joint placements of ids, table and rows, the one with the fewest seconds of
-moves.
+During the lookup, each mesh axis shards a dimension that it also shards in one of the specs, as in `gspmd.ops.embed`.
+The lookup itself is an optimum: of all joint placements of ids, table and rows, the one whose moves take the fewest
+seconds.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from gspmd.search.moves import MoveCosts, at_every
 
 @dataclass(frozen=True)
 class LookupPrices:
-    """A lookup, or the gradient of its table, for every placement of its tensors.
+    """A lookup, or the gradient of its table, with its cost for every placement of its tensors.
 
     Attributes:
         environment: mesh, chip and the sizes of all dimensions.
-        ids, rows: the placements of ids and rows; those with the same index are a pair.
-        tables: the placements of the table.
-        widths: bytes of an element of ids, table, rows and, if there are any, scales of the table's rows.
-        backward: whether the gradient of the table is computed. The gradient is moved to the table's placement, or to
-            the partial sum that the table's spec states.
+        ids, rows: the placements of ids and rows before and after the lookup; equal indices form a pair.
+        tables: the placements of the table before the lookup.
+        widths: bytes per element of ids, table, rows and, if there are any, scales of the table's rows.
+        backward: whether this is the gradient of the table, which moves to the table's placement or to the partial sum
+            that the table's spec states.
     """
 
     environment: Environment
@@ -38,7 +38,7 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return the seconds [pair, table] of the move of "ids", "rows" or "table"; scales move with the table."""
+        """Return [pair, table] the seconds of the move of "ids", "rows" or "table"; scales count with the table."""
         total, places = self._best
         if name in ("ids", "rows"):
             found = np.take_along_axis(self._costs(name), places, axis=1)
@@ -49,12 +49,12 @@ class LookupPrices:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """The seconds [pair, table] of the first steps of the table's move, which run once if they are hoisted."""
+        """The seconds [pair, table] of those first steps of the table's move that may be hoisted out of a loop."""
         tensor, before, after = self.ends("table")
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the tensor "ids", "table" or "rows", and the placements [pair, table] before and after its move."""
+        """Return the costs of moving "ids", "table" or "rows", and [pair, table] the placements before and after."""
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
         given = np.broadcast_to(fixed[None, :] if name == "table" else fixed[:, None], at.shape)
@@ -62,7 +62,7 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """The dimensions, and for each joint placement the sequences of mesh axes on them, also as masks."""
+        """The dimensions, and for each joint placement the mesh axes on them, as sequences and as bit masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
         rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
@@ -70,7 +70,7 @@ class LookupPrices:
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[MoveCosts, np.ndarray, np.ndarray, bool]]:
-        """For each tensor: its graph, its placements, its part of each joint placement, and whether it moves there."""
+        """For each tensor: its move costs, outer and joint placements, and whether it moves from outer to joint."""
         vocabulary, tokens = self.tables[0].dims[:1], self.ids[0].dims
         (id_bytes, table_bytes, row_bytes, *scale), backward = self.widths, self.backward
         held = [each.cotangent if backward else each for each in self.tables]
@@ -95,7 +95,7 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """The minimum of seconds [pair, table], and the joint placement that needs them."""
+        """The fewest seconds [pair, table] of all moves, and the joint placement with these seconds."""
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)
@@ -106,14 +106,14 @@ class LookupPrices:
         return seconds, places
 
     def _costs(self, name: str) -> np.ndarray:
-        """Return [option, joint placement] the seconds of one tensor's move."""
+        """Return [outer placement, joint placement] the seconds of one tensor's move."""
         tensor, outside, joint, comes = self._tensors[name]
         if comes:
             return tensor.between(outside, joint, by="sources")
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return masks [spec, joint placement] of the mesh axes that the spec does not have on the same dimension."""
+        """Return [spec, joint placement] bit masks of axes whose joint dimension differs from that in the spec."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -1,7 +1,7 @@
-"""Costs of moving one tensor between many placements at once, as tables.
+"""Costs of moving a tensor between all pairs of many placements, as tables.
 
-A plan needs one shortest path; a search needs all of them. `MoveCosts` runs the planner's shortest paths once for each
-placement of interest and keeps the seconds as the rows of a table.
+A plan needs one shortest path, but a search needs all of them. `MoveCosts` runs the planner's shortest-path search once
+for each placement of interest, and keeps the seconds as a row of a table.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ HOISTED = ("all-to-all", "collective-permute")
 
 
 class MoveCosts:
-    """Seconds of moves between the placements of one tensor, which may be a partial sum before its move.
+    """Seconds of all moves between placements of one tensor, which may be a partial sum before its move.
 
     Args:
         environment: mesh, chip, and the sizes of all dimensions.
         dims: the tensor's dimensions.
-        width: bytes of an element on the wire.
+        width: bytes per element when sent.
         reduce: how a partial sum is reduced, as in `gspmd.planner.graph.resharding.move`.
     """
 
@@ -40,26 +40,26 @@ class MoveCosts:
 
     @cached_property
     def paths(self) -> ShortestPaths:
-        """The planner's graph of this tensor."""
+        """The shortest paths in the planner's graph of placements of this tensor."""
         axes, sums = frozenset(self._axes), self.reduce == "sum"
         return shortest_paths(self.shape, self.environment.mesh, self.width, self.environment.chip, axes, sums)
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        """Return the graph's numbers of placements; -1 for a placement whose mesh axes do not divide the sizes."""
+        """Return the graph's node number of each spec, or -1 if the spec's mesh axes do not divide the sizes."""
         mesh = dict(self.environment.mesh)
         return np.array([self.paths.number(spec.without_trivial(mesh)) for spec in specs], int)
 
     def nodes(self, rows: Sequence[np.ndarray], partial: np.ndarray | int = 0) -> np.ndarray:
-        """Return the numbers of placements, from the mesh axes on each dimension and the axes of a partial sum."""
+        """Return the node numbers of placements, given the mesh axes on each dimension and those of a partial sum."""
         return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
 
     def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str = "") -> np.ndarray:
-        """Return [sources, targets] the seconds of the cheapest chains of steps; infinite if there is none.
+        """Return [sources, targets] the seconds of the cheapest moves; infinite if there is no move.
 
         Args:
-            sources, targets: indices of placements; -1 for a tensor that does not exist.
-            by: `"sources"` or `"targets"`: shortest paths are searched once for each of these; by default for the
-                fewer.
+            sources, targets: node numbers of placements; -1 for a placement that is impossible.
+            by: `"sources"` or `"targets"`: the end from which shortest paths are searched, once for each placement; by
+                default the end with fewer placements.
         """
         by = by or ("sources" if len(sources) <= len(targets) else "targets")
         few, many = (sources, targets) if by == "sources" else (targets, sources)
@@ -70,7 +70,7 @@ class MoveCosts:
         return table if by == "sources" else table.T
 
     def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
-        """Return [source][target] the chains of steps; a chain is empty if there is none."""
+        """Return [source][target] the steps of the cheapest moves; the list of steps is empty if there is no move."""
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
         for row, column, _, path in self._paths_between(sources, targets):
             for arc in path:
@@ -82,7 +82,7 @@ class MoveCosts:
     def _paths_between(
         self, sources: np.ndarray, targets: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, Iterable[Arc]]]:
-        """Yield, for each possible move, row and column, the cost from every placement to the target, and the arcs."""
+        """Yield, for each possible move, its row and column, the costs from all nodes to the target, and its arcs."""
         for column, end in enumerate(targets.tolist()):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):
@@ -90,11 +90,11 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return [sources, targets] the seconds of the first steps, which are hoisted where the tensor is invariant.
+        """Return [sources, targets] the seconds of the first steps: those hoisted out of a loop over a fixed tensor.
 
-        From the first step on that enlarges the tensor, a chain stays in the loop. So does everything after a slice,
-        because compilers count the device's position among its operands. Every pair is planned, even if it occurs
-        more than once (`at_every`).
+        The first step that enlarges the tensor, and all steps after it, stay in the loop. So does everything after a
+        slice, because compilers count the device's position among its operands. Each pair is planned, even if it occurs
+        several times: `at_every` removes repetitions.
         """
         meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
         for row, column, rest, path in self._paths_between(sources, targets):
@@ -103,13 +103,13 @@ class MoveCosts:
         return table
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return [sources, ends, others] the seconds of the first steps that the moves to two placements share.
+        """Return [sources, ends, others] the seconds of the first steps that moves to two placements have in common.
 
-        A program that moves one tensor to both placements has these steps once.
+        A program that moves one tensor to both placements runs these steps once.
 
         Returns:
-            The seconds, and the seconds of those first steps that are hoisted out of a loop in which the tensor is
-            invariant.
+            The seconds of the common steps, and the seconds of those among them that are hoisted out of a loop in which
+            the tensor does not change.
         """
         places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
         onward, took, leaves = self._first_steps(np.unique(sources), places)
@@ -128,7 +128,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return arrays [placement, target]: where the first step leads, or -1; its seconds; if it may be hoisted."""
+        """Return [placement, target] where the first step leads or -1, its seconds, and whether it may be hoisted."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning
@@ -150,10 +150,10 @@ class MoveCosts:
 
 
 def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-    """Return the entries of a table for arrays of placements that broadcast; it is made for the different ones only.
+    """Evaluate a table at arrays of placements, which are broadcast; the table is computed once per distinct value.
 
     Args:
-        made: makes the table, with an axis for each of its arguments, which are placements without repetition.
+        made: a function that computes the table, with an axis for each argument, an array of distinct placements.
         places: the placements, by number.
 
     Example:
@@ -171,7 +171,7 @@ def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray
 
 
 def different(*places: np.ndarray) -> tuple[list[np.ndarray], tuple[np.ndarray, ...]]:
-    """Return each array's numbers without repetition, and the positions of its entries among them.
+    """Return the distinct numbers in each array, and for each entry its position among them.
 
     >>> different(np.array([7, 4, 7]))
     ([array([4, 7])], (array([1, 0, 1]),))

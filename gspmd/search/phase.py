@@ -26,8 +26,8 @@ class LayoutLine:
     Attributes:
         key: section and key, such as `ffn.w_in`.
         text: its spec, or via.
-        choice: the choice that decides it; several lines may share one.
-        section: the overriding section that contains it; empty for none.
+        choice: the choice to which the line belongs; several lines may share one.
+        section: the overriding section that contains the line; empty if none does.
     """
 
     key: str
@@ -37,18 +37,18 @@ class LayoutLine:
 
     @property
     def name(self) -> str:
-        """The key, after the overriding section if the line is in one: `optimizer.ffn.w_in`."""
+        """The full name of the line: its key, after any overriding section, as in `optimizer.ffn.w_in`."""
         return name_of(self.section, self.key)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A phase of a model on a mesh.
+    """A phase of a model on a mesh: everything that a search problem is built from.
 
     Attributes:
         config: the settings of the model; None for a custom model.
         sizes: sizes of every dimension, in one microbatch.
-        mesh: sizes of the mesh axes; for a pipeline, those of one stage.
+        mesh: sizes of the mesh axes; for a pipeline, those within one stage.
         chip: the chip whose seconds are assumed.
         dtype: compute dtype.
         trains: whether there is a backward pass.
@@ -56,8 +56,8 @@ class Case:
         side: for a pipeline, the mesh axes along which pipelines run side by side. These axes shard only the batch, and
             gradients stay partial sums over exactly these axes until the step ends.
         stages: number of stages of a pipeline, which lie along the first mesh axis.
-        remat: the choice of remat, which says what the backward pass recomputes; empty if there is no backward pass, or
-            if the program alone decides this.
+        remat: the choice of remat, which says what the backward pass recomputes. It is empty if there is no backward
+            pass, or if the program alone decides this.
     """
 
     config: Any
@@ -73,12 +73,11 @@ class Case:
 
 
 class PhaseProblem(ABC):
-    """The search problem of one program on one mesh, whose choices and terms are read from it.
+    """The search problem of one program on one mesh: its choices and terms are read from a trace of the program.
 
     Attributes:
         case: the phase of a model, and the mesh.
-        phase: the phase of a layout in which the program runs: "train", "prefill" (sources are encoded in it too) or
-            "decode".
+        phase: the phase for which a layout is used: "train", "prefill" (also for encoding sources) or "decode".
     """
 
     phase = ""
@@ -89,7 +88,7 @@ class PhaseProblem(ABC):
     @property
     @abstractmethod
     def question(self) -> MeshProblem:
-        """The search on this mesh; the program is read on first use."""
+        """The problem on this mesh; the program is traced on first use."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -98,17 +97,17 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write the line of every gradient: with several microbatches, no line means a partial sum."""
+        """Whether every gradient needs a line: with several microbatches, a missing line means a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
-        """Every choice, with its options by number."""
+        """The options of every choice, by the choice's name."""
         return {choice.name: choice.options for choice in self._problem.choices}
 
     @cached_property
     def terms(self) -> list[Term]:
-        """Every table."""
+        """The terms of the cost, as tables over choices."""
         return [*self._problem.terms]
 
     @cached_property
@@ -118,15 +117,15 @@ class PhaseProblem(ABC):
 
     @property
     def overestimate(self) -> float:
-        """Seconds by which the price of the global norm may be too high, as the norm is priced over all mesh axes."""
+        """Seconds by which a layout may be priced too high, because the global norm is priced over all mesh axes."""
         return self.question.overestimate
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Return the choices and terms as a problem; `limit` is the number of bytes that a device may hold."""
+        """Return the problem with a limit on the bytes that a device may hold."""
         return Problem(self._problem.choices, self._problem.terms, limit)
 
     def texts(self, name: str) -> Iterator[dict[tuple[str, str], str]]:
-        """Yield the lines of each option of a choice."""
+        """Yield, for each option of a choice, its lines as (section, key) -> text."""
         option = next((each for each in self.question.prices.choices if each.name == name), None)
         if option is None:  # The mesh axes of the norm of gradients follow from the optimizer's state.
             yield from ({} for _ in self.choices[name])
@@ -139,7 +138,7 @@ class PhaseProblem(ABC):
             yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """Return the lines of the layout that these picks give."""
+        """Return the lines of the layout with these picks: one option of each choice."""
         prices = self.question.prices
         known = prices.known([picks[option.name] for option in prices.choices])
         found = []
@@ -154,16 +153,16 @@ class PhaseProblem(ABC):
         return found
 
     def written(self, picks: Mapping[str, int]) -> dict[str, str]:
-        """Return the lines of the layout that these picks give, as name -> text."""
+        """Return the lines of the layout with these picks, as name -> text."""
         return {line.name: line.text for line in self.lines(picks)}
 
 
 class RelaxedProblem(PhaseProblem):
-    """A problem with the choices of a phase, whose cost is a bound for several numbers of microbatches at once."""
+    """A phase whose problem can also be bounded for a whole range of numbers of microbatches."""
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return the problem whose answer costs at most as much as with any number of microbatches between these."""
+        """Return a problem whose answer costs at most as much as with any number of microbatches in this range."""
 
 
 ReadProgram = tuple[Build, TracedProgram, Lines]
@@ -171,12 +170,12 @@ ReadProgram = tuple[Build, TracedProgram, Lines]
 
 
 def read_alike(build: Build, alike: Lines, **around: Any) -> ReadProgram:
-    """Read one of several programs that need the same lines tied; the lines of the others are then tied like its lines.
+    """Trace one of several programs that share ties between lines, and add the ties that this program needs.
 
     Args:
-        build: makes the program.
-        alike: the lines of all these programs; they are tied in place.
-        around: `around` and `beside` of `Lines`, if this program has such axes.
+        build: the builder of the program.
+        alike: the lines of all these programs, which are tied in place.
+        around: the fields `around` and `beside` of `Lines`, if this program has such axes.
     """
     lines = replace(alike.copy(), **around)
     program = read(build, lines)

@@ -56,7 +56,7 @@ Planned = tuple[tuple, ...]
 
 
 class Prices:
-    """The seconds of steps on one mesh.
+    """The seconds of steps on one mesh, as tables over the choices on which they depend.
 
     Args:
         choices: the choices of the search.
@@ -79,7 +79,7 @@ class Prices:
         self._key = options, tuple(mesh.items()), chip
 
     def on(self, mesh: Mapping[str, int]) -> Prices:
-        """Return the prices of the same choices on a mesh with more or fewer axes, for steps that are planned on it.
+        """Return the prices of the same choices on a mesh with other axes, for steps that are planned on that mesh.
 
         A tensor counts as unsharded along an axis that the mesh lacks, since no step on the mesh uses that axis.
         """
@@ -89,7 +89,7 @@ class Prices:
         return Prices([replace(each, rows=there[each.rows]) for each in self.choices], mesh, self.chip)
 
     def known(self, picks: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes of every unknown, given the option of every choice."""
+        """Return the mesh axes of every unknown, given the picked option of each choice."""
         return {
             name: self.named(int(number))
             for option, pick in zip(self.choices, picks)
@@ -97,7 +97,7 @@ class Prices:
         }
 
     def named(self, number: int) -> tuple[str, ...]:
-        """Return the mesh axes of a sequence, given its index."""
+        """Return the names of the mesh axes in a sequence, given the sequence's index."""
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
@@ -105,9 +105,9 @@ class Prices:
         return self.choices_in_names(_unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
-        """Return the choices that decide some unknowns.
+        """Return the choices that decide the given unknowns.
 
-        If several choices contain an unknown, one that a different unknown needs is used, or else the smallest.
+        If several choices contain an unknown, one that another unknown needs anyway is taken, or else the smallest.
         """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
@@ -118,7 +118,7 @@ class Prices:
 
     @property
     def ties(self) -> list[Table]:
-        """Tables that are 0 where two choices agree on the placement that they share, and infinite elsewhere."""
+        """Tables that are infinite where two choices disagree on a placement that they share, and 0 elsewhere."""
         found: list[Table] = []
         for place, option in enumerate(self.choices):
             for number, other in enumerate(self.choices):
@@ -133,7 +133,7 @@ class Prices:
         return found
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of all uses, added up for each set of choices."""
+        """Return the seconds of all uses as tables, one for each set of choices."""
         counted: dict[Unknown, list[int]] = {}
         for use in uses:
             both = counted.setdefault(use.what, [0, 0])
@@ -143,23 +143,23 @@ class Prices:
         return list(added_up(priced).items())
 
     def _is_left_out(self, what: Unknown) -> bool:
-        """Return whether a saving is not counted: the chip's compiler does not make it, or its table is too large."""
+        """Return whether a saving is ignored: the chip's compiler does not make it, or its table would be too large."""
         if isinstance(what, UnknownReduction) and not compiler_for(self.chip).reduces_sums:
             return True
         # The common steps of two chains are then priced twice.
         return isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what))
 
     def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
-        """Return the seconds of one step that runs several times.
+        """Return the seconds of one step over all its runs, as a table.
 
         Args:
             what: the step.
             times: the number of its runs.
-            once: the number of runs of its first steps, if they are hoisted out of a loop in which the tensor is
-                invariant.
+            once: the number of runs of its first steps, if these are hoisted out of a loop in which the tensor does not
+                change.
 
         Raises:
-            PlanError: the step depends on so many choices that a table is too large.
+            PlanError: the step depends on so many choices that its table would be too large.
         """
         of, once = self.choices_in(what), times if once is None else once
         if self._is_too_large(of):
@@ -188,7 +188,7 @@ class Prices:
         return known[kind, what, of]
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of a step that runs once."""
+        """Return the seconds of one run of a step, as a table over the choices `of`."""
         if isinstance(what, UnknownProduct):
             return self._product(what, of)
         nowhere = np.full((1,) * len(of), np.inf)  # No placement of its tensors is possible.
@@ -206,7 +206,7 @@ class Prices:
         return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
 
     def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the first steps, which are hoisted out of a loop in which the tensor is invariant."""
+        """Return the seconds of the first steps that are hoisted out of a loop in which the tensor does not change."""
         nothing = np.zeros((1,) * len(of))
         if isinstance(what, UnknownSteps) and what.plan is routed and what.name == "table":
             found, at = self._looked_up(what, of)
@@ -221,14 +221,14 @@ class Prices:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
 
     def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
-        """Return the choice of an unknown (None if it shards nothing) and, for each option, its mesh axes as a mask."""
+        """Return the choice of an unknown, or None if it shards nothing, and a bit mask of its mesh axes by option."""
         if unknown not in self._at:
             return None, np.zeros(1, int)
         choice, column = next(iter(self._at[unknown].items()))
         return choice, self.sequences.mask[column]
 
     def shared(self, unknowns: Iterable[str], amount: float) -> Table:
-        """Return one device's part of an amount that is sharded over some unknowns; all of it without unknowns."""
+        """Return one device's part of an amount that is divided over some unknowns, as a table."""
         names = [name for name in unknowns if name in self._at]
         of = self.choices_in_names(names)
         used = np.zeros((1,) * len(of), int)
@@ -241,9 +241,9 @@ class Prices:
     def _moved(
         self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the graph of a moved tensor, and its placements before and after the move.
+        """Return the move costs of a tensor, and its placements before and after the move, by option.
 
-        None if no choice makes the move possible.
+        The result is None if the move is impossible under every option.
         """
         if isinstance(what, UnknownMoves):
             return self._moved_as_planned(what, of)
@@ -253,7 +253,7 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the result of `_moved` for a move that an operation plans, once for each placement of its tensors."""
+        """Return the result of `_moved` for a move planned by an operation, once per placement of its tensors."""
         names = unknowns_in(what.arguments)
         own = tuple(each for each in of if any(each in self._at.get(name, ()) for name in names))
         key = what.plan, what.arguments, own
@@ -290,7 +290,7 @@ class Prices:
         return self._moves[key]
 
     def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
-        """Return the numbers of placements of a spec, by option of each choice; -1 for an impossible placement."""
+        """Return the node numbers of a spec's placements, by option of each choice; -1 for an impossible placement."""
         taken, rows = np.zeros((1,) * len(of), int), []
         wrong = np.zeros((1,) * len(of), bool)
         for dim in tensor.dims:
@@ -307,7 +307,7 @@ class Prices:
         return np.where(full[0], -1, nodes)
 
     def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sequence of mesh axes on one dimension, its mask, and whether some axis appears twice in it."""
+        """Return the mesh axes on one dimension, their bit mask, and whether an axis appears twice, all by option."""
         number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
         twice = np.zeros((1,) * len(of), bool)
         for name in names:
@@ -319,7 +319,7 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """Return the sequences of an unknown, along the axis of its choice; for a mesh axis, that axis alone."""
+        """Return the mesh axes of an unknown by option, along its choice's array axis; a mesh axis is itself."""
         if name in self._at:
             choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
             return column.reshape([-1 if each == choice else 1 for each in of])
@@ -329,7 +329,7 @@ class Prices:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _product(self, what: UnknownProduct, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the local product, as the planner counts them."""
+        """Return the seconds of a local einsum as the planner counts them, by option."""
         axes: dict[str, tuple[str, ...]] = {}
         for spec in what.specs:
             axes |= dict(zip(spec.dims, spec.axes))
@@ -351,7 +351,7 @@ class Prices:
         return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
 
     def _placements(self, unknowns: Iterable[str], of: tuple[int, ...]) -> tuple[list[Known], np.ndarray]:
-        """Return the different placements of some unknowns, and which of them each combination of options has."""
+        """Return the distinct placements of some unknowns, and the index of the placement by option."""
         names = [name for name in unknowns if name in self._at]
         if not names:
             return [{}], np.zeros((1,) * len(of), int)
@@ -361,9 +361,9 @@ class Prices:
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """Return the prices of a lookup, and the placements for each combination of the options.
+        """Return the prices of a lookup, and the indices of its placements by option.
 
-        These are the indices of the pair of ids and rows, and of the table; -1 for an impossible placement.
+        The indices are those of the pair of ids and rows, and of the table; -1 for an impossible placement.
         """
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._places((given.ids, given.rows), of)
@@ -386,7 +386,7 @@ class Prices:
         return self._lookups.get(key), some
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
-        """Return the different placements of some tensors, None if impossible, and which of them each option has."""
+        """Return the distinct placements of some tensors, None if impossible, and the index of each by option."""
         every, kind = self._placements(unknowns_in(specs), of)
         found: list[tuple[Spec, ...] | None] = []
         for known in every:
@@ -401,7 +401,7 @@ class Prices:
         return None if steps is None else steps[what.name]
 
     def _planned(self, what: UnknownSteps, known: Known) -> Mapping[str, Any] | None:
-        """Return everything that an operation itself plans; None if its tensors cannot have these placements."""
+        """Return the steps that an operation plans by itself, or None if its tensors cannot have these placements."""
         try:
             arguments = placed(what.arguments, known, {Context: self._context})
         except SpecError:  # A mesh axis would appear twice in one spec.
@@ -411,7 +411,7 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain has in common with the chain with which it shares most."""
+        """Return the seconds of the first steps that a chain shares with the other chain that shares most."""
         most = np.zeros((1,) * len(of))
         for other in what.others:
             begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)
@@ -440,7 +440,7 @@ class Prices:
         return tensor.shared(*places), at, np.maximum(before, 0) == np.maximum(same, 0)
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of a chain's last step if it is a reduction that a compiler may remove, and 0 if not."""
+        """Return the seconds of a chain's last step where it is a reduction that a compiler may remove; 0 elsewhere."""
         chains, at = self._chains(what.chain, of)
         ends = [_reduction_of(chain) for chain in chains]
         seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]
@@ -453,7 +453,7 @@ class Prices:
         return seconds
 
     def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
-        """Return the graph of a tensor, and its placements before and after a move; None if an operation plans it."""
+        """Return a tensor's move costs and its placements before and after a move, or None if an operation plans it."""
         if isinstance(what, UnknownMove | UnknownMoves):
             found = self._moved(what, of)
             return found and (found[0], found[1][0], found[2])
@@ -469,7 +469,7 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return the seconds of the first steps that two chains share; both chains are planned for each placement."""
+        """Return the seconds of the first steps that two chains share, from plans of both for each placement."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.
@@ -477,7 +477,7 @@ class Prices:
         return table[at, there]
 
     def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
-        """Return all possible chains of steps, and the index of the chain for each combination of the options."""
+        """Return the distinct chains of steps, and the index of the chain by option."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
         every, kind = self._placements(unknowns_in(what), of)
@@ -498,7 +498,7 @@ _unknowns_in = lru_cache(maxsize=1 << 14)(unknowns_in)  # of steps, which are th
 
 @lru_cache(maxsize=1 << 17)
 def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
-    """Plan an operation's own steps, once for all searches; None if its tensors cannot have these placements."""
+    """Plan an operation's steps, cached for all searches; return None if its tensors cannot have these placements."""
     try:
         return plan(*arguments)
     except (PlanError, SpecError):
@@ -509,7 +509,7 @@ _tables: dict[tuple, dict] = {}
 
 
 def _latest(key: tuple) -> dict:
-    """Return the tables of these choices; only those of the latest meshes are kept, as all would fill the memory."""
+    """Return the cache of tables for these choices; only the latest few caches are kept, to save memory."""
     known = _tables[key] = _tables.pop(key, {})
     while len(_tables) > _MESHES:
         del _tables[next(iter(_tables))]
@@ -517,7 +517,7 @@ def _latest(key: tuple) -> dict:
 
 
 def forget() -> None:
-    """Drop the tables that are kept from search to search; a training run no longer needs them after its search."""
+    """Drop the tables cached across searches, which a training run no longer needs after its search."""
     _tables.clear()
 
 
@@ -530,7 +530,7 @@ def added_up(tables: Iterable[Table]) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _different(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different rows of columns that broadcast, and the index of the row at each position."""
+    """Return the distinct rows of the broadcast columns, and the index of the row at each position."""
     full = np.broadcast_arrays(*columns)
     rows, number = np.unique(np.stack([each.ravel() for each in full], axis=1), axis=0, return_inverse=True)
     return rows, number.reshape(full[0].shape)
@@ -545,13 +545,13 @@ def _chain_of(steps: Iterable[Step], reduce: str = "sum") -> Planned:
 
 
 def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
-    """Return the different chains of a sequence, and the index of each of its chains among them."""
+    """Return the distinct chains, and for each given chain its index among them."""
     numbers = {chain: n for n, chain in enumerate(dict.fromkeys(chains))}
     return list(numbers), np.array([numbers[chain] for chain in chains])
 
 
 def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
-    """Return the reduction at the end of a chain, and the slices after it; None if there is no such reduction."""
+    """Return the reduction at the end of a chain and the slices after it, or None if it does not end in a reduction."""
     last = next((number for number, step in reversed([*enumerate(chain)]) if step[0] != "slice"), None)
     if last is None or chain[last][0] not in ("all-reduce", "reduce-scatter") or chain[last][4] != "sum":
         return None
@@ -559,7 +559,7 @@ def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
 
 
 def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
-    """Return the seconds of the first steps that two chains of one tensor share, with their numbers of runs."""
+    """Return the seconds of the first steps that two chains of one tensor share, times the numbers of runs."""
     seconds, leaves = 0.0, True
     for step, same in zip(one, other):
         if step != same:
@@ -570,7 +570,7 @@ def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
 
 
 def _summed(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
-    """Return the seconds to move the parts of a sum to the best placement for adding, and the sum to its target."""
+    """Return the seconds of moving summands to the placement that is best for adding, and their sum to its target."""
     everywhere = np.arange(len(tensor.paths.nodes))
     kinds, kind = _different(parts)
     nodes = [np.unique(column, return_inverse=True) for column in kinds.T]

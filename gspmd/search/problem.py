@@ -1,4 +1,4 @@
-"""Choices, and the terms of their cost: tables of seconds and of bytes."""
+"""Problems for the solver: choices, and the terms of their cost as tables of seconds and of bytes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice: its name, and its options; of options with equal cost, the earlier is preferred."""
+    """A choice between options: the earlier of two options with equal cost is preferred."""
 
     name: str
     options: tuple
@@ -17,14 +17,13 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A summand of the cost: seconds, and bytes held, that depend on one to four choices.
+    """A summand of the cost: the seconds and bytes that depend on one to four choices.
 
     Attributes:
         name: Its name, different from that of any other term.
         of: The names of the choices.
-        seconds: Its seconds, with an axis for each choice; `inf` for combinations that are not allowed.
-        bytes: The bytes that each combination holds, in a shape that broadcasts to that of `seconds`; None for no
-            bytes.
+        seconds: Its seconds, an array with an axis for each choice; `inf` for combinations that are not allowed.
+        bytes: The bytes of each combination, an array that broadcasts to the shape of `seconds`; None for no bytes.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Term:
 
 
 class Problem:
-    """Choices to be made together, so that the terms sum to the fewest seconds and hold at most `limit` bytes.
+    """Choices to be made so that the terms sum to the fewest seconds and hold at most `limit` bytes.
 
     Args:
         choices: The choices to be made.
@@ -62,12 +61,12 @@ class Problem:
             raise ValueError("the limit is not a number.\n  Give bytes, or None for no limit.")
 
     def seconds_of(self, picks: Mapping[str, int]) -> dict[str, float]:
-        """Return the seconds of each term under these picks."""
+        """Return the seconds of each term, given the index of the picked option of each choice."""
         at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
         return {term.name: float(term.seconds[tuple([at[name] for name in term.of])]) for term in self.terms}
 
     def cost(self, picks: Mapping[str, int]) -> float:
-        """Return the seconds of these picks, over all terms."""
+        """Return the total seconds of these picks."""
         return math.fsum(self.seconds_of(picks).values())
 
     def bytes_of(self, picks: Mapping[str, int]) -> float:
@@ -78,7 +77,7 @@ class Problem:
         return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
 
     def numbers(self, picks: Mapping[str, int]) -> list[int]:
-        """Return the picked indices in the order of the choices.
+        """Return the picked option indices as a list in the order of the choices.
 
         Raises:
             ValueError: A choice is missing, or has no option of that index.

@@ -1,4 +1,4 @@
-"""A program with unknown placements: its steps, with how often each runs, and the arrays that a device holds."""
+"""A traced program with unknown placements: its steps, how often each runs, and the arrays that a device holds."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ ROUNDS = 200
 
 @dataclass(frozen=True)
 class Use:
-    """One step of a program.
+    """A step of a program, with the number of its runs.
 
     Attributes:
         what: the step, with unknowns.
         times: how often the step runs.
-        once: how often its hoisted steps run: its first steps, if they are hoisted out of a loop in which its tensor is
-            invariant; `times` if none are.
-        inside: whether the step runs in a shard_map of the program, and is planned without the mesh axes of that
-            shard_map.
+        once: how often its first steps run, if they are hoisted out of a loop in which its tensor does not change;
+            otherwise `times`.
+        inside: whether the step runs in a shard_map of the program itself; it is then planned without the mesh axes of
+            that shard_map.
     """
 
     what: Unknown
@@ -78,10 +78,10 @@ class TracedProgram:
     """A traced program, with its steps.
 
     Attributes:
-        uses: its steps, with equal ones counted together.
+        uses: its steps; equal steps are counted together.
         jaxpr: its jaxpr, without dead code.
-        arguments: its arguments that are arrays.
-        sizes: for each unknown, the sizes of the dimensions sharded over it, all of which its mesh axes have to divide.
+        arguments: those of its arguments that are arrays.
+        sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide them all.
     """
 
     uses: tuple[Use, ...]
@@ -92,7 +92,7 @@ class TracedProgram:
 
     @property
     def owed(self) -> set[str]:
-        """Every unknown over which some step reduces a partial sum, or has one as its result."""
+        """The unknowns of all partial sums that some step reduces or returns."""
         found: set[str] = set()
         for use in self.uses:
             if isinstance(use.what, UnknownMove):
@@ -109,15 +109,15 @@ class TracedProgram:
 
     @cached_property
     def work(self) -> ProgramWork:
-        """Passes over memory and FLOPs outside its steps; the same for all placements of its tensors."""
+        """Passes over memory and FLOPs outside the steps; they are the same for all placements of tensors."""
         return work(self.jaxpr)
 
     def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return the arrays at the moment when the program holds the most bytes; see `gspmd.search.held.held`.
+        """Return the arrays at the moment of peak memory; see `gspmd.search.held.held`.
 
         Args:
             devices: number of devices of the mesh.
-            like: a program that differs in sizes only; memory is counted at the moment when `like` holds the most
+            like: a program that differs only in sizes; memory is counted at the moment when `like` holds the most
                 bytes.
         """
         moment = like.held(devices).moment if like else None
@@ -133,14 +133,14 @@ class TracedProgram:
 
 
 def read(build: Build, lines: Lines) -> TracedProgram:
-    """Trace a program with unknown lines, and tie the unknowns that it needs to be equal.
+    """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
-    If JAX, or an operation, raises an error because two unknowns have to be one, they are made one. If it raises an
-    error however a dimension is sharded, that dimension stays unsharded.
+    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error stays whatever
+    shards a dimension, that dimension stays unsharded.
 
     Args:
-        build: maps a layout and a mesh to a function and its abstract arguments.
-        lines: the lines of the layout; unknowns are tied in place.
+        build: a function from a layout and a mesh to a function and its abstract arguments.
+        lines: the lines of the layout, which are tied in place.
 
     Raises:
         LayoutError, PlanError, SpecError: the program raises an error for a different reason.
@@ -175,9 +175,9 @@ def read(build: Build, lines: Lines) -> TracedProgram:
 
 
 def _adjust(program: TracedProgram, lines: Lines) -> bool:
-    """Add a line for the via of each product of a weight, and tie the products of one sum; return if anything changed.
+    """Add a via line for each product of a weight, and tie the products of one sum; return whether anything changed.
 
-    The gradient of a sum needs its products to be tied.
+    The products of a sum are tied because the gradient of the sum needs it.
     """
     before, tied = len(lines.vias), False
     products: list[tuple[Spec, Sequence[Spec]]] = []
@@ -202,7 +202,7 @@ def _adjust(program: TracedProgram, lines: Lines) -> bool:
 
 
 def _tie_operands(what: Unknown, lines: Lines) -> bool:
-    """Tie the operands of products of two activations, which have no via; return whether anything changed.
+    """Tie the operands of each product of two activations, which has no via; return whether anything changed.
 
     The logits of attention are such a product: its operands share a batch dimension with the result. Without ties the
     planner would plan every combination of three placements: millions for tensors of four dimensions.
@@ -252,12 +252,12 @@ _CUTS = ("slice", "dynamic_slice", "split")
 
 
 def _cuts_one(equation: Any, result: Any) -> bool:
-    """Return whether an operation selects one element of a longer dimension."""
+    """Return whether an operation selects one element along a longer dimension."""
     return any(before > after == 1 for before, after in zip(equation.invars[0].aval.shape, result.aval.shape))
 
 
 def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
-    """Collect the sizes of the dimensions that each unknown shards, in every type of a program and in its steps."""
+    """Collect, for each unknown, the sizes of the dimensions that it shards in the program's types and steps."""
     found: dict[str, set[int]] = {}
 
     def note(names: Iterable[str], size: int) -> None:
@@ -301,13 +301,13 @@ Chain = UnknownMove | UnknownSteps
 
 
 class Run(NamedTuple):
-    """A step at its position in the program.
+    """A step at its position in the program, to find steps that are repeated.
 
     Attributes:
         what: the step, with unknowns.
         region: the region that contains it.
-        number: the value number of its tensor in the region. A loop that has one outer tensor twice as an operand has
-            two value numbers for it.
+        number: the value number of its tensor in the region. If a loop has one outer tensor twice as an operand, the
+            tensor has two value numbers inside.
     """
 
     what: Unknown
@@ -327,7 +327,7 @@ Marked = tuple[Unknown, int, int, bool]
 def _marks(
     jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
 ) -> Iterator[Marked]:
-    """Yield every mark of a program that has not run elsewhere; for a conditional, those of the branch with marks.
+    """Yield every mark of a program whose steps are not already shared; of a conditional, the branch with marks.
 
     Raises:
         PlanError: several branches of a conditional have marks.
@@ -391,9 +391,9 @@ def _marks_of_program(
 
 
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield a step, and the steps that its chain shares with earlier chains of its tensor.
+    """Yield a step, and the steps that its chain shares with earlier chains of the same tensor.
 
-    With a chain in a different loop, a chain shares only the steps that are hoisted out of both loops.
+    With a chain in a different loop, it shares only the steps that are hoisted out of both loops.
     """
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
@@ -408,7 +408,7 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 
 
 def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield the reductions that a compiler removes: see `gspmd.tracing.sums`."""
+    """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`."""
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
     others = tuple(each for each in steps if _is_chain(each))
@@ -423,14 +423,14 @@ def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown,
 
 
 def _is_chain(what: Unknown) -> TypeGuard[Chain]:
-    """Return whether a step is a chain of moves of one tensor from one placement to another."""
+    """Return whether a step is a chain of moves of a single tensor."""
     if isinstance(what, UnknownMove):
         return len(what.before) == 1 and not _stays(what.before[0], what.after)
     return isinstance(what, UnknownSteps)
 
 
 def _stays(before: Spec, after: Spec) -> bool:
-    """Return whether a tensor has this placement already; `reduced` axes are ignored, since they move nothing."""
+    """Return whether a tensor has this placement already, ignoring `reduced` axes, which move nothing."""
     return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
 
 
@@ -449,7 +449,7 @@ _LETTER = re.compile(r"[A-Z](?=_\{|[A-Z]|$)")
 
 
 def _resolved(message: str, lines: Lines) -> bool:
-    """Tie, or hold, the unknowns that an error names; return whether it names any."""
+    """Tie, or fix to no mesh axis, the unknowns that an error names; return whether it names any."""
     message = message.split("For simplicity")[0]
     if wanted := _WANTED.findall(message):
         for has, needs in wanted:
@@ -469,7 +469,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Hold the fewest unknowns of an error with which it changes or disappears; return whether there are any.
+    """Fix the fewest unknowns named in an error to no mesh axis, so that it changes or disappears; return whether any.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.
@@ -514,7 +514,7 @@ def _less_meshes(message: str) -> str:
 
 
 def _pairs(message: str) -> Iterator[tuple[str, str]]:
-    """Yield, for each dimension, the unknowns that differ between two types or specs that an error compares."""
+    """Yield, for each dimension, the two unknowns that differ between the types or specs that an error compares."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
     specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache

@@ -1,6 +1,6 @@
-"""One question: the cheapest picks within a limit of bytes, found by a Lagrange multiplier, the price of a byte.
+"""One search with given options: the cheapest picks within a limit of bytes, by a Lagrange multiplier.
 
-The rate is the price of a byte in seconds. For every rate ≥ 0
+The multiplier, called the rate, is the price of a byte in seconds. For every rate ≥ 0
 
     min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit},
 
@@ -36,24 +36,24 @@ branching."""
 
 
 class _Stopped(Exception):
-    """The exception that ends a search which was asked to stop."""
+    """Raised to end a search that was asked to stop."""
 
 
 class BoundedSearch:
-    """One search: the best picks so far, and the best bound.
+    """One search: the best picks so far, and the best lower bound.
 
     Args:
-        tables: The tables of the options that may be taken.
-        buckets: The buckets of the problem's graph.
-        stop: Called often; returns whether to end the search with the best picks so far.
-        keep: Called with every answer that is better than those before.
-        rate: The first rate to try, in seconds for each byte: that of a similar question.
-        outside: A lower bound on the seconds of picks with options that the tables lack, if such picks are allowed too.
+        tables: The tables of the allowed options.
+        buckets: The buckets of the problem, from `eliminate`.
+        stop: A function that is called often, and returns whether to end the search with the best picks so far.
+        keep: A function that is called with every answer better than all before.
+        rate: The first rate to try, in seconds per byte, such as the result of a similar search.
+        outside: A lower bound on the seconds of picks with options that the tables lack, if these are allowed too.
         tolerance: The fraction of the seconds by which picks may be slower than the cheapest.
 
     Attributes:
-        rate: The rate of the greatest bound; 0 until a rate is needed.
-        enough: A bound above which no greater bound is looked for.
+        rate: The rate that gives the greatest lower bound; 0 until one is needed.
+        enough: A value above which the lower bound need not be raised.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BoundedSearch:
         self._gap = math.inf
 
     def answer(self) -> Answer:
-        """Return the cheapest picks that fit, or the best until `stop` was true.
+        """Return the cheapest picks that fit, or the best so far if `stop` ended the search.
 
         Raises:
             NothingFits: No picks fit.
@@ -95,7 +95,7 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return a lower bound on the seconds of picks that fit, that of the best rate; stop at a bound above `enough`.
+        """Return a lower bound on the seconds of picks that fit, over all rates; stop once it is above `enough`.
 
         The bound is infinite if nothing fits.
         """
@@ -124,7 +124,7 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the best bound that one rate gives; return the bytes of all picks if a gap may be left, otherwise None.
+        """Find the best bound over all rates; return the messages for bytes alone if a gap may be left, otherwise None.
 
         Raises:
             NothingFits: No picks are allowed, or all hold too much.
@@ -154,7 +154,7 @@ class BoundedSearch:
         return math.inf if self.best is None else self.best.seconds
 
     def _line(self, picks: list[int]) -> tuple[float, float]:
-        """Return seconds and bytes of picks, which are a line as a function of the rate."""
+        """Return seconds and bytes of picks: the cost, as a function of the rate, is a line with these coefficients."""
         return self.tables.seconds_of(picks), self.tables.bytes_of(picks)
 
     def _answer(self, picks: list[int]) -> Answer:
@@ -174,11 +174,11 @@ class BoundedSearch:
         return held <= self.limit
 
     def _ceiling(self) -> float:
-        """Return the most bytes that a sum equal to the limit may have after rounding, in any order of its terms."""
+        """Return the limit plus the rounding error that a sum of bytes may have, in any order of its terms."""
         return self.limit + ROUNDING * abs(self.limit)
 
     def _slack(self) -> float:
-        """Return the gain in seconds below which better picks are not looked for: rounding and the tolerance."""
+        """Return the seconds by which picks must be better to be looked for: rounding plus the tolerance."""
         rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
         return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
@@ -189,7 +189,7 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Find first picks, and their rate, with only a few options of the choices on which no bytes depend."""
+        """Find first picks and their rate, using only a few options of each choice on which bytes depend."""
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):
@@ -206,7 +206,7 @@ class BoundedSearch:
             self.rate = first.rate
 
     def _cut(self, large: tuple[float, float], small: tuple[float, float]) -> None:
-        """Find approximately the rate of the greatest bound, from lines of picks above the limit and below."""
+        """Approximate the rate of the greatest bound, starting from picks above the limit and picks below it."""
         if self.rate:
             line = self._try(self.rate)
             large, small = (large, line) if line[1] <= self.limit else (line, small)
@@ -223,7 +223,7 @@ class BoundedSearch:
             large, small = (large, line) if line[1] <= self.limit else (line, small)
 
     def _try(self, rate: float) -> tuple[float, float]:
-        """Compute the bound of a rate, keep its picks if they fit, and return their line."""
+        """Compute the bound at a rate, keep its picks if they fit, and return their seconds and bytes."""
         messages = Messages(self.tables, self.buckets, rate)
         picks = messages.trace()
         line = self._line(picks)
@@ -239,13 +239,13 @@ class BoundedSearch:
         return line
 
     def _drop(self, messages: Messages, rate: float) -> None:
-        """Drop the options for which all picks cost more than the best."""
+        """Drop the options with which all picks cost more than the best known."""
         most = self.seconds + rate * self.limit
         most += 10 * ROUNDING * (abs(most) + abs(self.seconds))
         self.tables = self.tables.keep([costs <= most for costs in messages.by_option()])
 
     def _branch(self) -> None:
-        """Walk all picks that may fit and be better than the best, by their bounds."""
+        """Search depth first through the picks that may fit and be better than the best, skipping others by bounds."""
 
         def ceilings() -> tuple[float, float, float]:
             seconds = self.seconds - self._slack() if self.best else math.inf

@@ -1,8 +1,8 @@
-"""The search for the cheapest picks and, for each choice, for the cheapest picks that differ in it.
+"""The solver: finds the cheapest picks and, for each choice, the cheapest picks that differ in it.
 
-For each option, a lower bound on the cost of all picks with it is found once (`gspmd.search.buckets`). The next best
-picks are then searched among the few options with low bounds. If these picks cost no more than the bounds of the
-options left out, they are the cheapest of all.
+For each option, a lower bound on the cost of all picks with it is computed once (`gspmd.search.buckets`). Picks are
+then searched among the few options with low bounds. If the picks found cost no more than the bounds of the options left
+out, they are the cheapest of all.
 """
 
 import math
@@ -27,18 +27,18 @@ MARGIN = 1e-9
 
 
 class Search:
-    """The search for the cheapest picks of a problem, with proof.
+    """A search for the cheapest picks of a problem, with a proof.
 
-    It answers one question after another, and keeps answers and bounds.
+    It answers several questions about one problem, and keeps answers and bounds from one to the next.
 
     Args:
         problem: Choices, terms and limit.
-        stop: Called often; once it returns true, a search returns its best picks, with the bound proved for them.
-        tolerance: The fraction of the seconds by which picks may be slower than the cheapest: near-ties at a limit of
-            bytes take long to tell apart. `Answer.bound` is the proved bound even then.
+        stop: A function that is called often. Once it returns true, a search returns its best picks and their bound.
+        tolerance: The fraction by which picks may be slower than the cheapest: near-ties at the limit of bytes take
+            long to tell apart. `Answer.bound` is a proved bound even then.
 
     Attributes:
-        so_far: The best picks of the last question, also after an interrupt; None before any were found.
+        so_far: The best picks of the last question, even after an interrupt; None before any were found.
 
     Example:
         >>> import numpy as np
@@ -70,8 +70,8 @@ class Search:
         """Find the cheapest picks that fit.
 
         Args:
-            fixed: The option, by index, that each of some choices must have.
-            without: The options, by index, that each of some choices must not have.
+            fixed: For some choices, the index of the option that they must have.
+            without: For some choices, the indices of the options that they must not have.
 
         Raises:
             NothingFits: No such picks are within the limit, or none are allowed.
@@ -88,11 +88,11 @@ class Search:
         It is proved without enumeration, so there may be no picks with these seconds.
 
         Args:
-            enough: A bound above which a greater bound is not looked for.
+            enough: A value above which the bound need not be raised.
             without: As in `best`.
 
         Returns:
-            The bound; infinite if no picks fit.
+            The bound, which is infinite if no picks fit.
         """
         tables = self._tables.keep(self._allowed({}, without or {}))
         ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
@@ -109,12 +109,12 @@ class Search:
         fixed: Mapping[str, int] | None = None,
         without: Mapping[str, Collection[int]] | None = None,
     ) -> Answer | None:
-        """Find the cheapest picks in which one choice differs from the answer's; None if none fit.
+        """Find the cheapest picks in which one choice has a different option; return None if no such picks fit.
 
         Args:
-            answer: The answer found before.
+            answer: An answer of this search.
             name: The choice that is to differ.
-            fixed, without: As in `best`; give those of the answered question again to stay within it.
+            fixed, without: As in `best`; give the same as for `answer` to search under the same conditions.
         """
         excluded = {**(without or {})}
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
@@ -147,7 +147,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the answer to a question; it is searched for, unless the question was completely answered before."""
+        """Return the known answer to this question if it is complete, or search for it."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None

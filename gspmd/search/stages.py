@@ -1,8 +1,8 @@
-"""The split of layers into consecutive stages of a pipeline, each on a submesh, that takes the fewest seconds.
+"""The fastest split of layers into consecutive stages of a pipeline, each on its own submesh.
 
 A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
-t_max, the longest time that a stage may take, the fewest Σ t_i is found by a dynamic program over the last stages.
-t_max is one of the given seconds; all of them are tried, the smallest first, until no larger one can be better.
+t_max, the longest time that a stage may take, the fewest Σ t_i is found by dynamic programming from the last stage.
+t_max is one of the given seconds: all of them are tried, the smallest first, until no larger one can be better.
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.2, equations 2 to 4.
 Differs: every t_max is tried, not one in each interval of ε, so the answer is exact.
@@ -46,7 +46,7 @@ class StageSplit:
 
 
 class NoSplit(ValueError):
-    """There is no split that uses all devices, is allowed, and fits."""
+    """No split uses all devices, is allowed, and fits in memory."""
 
 
 Fits = Callable[[LayerRange, int], bool]
@@ -95,7 +95,7 @@ def split(
 
 @dataclass(frozen=True, eq=False)
 class _SplitSpace:
-    """The arguments of `split`, and the values that follow from them whatever the number of microbatches."""
+    """The arguments of `split` that do not depend on the number of microbatches, and values derived from them."""
 
     table: np.ndarray
     sizes: tuple[int, ...]
@@ -117,7 +117,7 @@ class _SplitSpace:
 
     @cached_property
     def allowed(self) -> list[np.ndarray]:
-        """Seconds of every stage, by the number of stages after it; infinite for a stage that does not fit there."""
+        """Seconds of every stage, by the number of stages after it; infinite if it does not fit in memory there."""
         if self.fits is None:
             return [self.table] * self.most_stages
         return [self._within(behind, self.fits) for behind in range(self.most_stages)]
@@ -139,7 +139,7 @@ def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
 
 
 def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """Find the cheapest split, trying every t_max."""
+    """Find the cheapest split by trying every t_max; return None if there is no split."""
     best = free = _fewest(space, math.inf)
     if free is None:
         return None
@@ -157,7 +157,7 @@ def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
 
 
 def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
-    """Return the index of the smallest t_max with which there is a split; with every larger t_max there is one too."""
+    """Return the index of the smallest t_max for which a split exists; one also exists for every larger t_max."""
     low, high = 0, len(paces) - 1
     while low < high:
         middle = (low + high) // 2
@@ -171,7 +171,7 @@ def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
 def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
     """Find the split with the fewest Σ t_i in which no stage takes longer than `pace`.
 
-    F[k, d] is the fewest seconds of layers k and later on d devices, in as many stages as there have been rounds.
+    F[k, d] is the fewest seconds of layers k and later on d devices; each round of the loop allows one more stage.
     """
     layers, devices = space.layers, space.devices // space.unit
     fewest = np.full((layers + 1, devices + 1), math.inf)
@@ -188,7 +188,7 @@ def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
 
 
 def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return F with one more stage in front, and that stage, as its last layer and its submesh in one number."""
+    """Return F with one more stage in front, and for each entry that stage: last layer and submesh as one number."""
     layers, columns = len(table), behind.shape[1]
     fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
     for submesh, size in enumerate(sizes):
@@ -211,7 +211,7 @@ def _followed(space: _SplitSpace, picks: Sequence[np.ndarray]) -> Iterator[Layer
 
 
 def _upper(table: np.ndarray) -> np.ndarray:
-    """Return the table with an infinite lower triangle, since no stage ends before it begins."""
+    """Return the table with infinite entries where the last layer of a stage would come before its first."""
     return np.where(np.triu(np.ones(table.shape[:2], bool))[..., None], table, math.inf)
 
 

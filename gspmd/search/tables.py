@@ -1,4 +1,4 @@
-"""The tables of a problem in float64, for all options or for some of each choice."""
+"""The tables of a problem as float64 arrays, for all options or for a subset of each choice's options."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Tables:
 
     Attributes:
         problem: The problem with the terms of the tables.
-        kept: For each choice the options that are allowed, by index in the problem, ascending.
+        kept: For each choice, the allowed options, as ascending indices in the problem.
         of: For each term, the indices of the choices along the axes of its table.
-        seconds, bytes: For each term its tables; the table of bytes is None if the term holds none.
+        seconds, bytes: For each term, its two tables; that of bytes is None if the term holds none.
     """
 
     problem: Problem
@@ -46,7 +46,7 @@ class Tables:
         )
 
     def keep(self, masks: Sequence[np.ndarray]) -> "Tables":
-        """Return the tables of fewer options: for each choice, those for which the mask is true."""
+        """Return the tables restricted to fewer options, given by a mask for each choice."""
         if all(mask.all() for mask in masks):
             return self
         places = [np.flatnonzero(mask) for mask in masks]
@@ -76,7 +76,7 @@ class Tables:
         return result
 
     def least_bytes(self) -> float:
-        """Return a lower bound on the bytes of picks: the sum of each term's fewest bytes."""
+        """Return a lower bound on the bytes of any picks: the sum of each term's fewest bytes."""
         return math.fsum(float(table.min()) for table in self.bytes if table is not None)
 
     def seconds_of(self, picks: Sequence[int]) -> float:
@@ -89,5 +89,5 @@ class Tables:
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in held if t is not None)
 
     def named(self, picks: Sequence[int]) -> dict[str, int]:
-        """Return picks in the form of an answer: by name of the choice, and by index in the problem."""
+        """Return picks by the names of their choices, as option indices of the problem."""
         return {c.name: int(kept[pick]) for c, kept, pick in zip(self.problem.choices, self.kept, picks)}

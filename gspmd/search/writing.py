@@ -1,4 +1,4 @@
-"""A layout that was found, as the text of a file."""
+"""Writing a layout that was found as the text of a TOML file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def document(
     Args:
         header: lines of the comment at the top.
         mesh: sizes of the mesh axes.
-        lines: every line by key; overriding lines have their section in front, `"optimizer.ffn.w_in"`.
+        lines: every line by its key; an overriding line has its section in front, as in `"optimizer.ffn.w_in"`.
         lowering: the lowering that the layout sets.
         comments: the comment after each line, by key.
 
@@ -55,7 +55,7 @@ def document(
 
 
 def mesh_lines(mesh: Mapping[str, int]) -> Iterator[str]:
-    """Yield the lines of `[mesh]`: its axes, and how devices are factored over them.
+    """Yield the lines of `[mesh]`: the mesh axes, and how a number of devices is factored over them.
 
     >>> [*mesh_lines({"x": 2, "y": 4})]
     ['axes = ["x", "y"]', 'factor = ["y", "x"]']
@@ -69,7 +69,7 @@ def mesh_lines(mesh: Mapping[str, int]) -> Iterator[str]:
 
 
 def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every section with the keys of its lines; sections that override others come last."""
+    """Yield every section with the keys of its lines; overriding sections come last."""
     found: dict[str, list[str]] = {}
     for key in lines:
         found.setdefault(key.partition(".")[0], []).append(key)
@@ -82,7 +82,9 @@ def block(
     keys: Collection[str] | None = None,
     comments: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return one section: its name, and the lines of these keys, by default all; `comments` as in `document`.
+    """Return one section as text: its name, then the lines with these keys, or all lines by default.
+
+    The argument `comments` is as in `document`.
 
     >>> print(block("ffn", {"ffn.w_in": "EF_x", "ffn.hidden": "BLF_x"}))
     [ffn]

@@ -1,4 +1,4 @@
-"""Arrangements of a run: a layout on a mesh, in force from a step on; the state is moved from one to the next."""
+"""Arrangements of a run: which layout on which mesh is in force from which step; the state moves between them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from gspmd.training.state import TrainState
 from gspmd.training.syntax import parse_mesh, parse_relayout
 from gspmd.training.toml import ConfigError
 
-# Number of arrays that an error names.
+# Largest number of arrays that an error names.
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout on a mesh, in force after a step.
+    """A layout on a mesh, in force from the end of a step on.
 
     Attributes:
-        after: the step; 0 for the arrangement that a run begins in.
+        after: the step after which it is in force; 0 for the arrangement in which the run begins.
         layout: the layout, resolved for this mesh.
-        mesh: a mesh of the run's devices, which are the same for all arrangements.
+        mesh: the mesh, over the devices of the run, which are the same for all arrangements.
     """
 
     after: int
@@ -50,17 +50,17 @@ class Arrangement:
 def arrange(
     training: TrainingConfig, sharding: ShardingConfig, sizes: Mapping[str, int], begin: Layout | None = None
 ) -> list[Arrangement]:
-    """Check all layouts of a run, start the backend, and return the arrangements in the order of their steps.
+    """Check all layouts of a run, start the JAX backend, and return the arrangements in the order of their steps.
 
     Args:
-        training: the settings with the changes of layout.
-        sharding: the first layout and mesh; its lowering and axis types apply to all arrangements.
+        training: the settings of the run, including its changes of layout.
+        sharding: the first layout and mesh; its lowering and axis types hold for all arrangements.
         sizes: sizes of the model's dimensions; see `Layout.check`.
         begin: the layout to begin in; by default the layout that `sharding` names.
 
     Raises:
         ConfigError: the mesh of a change does not have as many devices as the run.
-        HostError, LayoutError: `make_mesh` raises one of these for one of the layouts.
+        HostError, LayoutError: one of the layouts cannot be used, for a reason that `make_mesh` gives.
     """
     changes = [parse_relayout(change) for change in training.relayout]
     layouts = [Layout.load(begin or sharding.layout).override(sharding.overrides)]
@@ -82,13 +82,13 @@ def arrange(
 
 
 def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8) -> Mesh:
-    """Start the backend and make the mesh, with every axis of the layout.
+    """Start the JAX backend, and make a mesh with all axes of the layout.
 
     Args:
         sharding: the requested mesh or number of devices; if it names neither, all devices are used.
-        layout: factors devices into a mesh that divides the sizes, if no mesh is given.
+        layout: if no mesh is requested, factors the devices into a mesh that divides the sizes.
         sizes: sizes of the model's dimensions; see `Layout.check`.
-        host_devices: number of fake devices of a CPU if neither a mesh nor their number is requested.
+        host_devices: number of fake CPU devices, if neither a mesh nor a number of devices is requested.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -105,7 +105,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
 
 
 def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend, and return as many devices as the settings ask for; see `make_mesh` for `host_devices`.
+    """Start the JAX backend, and return as many devices as the settings ask for; see `make_mesh` for `host_devices`.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -140,8 +140,8 @@ def move(state: TrainState, like: TrainState) -> TrainState:
     """Return a state sharded like `like`, on the same devices; the old state is freed, array by array.
 
     Args:
-        state: the state, of arrays.
-        like: shapes with shardings, or arrays, on a different mesh, in the tree structure of `state`.
+        state: the training state, as arrays.
+        like: shapes with shardings, or arrays, in the tree structure of `state`, on another mesh.
 
     Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
         run as it goes on.
@@ -157,13 +157,13 @@ def move(state: TrainState, like: TrainState) -> TrainState:
 
 
 def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
-    """Refuse states that cannot be moved to each other's shardings, for example of layouts that pad differently.
+    """Raise an error if states differ in shapes or dtypes, for example because their layouts pad differently.
 
     Args:
-        states: for each arrangement, its name and the shapes and dtypes of its state.
+        states: for each arrangement, its name, and its state as shapes and dtypes.
 
     Raises:
-        ConfigError: arrays differ from those of the first state; lists them.
+        ConfigError: arrays differ from those of the first state; the message lists them.
     """
     (first, wanted), *others = [(name, _forms(state)) for name, state in states]
     for name, forms in others:

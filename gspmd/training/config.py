@@ -154,7 +154,7 @@ class TrainingConfig:
         return given if given is not None else 16 if self.steps < _SHORT else 500
 
     def beside(self, folder: Path) -> "TrainingConfig":
-        """Return these settings with relative paths resolved from `folder`, the folder of their file.
+        """Return these settings with relative paths resolved from `folder`, in which their file is.
 
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
@@ -210,13 +210,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Update:
-    """The settings of a step's update, which do not depend on the layout and the mesh.
+    """The settings on which an update of the parameters depends; they do not depend on the layout or the mesh.
 
     Attributes:
-        optimizer: rates and decays.
+        optimizer: the settings of AdamW.
         steps: total number of updates.
-        microbatches: parts of a batch that are computed one after the other, or that go through stages.
-        frozen: patterns of parameters that are not trained.
+        microbatches: number of parts of a batch, computed one after another, or sent through pipeline stages.
+        frozen: patterns of the names of parameters that are not trained.
         parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
     """
 
@@ -282,7 +282,7 @@ class ShardingConfig:
         _refuse("sharding", faults)
 
     def beside(self, folder: Path) -> "ShardingConfig":
-        """Return these settings with a relative path of a layout file resolved from `folder`, the folder of their file.
+        """Return these settings with a relative path of a layout file resolved from `folder`, in which their file is.
 
         >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
         'mine/own.toml'
@@ -301,13 +301,13 @@ class ShardingConfig:
 
 
 def _pattern_beside(pattern: str, folder: Path) -> str:
-    """Prefix a glob pattern with a folder, whose special characters are escaped."""
+    """Put a folder in front of a relative glob pattern, with special characters of the folder escaped."""
     path = os.path.join(folder, pattern)
     return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
 
 
 def _check_objective(config: TrainingConfig, faults: list[str]) -> None:
-    """Add a fault for every setting of an objective that is out of range, or that the chosen objective does not use."""
+    """Add a fault for every setting of the objective that is out of range, or that the objective does not use."""
     positive(faults, source_length=config.source_length, mean_span=config.mean_span)
     if not 0 < config.noise_density < 1:
         faults.append(f"noise_density must be between 0 and 1, but is {config.noise_density}.")
@@ -329,7 +329,7 @@ def _check_objective(config: TrainingConfig, faults: list[str]) -> None:
 
 
 def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) -> None:
-    """Add a fault for every change of layout that cannot be read, or that does not come after the previous change."""
+    """Add a fault for every change of layout that cannot be parsed, or that is not after the previous change."""
     last = 0
     for text in changes:
         try:
@@ -347,7 +347,7 @@ def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) ->
 
 
 def _check_profile(text: str, steps: int, faults: list[str]) -> None:
-    """Add a fault if the steps of a profile cannot be read, or are not steps of the run."""
+    """Add a fault if the steps to profile cannot be parsed, or are not steps of the run."""
     if not text:
         return
     try:

@@ -1,4 +1,4 @@
-"""Writes that survive the end of the process, and a loss of power."""
+"""Writes that survive a crash of the process and a loss of power."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 def write_whole(path: Path, text: str | bytes) -> None:
     """Write a file atomically: if the process or the machine ends meanwhile, the file has its old or its new contents.
 
-    The text is written to a temporary file, which is renamed once its contents are on disk. If it were renamed earlier,
-    the new name might reach the disk before the contents, and leave an empty file.
+    The text is written to a temporary file, which is renamed only when its contents are on disk. If it were renamed
+    earlier, the new name might reach the disk before the contents, and leave an empty file.
     """
     beside = path.with_name(f"{path.name}.tmp")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)

@@ -21,8 +21,8 @@ class TrainState:
 
     Attributes:
         step: int32 scalar.
-        params: tree of parameters.
-        optimizer: the optimizer's state; may be sharded over more axes than the parameters (ZeRO-1).
+        params: the parameters, as a tree.
+        optimizer: the optimizer state, which may be sharded over more axes than the parameters (ZeRO-1).
     """
 
     step: jax.Array
@@ -39,13 +39,13 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
     """Return the state before the first update.
 
     Args:
-        params: tree of placed parameters.
-        transform: the optimizer.
+        params: the parameters, as a tree of placed arrays.
+        transform: the optimizer, as an optax transformation.
         mesh: the mesh of the state.
-        specs: a spec per parameter, for its optimizer state; None to use the parameter's spec.
+        specs: the spec of each parameter's optimizer state; by default that of the parameter.
 
     Returns:
-        The state; moments are placed by their specs, counts are replicated.
+        The state; its moments are placed by their specs, and its counts are replicated.
     """
     shapes = abstract_initial(params, transform, mesh, specs)
     placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -71,12 +71,12 @@ def abstract_initial(
 
 
 def abstract(state: Tree) -> Tree:
-    """Return the shapes, dtypes and shardings of a state, or of a part of it."""
+    """Return shapes, dtypes and shardings of a state, or of a part of it."""
     return jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), state)
 
 
 def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
-    """Return a `jax.ShapeDtypeStruct` that replaces an array in a state."""
+    """Return a `jax.ShapeDtypeStruct` for an array of a state."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -1,4 +1,4 @@
-"""Flags with their own syntax: a mesh, a change of layout, the processes of a run, the steps of a profile."""
+"""Parsers of flags with a syntax of their own: a mesh, a change of layout, processes, steps to profile."""
 
 import os
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ from gspmd.training.toml import ConfigError
 
 @dataclass(frozen=True)
 class Relayout:
-    """A change of layout and mesh between two steps.
+    """A change of layout and mesh between two steps of a run.
 
     Attributes:
         after: the last step in the old layout.
-        layout: a preset's name, or the path of a layout file.
-        mesh: mesh axes and sizes as text; empty if the layout's rule factors the devices.
+        layout: the name of a preset, or the path of a layout file.
+        mesh: mesh axes and sizes as text; if empty, the layout's own rule factors the devices.
     """
 
     after: int
@@ -115,7 +115,7 @@ def lines_searched(layout: str) -> str | None:
 
 
 def layout_beside(layout: str, folder: Path) -> str:
-    """Prefix the relative path of a layout file with a folder; return the name of a preset unchanged."""
+    """Put a folder in front of the relative path of a layout file; return the name of a preset unchanged."""
     if searched := lines_searched(layout):
         return f"{AUTO}:{os.path.join(folder, searched)}"
     return os.path.join(folder, layout) if is_path(layout) else layout
@@ -154,7 +154,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_profile(text: str) -> tuple[int, int]:
-    """Parse the first and the last step that a profile covers.
+    """Parse the first and the last step to profile.
 
     Example:
         >>> parse_profile("20:24")

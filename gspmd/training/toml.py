@@ -13,7 +13,7 @@ from gspmd.reading import MissingError, ReadError, read_toml
 
 
 class Dataclass(Protocol):
-    """An instance of a dataclass, recognized as `dataclasses` does."""
+    """Any instance of a dataclass, recognized as the module `dataclasses` does."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -21,7 +21,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 
 
-_LINES, _WIDTH = 24, 600  # Limits of a message, since the values that it quotes may be of any length.
+_LINES, _WIDTH = 24, 600  # Limits of a message, because the values that it quotes may be long.
 
 
 class ConfigError(ValueError):
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 
 def _shortened(line: str) -> str:
-    """Return a line, without its middle if the line is very long."""
+    """Return a line, with its middle left out if it is very long."""
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
 
 
@@ -49,7 +49,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
     Args:
         cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
         path: the file. Missing keys keep their defaults.
-        typed: chooses the dataclass from the values; None for `cls`.
+        typed: a function that chooses the dataclass from the file's values; None for `cls`.
 
     Returns: An instance of `cls`, with relative paths resolved from the file's folder.
 
@@ -67,7 +67,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
 
 
 def beside(config: T, folder: Path) -> T:
-    """Prefix the relative paths of a configuration with a folder, by the method `beside` of its dataclasses."""
+    """Resolve the relative paths in a configuration from a folder, by the method `beside` of its dataclasses."""
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     moved = {name: beside(value, folder) for name, value in inner.items() if _is_instance(value)}
     config = dataclasses.replace(config, **moved)
@@ -100,7 +100,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the 
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """Invert `from_mapping`: return nested dictionaries and lists, without None values."""
+    """Return settings as nested dictionaries and lists, without None values: the inverse of `from_mapping`."""
     out = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -109,12 +109,14 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in out.items()}
 
 
-#: Steps, sizes and counts are below this: on the devices they are int32.
+#: Steps, sizes and counts must be below this, because they are int32 on devices.
 LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not positive or finite, or is an integer not below `LIMIT`; None is valid.
+    """Add a fault for every value that is not positive and finite, or is an integer of `LIMIT` or more.
+
+    None is a valid value.
 
     Example:
         >>> faults = []
@@ -147,14 +149,14 @@ def _bounded(faults: list[str], values: Mapping[str, float | None]) -> None:
 
 
 def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
-    """Return the fault of a value that is not one of the choices, with the nearest choice."""
+    """Return the fault message for a value that is not one of the choices, with the nearest choice."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.7)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"
 
 
 def _tables(cls: type) -> dict[str, list[str]]:
-    """Return, for the name of each key, the tables of a file in which it may stand."""
+    """Return, for the name of each key, the tables of a file in which it may appear."""
     tables: dict[str, list[str]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         table, _ = _unwrap(hint)
@@ -199,7 +201,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _text_fault(text: str) -> str | None:
-    """Return the reason why a string cannot be a setting; None if it can."""
+    """Return the reason why a string cannot be the value of a setting, or None if it can."""
     if "\0" in text:  # No file name can contain it.
         return "must have no null bytes"
     try:
@@ -234,7 +236,7 @@ def _convert(hint: Any, value: Any, key: str, faults: list[str], tables: Mapping
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """Return the type itself, without Annotated and None, and whether None is allowed."""
+    """Return a type without Annotated and None, and whether None is allowed."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -268,7 +270,7 @@ def _wanted(hint: Any) -> str:
 
 
 def _near(path: Path) -> str:
-    """Suggest a file with a similar name in the same folder, or in a folder within it, such as configs/."""
+    """Suggest a file with a similar name in the same folder or a subfolder, such as configs/."""
     there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
     close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
     hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]

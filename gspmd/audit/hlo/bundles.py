@@ -1,7 +1,7 @@
 """The schedule of a Pallas kernel on a TPU: cycles by part of its loop, from the bundles that the compiler prints.
 
-A core executes one bundle of instructions in each cycle, in order. HLO has no estimate for a kernel, but the compiler's
-dump of its last schedule ("final_bundles") has every bundle, with its branches and the number of trips of its loop.
+A core executes one bundle of instructions in each cycle, in order. HLO has no cycle estimate for a kernel, but the
+compiler's dump of its final schedule ("final_bundles") has every bundle, with branches and the trip count of the loop.
 """
 
 import re
@@ -22,14 +22,14 @@ _STAGES = 2
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """The number of bundles of one core, by part of the loop.
+    """Numbers of instruction bundles of a kernel on one core, by part of its loop over the grid.
 
     Attributes:
-        trips: trips of the loop over the grid.
-        step: bundles of every trip.
-        block: additional bundles of trips with matrix products.
-        row: additional bundles of trips that begin or end a sum.
-        outside: bundles outside of the loop.
+        trips: number of iterations of the loop.
+        step: bundles of every iteration.
+        block: additional bundles of iterations with matrix products.
+        row: additional bundles of iterations that begin or end a sum.
+        outside: bundles before and after the loop.
     """
 
     trips: int
@@ -40,7 +40,7 @@ class KernelSchedule:
 
     @classmethod
     def read(cls, text: str) -> "KernelSchedule | None":
-        """Read a dump; return None unless it is one loop with branches that skip parts of it."""
+        """Read a dump; return None unless it is a single loop with branches that skip parts of its body."""
         found = list(_BUNDLE.finditer(text))
         ends = [each.start() for each in found[1:]] + [len(text)]
         bundles = {int(each[1], 16): text[each.start() : end] for each, end in zip(found, ends)}
@@ -69,12 +69,12 @@ class KernelSchedule:
         return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
 
     def seconds(self, work: KernelWork, chip: Chip) -> float:
-        """Return the seconds of a kernel that does this work.
+        """Return the predicted seconds of a kernel that does this work.
 
         The result is at least the time of the kernel's products at the chip's peak, and of its bytes at the chip's
         bandwidth.
 
-        The schedule has no waits for transfers; only the bandwidth accounts for them.
+        The schedule does not contain waits for transfers: only the limit by bandwidth accounts for them.
         """
         cores = max(1, round(work.steps / max(1, self.trips - _STAGES)))
         products = max(work.blocks * self.block / cores / chip.clock, work.flops / chip.flops("bfloat16"))

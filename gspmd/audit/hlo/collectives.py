@@ -32,15 +32,15 @@ class Collective:
     """One execution of a collective of a compiled program.
 
     Attributes:
-        kind: as in a plan.
-        phase: `"sync"`, or `"start"` and `"done"` of an asynchronous one.
-        instruction: the instruction of the collective, which may be inside the scheduled instruction, if that wraps or
-            fuses it.
-        arrays: the arrays on one device, before or after the collective, whichever are larger: after a gather, before a
-            scatter.
+        kind: the kind of collective, named as in a plan.
+        phase: `"sync"`, or for an asynchronous collective `"start"` or `"done"`.
+        instruction: the collective's own instruction, which may be inside a scheduled instruction that wraps or fuses
+            it.
+        arrays: the arrays on one device, before or after the collective, whichever are larger: those after a gather,
+            those before a scatter.
         group: number of devices that communicate with each other; for a permute 2, or 1 if nothing moves.
-        fused: whether the instruction is part of a fusion, and only the fusion is scheduled.
-        rings: sizes of the torus rings that the algorithm runs along, if the TPU compiler names them; otherwise empty.
+        fused: whether the instruction is part of a fusion, so that only the fusion is scheduled.
+        rings: sizes of the torus rings along which the algorithm runs, if the TPU compiler names them; otherwise empty.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends; for a permute, the device that sends most."""
+        """Bytes that one device sends; for a permute, the most that any device sends."""
         if self.kind == "collective-permute":
             return self.buffer if self.group > 1 else 0
         return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
@@ -70,7 +70,7 @@ class Collective:
 
 
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
-    """Return the collective that a scheduled instruction runs, starts or waits for; None for any other instruction.
+    """Return the collective that a scheduled instruction runs, starts or waits for, or None if there is none.
 
     Args:
         module: the program.
@@ -94,9 +94,9 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 
 
 def _sent(send: Instruction, devices: int) -> Collective | None:
-    """Return a collective that a compiler splits into send and recv; the two count as one collective.
+    """Return a collective that a compiler splits into a send and a recv, which count as one collective.
 
-    XLA:GPU splits permutes, which last from the send to its done. libtpu splits everything that crosses slices; its
+    XLA:GPU splits permutes: they last from the send to its done. libtpu splits everything that crosses slices. Its
     groups were added by `gspmd.audit.hlo.slices`, and the operand is what one device sends.
     """
     if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
@@ -120,7 +120,7 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
     """Return the collective in the computation that an instruction of `_WRAPPERS` starts or waits for.
 
     The instruction that ends such a call names no computation, so the result for it is None. Its operand is the start
-    that it waits for.
+    for which it waits.
     """
     phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
@@ -166,8 +166,8 @@ def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     - A strategy lists the sizes as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
     - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips, in
-      different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
-      the group, a ring of 2 is added.
+    different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
+    the group, a ring of size 2 is added.
     """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):
@@ -186,7 +186,7 @@ def _group(instruction: Instruction, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """Return the arrays of the result.
+    """Return the arrays that a collective returns, without operands or context that its start may return too.
 
     The start of a gather or a permute returns a tuple: operands, then results, then context. So does the start of a
     wrapped collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.

@@ -1,4 +1,4 @@
-"""Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of libraries."""
+"""FLOPs of matrix products in compiled programs: dots, convolutions and library calls."""
 
 import re
 from collections.abc import Iterator
@@ -48,10 +48,10 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product [batch, left, contracted] x [batch, contracted, right], and the dtype in which it is computed.
+    """A matrix product [batch, left, contracted] x [batch, contracted, right], and the dtype of its arithmetic.
 
     Attributes:
-        sizes: batch, left, contracted and right, on one device.
+        sizes: the sizes of batch, left, contracted and right on one device.
         dtype: for operands in float32, `tensorfloat32`, or `float32` if that precision was requested; for operands in
             float64, `float64`; for operands of every other dtype, `bfloat16`.
     """
@@ -61,7 +61,7 @@ class Product:
 
 
 def product(module: Module, computation: Computation, instruction: Instruction) -> Product | None:
-    """Return the matrix product of a dot, of a library's call, or of a fusion that has exactly one; None for others.
+    """Return the matrix product of a dot, of a library call, or of a fusion with exactly one; otherwise None.
 
     Args:
         module: the program.
@@ -95,7 +95,7 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Yield the name and target of kernels and library calls whose products `product_flops` cannot count.
+    """Yield name and target of the kernels and library calls whose products `product_flops` cannot count.
 
     Args:
         module: the program.
@@ -120,7 +120,7 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _attention(computation: Computation, call: Instruction) -> int:
-    """Return the FLOPs of cuDNN's attention, of queries [B, L, H, D] to keys [B, T, K, D], without masked pairs."""
+    """Return the FLOPs of cuDNN's attention, with queries [B, L, H, D] and keys [B, T, K, D], without masked pairs."""
     queries, keyed = (computation.by_name[name].arrays[0].shape for name in call.operands[:2])
     (rows, length, heads, size), keys = queries, keyed[1]
     pairs = sum(min(keys, query + 1) for query in range(length)) if _mask(call) == "CAUSAL" else length * keys
@@ -128,13 +128,13 @@ def _attention(computation: Computation, call: Instruction) -> int:
 
 
 def _mask(call: Instruction) -> str:
-    """Return the mask of cuDNN's attention; a sliding window counts as a mask that is not known."""
+    """Return the mask type of cuDNN's attention; a sliding window counts as an unknown type."""
     config = call.config.get("cudnn_fmha_backend_config", {})
     return "SLIDING" if config.get("sliding_window_length") else config.get("mask_type", "NO_MASK")
 
 
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
-    """Return the contracted dimensions of the first operand of a library's product; None if they are unknown."""
+    """Return the contracted dimensions of the first operand of a library's product, or None if they are unknown."""
     if call.target == "__onednn$matmul":  # XLA:CPU, rows times columns
         rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
         across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
@@ -146,7 +146,7 @@ def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] 
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
-    """Return the FLOPs of a convolution: two for each output element and each kernel element inside the input.
+    """Return the FLOPs of a convolution: two for each pair of output element and kernel element inside the input.
 
     The TPU compiler writes every dot as a convolution. Batch dimensions become windows with only one valid element.
     """
@@ -163,14 +163,14 @@ def _convolution(computation: Computation, convolution: Instruction) -> int:
 
 
 def _labels(text: str) -> tuple[str, str, str]:
-    """Return the three strings of labels in a text such as `bf_io->bf`."""
+    """Return the three groups of dimension labels in a text such as `bf_io->bf`."""
     operands, _, out = text.partition("->")
     left, _, kernel = operands.partition("_")
     return left, kernel, out
 
 
 def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
-    """Return the number of pairs of output position and kernel element (tap) that fall on an input element."""
+    """Return the number of pairs of output position and kernel element whose input element exists."""
     part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
     stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(str(part("pad", "0_0")).split("_")[0])

@@ -1,4 +1,4 @@
-"""While loops: their trip counts, from an annotation or from the counter, and the copies that every trip makes."""
+"""While loops: their trip counts, from an annotation or from the counter, and the copies made in every iteration."""
 
 import operator
 import re
@@ -24,7 +24,7 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
         loop: the `while` instruction.
 
     Returns:
-        The trip count; None if it depends on computed values.
+        The trip count, or None if it depends on computed values.
     """
     noted = _ANNOTATED.search(loop.attributes)
     return int(noted[1]) if noted else _counted(module, computation, loop)
@@ -33,8 +33,8 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 def reordered(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a whole array which no iteration changes.
 
-    One copy before the loop would be enough. XLA makes a copy in every iteration if it needs a part of the array in a
-    different order in memory: a scan over layers then copies the weights of all layers once for each layer.
+    One copy before the loop would be enough. XLA copies in every iteration if it needs a part of the array in a
+    different memory order: a scan over layers then copies the weights of all layers once per layer.
 
     Args:
         module: the program.
@@ -53,8 +53,9 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy, in main memory, a part of an array that no iteration changes.
 
     In a loop over layers such a part is the weights of one layer, copied out of the stack of all layers. Most products
-    read the weights in the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate array. Slices of
-    fewer bytes than `LEAST` are not weights: a loop over rows that writes a cache looks up the position of each row.
+    read the weights directly from the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate
+    array. Slices of fewer bytes than `LEAST` are not weights: a loop over rows that writes a cache looks up the
+    position of each row.
 
     Args:
         module: the program.
@@ -79,7 +80,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the positions in the carried tuple whose values an iteration passes on unchanged."""
+    """Return the positions in the carried tuple whose values every iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -91,9 +92,9 @@ def _unchanged(body: Computation) -> frozenset[int]:
 
 
 def _reorders(module: Module, instruction: Instruction) -> bool:
-    """Return whether the result is the operand in a different order, in main memory.
+    """Return whether an instruction copies its operand into a different memory order, in main memory.
 
-    A copy to memory on the chip is a prefetch, and does not count.
+    A copy to on-chip memory is a prefetch, and does not count.
     """
     if re.search(r"S\(\d+\)", instruction.type):
         return False
@@ -106,7 +107,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand in main memory of which the result is a part; empty if it is anything else."""
+    """Return the name of the operand, in main memory, of which the result is a part, or an empty text."""
     if re.search(r"S\(\d+\)", instruction.type):  # The result is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":
@@ -155,7 +156,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Return the number of steps until the comparison is false; None if the counter overflows before that."""
+    """Return the number of steps until the comparison is false, or None if the counter overflows before."""
     if direction not in _HOLDS:
         return None
     if not _HOLDS[direction](start, bound):
@@ -169,7 +170,7 @@ def _count(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:
-    """Return direction and operands of the comparison that a condition returns, as values of the condition."""
+    """Return direction and operands of the comparison that a loop's condition returns, as names in the condition."""
     root = _through(condition, condition.root)
     if root.opcode == "compare":
         return root.attribute("direction"), (root.operands[0], root.operands[1])
@@ -187,14 +188,14 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction whose value an instruction passes on unchanged."""
+    """Follow instructions that only pass a value on, back to the one that computes it."""
     while instruction.opcode in _SAME and instruction.operands:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """Return a constant as `=value`; no instruction can have such a name."""
+    """Return a constant as the text `=value`, which cannot be the name of an instruction."""
     number = _number(instruction)
     return None if number is None else f"={number}"
 
@@ -215,7 +216,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Return the position of a value in the loop's tuple; None if the value is not an element of the tuple."""
+    """Return the position of a value in the loop's tuple, or None if it is not an element of the tuple."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])
@@ -225,7 +226,7 @@ def _place(computation: Computation, name: str) -> int | None:
 
 
 def _step(module: Module, body: Computation, place: int) -> int | None:
-    """Return by how much the body changes an element of the tuple: 0 if it is passed on, None if this is unknown."""
+    """Return the amount by which an iteration changes an element of the loop's tuple, or None if it is unknown."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -253,7 +254,7 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 
 
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
-    """Return the initial value of an element of the tuple; it may come from outer loops that do not change it."""
+    """Return the initial value of an element of the loop's tuple, even if it passes unchanged through outer loops."""
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":
         return None

@@ -1,6 +1,6 @@
 """A compiled program as data: `Module`, its computations, and their instructions.
 
-Nothing is interpreted here; `gspmd.audit.hlo.parser` reads the text of a program.
+Nothing is interpreted here. `gspmd.audit.hlo.parser` makes these objects from the text of a program.
 """
 
 import json
@@ -32,7 +32,7 @@ _OVERFLOWED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result: its dtype, named as in HLO, and its shape on one device."""
+    """One array of an instruction's result: its dtype, as HLO names it, and its shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,12 +63,12 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
-        name: its name, without the percent sign.
-        opcode: its opcode in HLO: `all-gather-start`, `fusion`, ...
-        type: text of the result's type, including layouts.
+        name: the name of the instruction, without the percent sign.
+        opcode: the opcode in HLO, such as `all-gather-start` or `fusion`.
+        type: the text of the result's type, including memory layouts.
         operands: names of the operands, in the same computation.
-        arguments: text between the parentheses: a constant's value, a parameter's number.
-        attributes: text of the line after the parentheses.
+        arguments: the text between the parentheses, such as a constant's value or a parameter's number.
+        attributes: the text after the parentheses.
         root: whether the computation returns it.
     """
 
@@ -82,7 +82,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the result, a tuple flattened."""
+        """The arrays of the result; a tuple is flattened."""
         return tuple(
             Array(dtype, tuple(int(n.removeprefix("<=")) for n in shape.split(",") if n))
             for dtype, shape in _ARRAY.findall(_LAYOUT.sub("", self.type))  # a layout's tiles look like shapes
@@ -101,13 +101,13 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """JAX's name stack; empty for an instruction that the compiler added."""
+        """The name stack of JAX in the metadata; empty for an instruction that the compiler added."""
         name = _OP_NAME.search(self.attributes)
         return name[1] if name else ""
 
     @property
     def target(self) -> str:
-        """The library function, or kernel, that the instruction calls; empty if it calls none."""
+        """The library function or kernel that the instruction calls, or an empty text."""
         return self.attribute("custom_call_target").strip('"') if self.opcode == "custom-call" else ""
 
     @property
@@ -117,17 +117,17 @@ class Instruction:
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """The work of the kernel that the instruction calls; None if the program does not state the work."""
+        """The work of the kernel that the instruction calls, or None if the program does not state it."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property
     def _unquoted(self) -> str:
-        """The attributes with all strings emptied, because names given by users may look like attributes."""
+        """The attributes with all quoted strings emptied, because user-given names may look like attributes."""
         return re.sub(_STRING, '""', self.attributes)
 
     @property
     def frame(self) -> int:
-        """Number of the instruction's stack frame in the module; 0 for none."""
+        """Number of the instruction's stack frame in the module, or 0 if it has none."""
         number = _FRAME.search(self._unquoted)
         return int(number[1]) if number else 0
 
@@ -139,7 +139,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """Cycles of one execution as the TPU compiler estimates them; 0 without an estimate, or if it overflowed."""
+        """The TPU compiler's estimate of the cycles of one execution; 0 if there is none, or if it overflowed."""
         cycles = self._written_cycles
         return 0 if cycles == _OVERFLOWED else cycles
 
@@ -154,7 +154,7 @@ class Instruction:
         return int(cycles[1]) if cycles else 0
 
     def attribute(self, name: str) -> str:
-        """Return the text of an attribute; empty if there is none.
+        """Return the text of an attribute, or an empty text if the instruction does not have it.
 
         >>> Instruction("s.1", "slice", "f32[8]{0}", ("p",), "%p", "slice={[0:8]}, sharding={r}").attribute("slice")
         '{[0:8]}'
@@ -165,7 +165,7 @@ class Instruction:
 
     @cached_property
     def config(self) -> dict:
-        """The configuration of the backend if that is a JSON object; otherwise empty."""
+        """The backend's configuration as a dict, empty if it is not a JSON object."""
         try:
             loaded = json.loads(self.attribute("backend_config") or "{}")
         except json.JSONDecodeError:
@@ -192,13 +192,13 @@ class Computation:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by number."""
+        """The parameter instructions by their number."""
         return {int(each.arguments): each for each in self.instructions if each.opcode == "parameter"}
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A stack frame: file, line and function, and the number of the caller's frame, 0 for none."""
+    """A stack frame: file, line, function, and the number of the caller's frame or 0."""
 
     file: str
     line: int
@@ -211,12 +211,12 @@ class Module:
     """A compiled program.
 
     Attributes:
-        name: its name, such as `jit_step`.
+        name: the name of the program, such as `jit_step`.
         entry: the computation that runs first.
         computations: every computation by name.
         frames: stack frames by number.
         is_scheduled: whether the instructions are in the order of execution.
-        devices: number of devices that run the program; 1 if the text does not give it.
+        devices: number of devices that run the program; 1 if the text does not state it.
         kernels: the TPU compiler's schedules of Pallas kernels, by the name of the instruction that calls the kernel.
     """
 
@@ -230,7 +230,7 @@ class Module:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """For each computation, the instructions that run it, each after the computation that contains it."""
+        """For each computation, the (containing computation, instruction) pairs of the instructions that run it."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -239,7 +239,7 @@ class Module:
         return callers
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str:
-        """Return `file:line` of the innermost frame in a file whose path does not begin with any of `skip`, or ""."""
+        """Return `file:line` of the innermost stack frame outside the paths in `skip`, or "" if there is none."""
         if instruction.line and not instruction.line[0].startswith(skip or ("\0",)):
             return f"{instruction.line[0]}:{instruction.line[1]}"
         for frame in self.stack(instruction):

@@ -1,4 +1,4 @@
-"""The origin of a compiled instruction, by its metadata: the equation and step of a plan, and the source line."""
+"""The origin of a compiled instruction, from its metadata: the equation and step of a plan, and the source line."""
 
 import os
 import re
@@ -34,7 +34,7 @@ Placed = tuple[Computation, Instruction]
 
 @dataclass(frozen=True)
 class Origin:
-    """The equation and step of a plan, and `file:line`; each is empty if the metadata does not contain it."""
+    """The equation, the step, and the source line `file:line`; each is empty if the metadata lacks it."""
 
     equation: str
     step: str
@@ -46,14 +46,14 @@ def origin(
 ) -> Origin:
     """Return the origin of an instruction.
 
-    A compiler that rewrites a reduction drops the metadata of the instruction. The computation that the reduction
-    applies still has the scopes, and the source line is then that of the operand.
+    A compiler that rewrites a reduction drops the metadata of its instruction. The computation that the reduction
+    applies still has the scopes; the source line is in this case that of the operand.
 
     Args:
-        module, computation: the program and the computation that contain it.
-        scheduled: its line in the schedule.
-        instruction: the instruction; different from `scheduled` if `scheduled` wraps or fuses it.
-        ours: directory of the files whose lines do not count as source lines.
+        module, computation: the program, and the computation that contains the instruction.
+        scheduled: the scheduled instruction.
+        instruction: the instruction itself; it differs from `scheduled` if that wraps or fuses it.
+        ours: the directory of this package, whose lines do not count as source lines.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
     own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
@@ -65,7 +65,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the producer of an instruction's first operand, the producer of that one's first operand, and so on."""
+    """Follow first operands back: return the producer of the instruction's, then the producer of that one's, ..."""
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
@@ -76,17 +76,17 @@ def _producers(computation: Computation, instruction: Instruction) -> list[Instr
 def by_origin(
     module: Module, computation: Computation, scheduled: Instruction, collective: Collective
 ) -> Iterator[tuple[Origin, Collective]]:
-    """Split a combined collective into parts, each with the arrays of one origin.
+    """Split a combined collective into parts, one for each origin of its arrays.
 
-    XLA combines collectives. The instruction that takes one array out of the combined result (`get-tuple-element`) has
-    the metadata of the array's own collective. In XLA:GPU the metadata may instead be on the next instruction, which
-    reshapes the array, or only on the combined collective, as a list. XLA:GPU also concatenates the arrays of
-    all-reduces, and slices the result.
+    XLA combines several collectives into one. The instruction that takes an array out of the combined result
+    (`get-tuple-element`) has the metadata of the array's own collective. In XLA:GPU the metadata may instead be on the
+    next instruction, which reshapes the array, or only on the combined collective, as a list. XLA:GPU also concatenates
+    the arrays of all-reduces, and slices the result.
 
     Args:
-        module, computation: the program and the computation that contain it.
-        scheduled: its line in the schedule.
-        collective: the collective of that line.
+        module, computation: the program, and the computation that contains the collective.
+        scheduled: the scheduled instruction of the collective.
+        collective: the collective that this instruction runs.
     """
     own = origin(module, computation, scheduled, collective.instruction)
     done = _done(computation, scheduled)
@@ -108,10 +108,10 @@ def by_origin(
 
 
 def _in_step(placed: Placed, kind: str) -> bool:
-    """Return whether an instruction is in a step whose collective is of this kind.
+    """Return whether an instruction is in the scope of a step whose collective is of this kind.
 
-    An instruction that reshapes the collective's result may instead be in the step that uses the result, such as a
-    product.
+    An instruction that reshapes the collective's result may instead be in the scope of the step that uses the result,
+    such as a product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""
@@ -119,13 +119,13 @@ def _in_step(placed: Placed, kind: str) -> bool:
 
 
 def _in_equation(placed: Placed) -> bool:
-    """Return whether an instruction is in an equation that the compiler lowers, which has no steps."""
+    """Return whether an instruction is in the scope of an equation that the compiler lowers, without steps."""
     equation, step = innermost(placed[1].op_name)
     return bool(equation and not step)
 
 
 def _done(computation: Computation, scheduled: Instruction) -> Instruction:
-    """Return the instruction that waits for an asynchronous collective; a synchronous collective is returned itself."""
+    """Return the instruction that ends an asynchronous collective; a synchronous one is returned unchanged."""
     users = (each for each in computation.instructions if each.operands == (scheduled.name,))
     return next((each for each in users if each.opcode.endswith("-done")), scheduled)
 
@@ -150,7 +150,7 @@ def _listed(op_name: str) -> list[str]:
 def _taken_apart(
     module: Module, computation: Computation, done: Instruction, collective: Collective
 ) -> Iterator[tuple[Array, Sequence[Placed]]]:
-    """Yield the arrays that a collective combines, each with the instructions that take it out of the result."""
+    """Yield the arrays of a combined collective, each with the instructions that take it out of the result."""
     if len(collective.arrays) > 1 and not collective.fused:
         out = (each for each in computation.instructions if each.operands == (done.name,))
         taken = {int(each.attribute("index")): each for each in out if each.opcode == "get-tuple-element"}
@@ -164,9 +164,9 @@ def _taken_apart(
 
 
 def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
-    """Return the slices of all-reduces that XLA:GPU concatenated; nothing if the result is one array.
+    """Return the slices of all-reduces that XLA:GPU concatenated, or nothing if the result is a single array.
 
-    A user's program may also cover a result with slices, but only slices that the compiler made have the metadata of an
+    A user's program may also cut a result into slices, but only slices made by the compiler have the metadata of an
     all-reduce.
     """
     pieces = _slices(module, computation, done)
@@ -177,7 +177,7 @@ def _concatenated(module: Module, computation: Computation, done: Instruction) -
 def _slices(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
     """Return the slices that cover a concatenated result without overlap, each with the instructions that name it.
 
-    Return nothing if the result is used in any other way.
+    Return nothing if the result is also used in other ways.
     """
     found: dict[tuple[int, int], list[Placed]] = {}
     for user in computation.instructions:
@@ -197,7 +197,7 @@ def _slices(module: Module, computation: Computation, done: Instruction) -> dict
 
 
 def _renamed(computation: Computation, value: Instruction) -> list[Placed]:
-    """Return an instruction and the instructions that only reshape its result, each with its computation."""
+    """Return a value and its reshaped forms, each as (computation, instruction)."""
     same = [value]
     for each in computation.instructions:
         if each.opcode in _RESHAPES and each.operands[0] in {known.name for known in same}:

@@ -1,7 +1,7 @@
-"""Read optimized HLO, `compiled.as_text()`, into a `Module`.
+"""A parser of optimized HLO, the text `compiled.as_text()`, into a `Module`.
 
-The text is public API on every platform, holds all that an audit needs (layouts, trip counts, the TPU compiler's cycle
-estimates, stack frames), and can be kept in a file.
+The text is public API on every platform, contains everything that an audit needs (layouts, trip counts, the TPU
+compiler's cycle estimates, stack frames), and can be kept in a file.
 """
 
 import re
@@ -21,14 +21,14 @@ _DEVICES = re.compile(r", (?:num_partitions|replica_count)=(\d+)")
 
 
 class HloError(PlanError):
-    """A text is not an HLO module."""
+    """The error for a text that is not an HLO module."""
 
 
 def parse(text: str) -> Module:
     """Read an HLO module.
 
     Args:
-        text: `compiled.as_text()`, or a dump of XLA (`--xla_dump_to`, `*after_optimizations.txt`).
+        text: `compiled.as_text()`, or a file dumped by XLA (`--xla_dump_to`, `*after_optimizations.txt`).
 
     Raises:
         HloError: `text` is not a string, or has no entry computation.
@@ -64,7 +64,7 @@ def parse(text: str) -> Module:
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
     """Yield the instructions of a computation.
 
-    If the text of a kernel's metadata breaks a line, the parts of the line are joined.
+    Lines that are broken by the text of a kernel's metadata are joined.
     """
     begun, text = None, ""
     for line in lines:
@@ -91,7 +91,7 @@ def _instruction(start: re.Match[str], line: str) -> Instruction:
 
 
 def _operands(arguments: str) -> tuple[str, ...]:
-    """Return the names between the parentheses; some printers omit the percent sign."""
+    """Return the operand names between the parentheses; some printers omit the percent sign."""
     if "%" in arguments or not arguments:
         return tuple(_NAME.findall(arguments))
     names, at = [], 0
@@ -103,7 +103,7 @@ def _operands(arguments: str) -> tuple[str, ...]:
 
 
 def _frames(text: str) -> dict[int, Frame]:
-    """Return the stack frames, which the header lists in four tables."""
+    """Return the stack frames by number, from the four tables in the module's header."""
     files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
     locations = {number: _fields(row) for number, row in _table(text, "FileLocations").items()}
     rows = {number: _fields(row) for number, row in _table(text, "StackFrames").items()}
@@ -120,7 +120,7 @@ def _frames(text: str) -> dict[int, Frame]:
 
 
 def _table(text: str, title: str) -> dict[int, str]:
-    """Return a numbered table of the module's header."""
+    """Return the rows of a numbered table in the module's header, by number."""
     table = re.search(rf"^{title}\n((?:\d+ .*\n?)*)", text, re.MULTILINE)
     rows = (row.partition(" ") for row in table[1].splitlines()) if table else ()
     return {int(number): value for number, _, value in rows}

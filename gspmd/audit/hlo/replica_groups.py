@@ -23,11 +23,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the groups of devices that communicate with each other, each device as its position in the mesh.
+    """Return the groups of devices that communicate with each other; devices are positions in the mesh.
 
     Args:
         instruction: a collective.
-        devices: number of devices; an instruction without groups has one group of all devices.
+        devices: number of devices, all of which are in one group if the instruction lists no groups.
     """
     text = instruction.attribute("replica_groups")
     if text.startswith("mesh["):  # A mesh in a different order has a second attribute, which ends in the axes.
@@ -60,8 +60,8 @@ def _of_iota(text: str) -> Groups:
 def _of_mesh(text: str, reordered: str) -> Groups:
     """Read `mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
 
-    `'x':(2)4` is part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. A mesh
-    whose devices are not in ascending order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    `'x':(2)4` is a part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. If the
+    devices of the mesh are not in ascending order, `device_ids=(1,0,...)` or `device_ids=([2,4]T(1,0))` follows.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
@@ -74,7 +74,7 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 
 
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Return the pieces of a mesh axis, cut where parts of it begin and end: (name, product of the sizes before, size).
+    """Cut a mesh axis where parts of it begin or end; return (name, product of the sizes before, size) of each piece.
 
     The major piece is first.
     """
@@ -83,7 +83,7 @@ def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> lis
 
 
 def _order_of(text: str, devices: int) -> np.ndarray:
-    """Return the device numbers in the order of the mesh."""
+    """Return the device numbers in the order of the mesh, from the text of `device_ids`."""
     iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
     if iota:
         dims, order = (integers(part or "") for part in iota.groups())
@@ -98,7 +98,7 @@ def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def is_permute(instruction: Instruction) -> bool:
-    """Return whether a collective has (source, target) pairs, possibly none, instead of groups."""
+    """Return whether a collective has (source, target) pairs, even an empty list, instead of groups."""
     return bool(instruction.attribute("source_target_pairs"))
 
 
@@ -107,11 +107,11 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
     Args:
         instruction: a collective, or the instruction that starts it.
-        mesh: sizes of the mesh axes; devices are numbered in row-major order (last axis fastest).
+        mesh: sizes of the mesh axes, in whose row-major order (last axis fastest) devices are numbered.
 
     Returns:
-        Names of mesh axes; for a permute, those along which data moves. `UNNAMED` if the groups match no set of axes,
-        for example if each group is half of an axis.
+        Names of mesh axes; for a permute, those along which data moves. `UNNAMED` if the groups match no set of mesh
+        axes, for example if each group is half of an axis.
     """
     if is_permute(instruction):
         return _crossed(pairs(instruction), tuple(mesh.items()))
@@ -119,7 +119,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the devices of a group differ; a group may be only a part of an axis."""
+    """Return the mesh axes along which devices of a group differ, even if a group covers only part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named
@@ -128,7 +128,7 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
 
 
 def shared_node(instruction: Instruction, devices: int, node: int) -> int:
-    """Return the fewest devices of a group that share a node of `node` devices; 0 if no group spans several nodes.
+    """Return the fewest devices of any group that share a node of `node` devices; 0 if no group spans several nodes.
 
     For a permute the result is 1 if any data leaves a node.
     """

@@ -1,7 +1,7 @@
-"""Programs of several TPU slices, written as programs of all their devices.
+"""Programs for several TPU slices, rewritten as programs of all their devices.
 
-libtpu compiles one program, which every slice runs. Its replica groups number the devices of one slice; what slices
-send each other is handed to the host, whose runtime (MegaScale) sends it over the data-centre network:
+libtpu compiles one program, which every slice runs. Its replica groups number the devices of one slice. What slices
+send to each other is handed to the host, whose runtime (MegaScale) sends it over the data-centre network:
 
     %send = (bf16[64,128], u32[], token[]) send(%x, %after-all), is_host_transfer=true, frontend_attributes={
         _xla_host_transfer_rendezvous="psum_0", _xla_megascale_target="{1,2}x{0:255}",
@@ -35,22 +35,22 @@ _SLICE = 100_000
 
 
 def of_all_slices(module: Module, mesh: Any) -> Module:
-    """Return a program of several slices, with its replica groups and source-target pairs extended to all slices.
+    """Return a program with its replica groups and source-target pairs extended from one slice to all slices.
 
     Devices are numbered by their position in the mesh. If the mesh has only one slice, as a mesh of CPUs or GPUs always
     does, the program is returned unchanged.
 
-    A send to other slices gets the groups named by its target; `gspmd.audit.hlo.collectives` reads it as a collective
-    that lasts until its `recv-done`. The `send-done`, which waits only for the operand to be read, is replaced by a
-    token.
+    A send to other slices gets the groups that its target names: `gspmd.audit.hlo.collectives` reads it as a collective
+    that lasts until its `recv-done`. The `send-done`, which waits only until the operand has been read, is replaced by
+    a token.
 
     Args:
         module: the program.
         mesh: the mesh that it was compiled for; only a `jax.sharding.Mesh` has slices.
 
     Raises:
-        PlanError: the slices do not fill the mesh one after the other, or the program was compiled for a different
-            number of devices.
+        PlanError: the slices do not fill the mesh one after another, or the program was compiled for a different number
+            of devices.
     """
     slices = slices_of(mesh)
     if slices == 1:
@@ -95,7 +95,7 @@ def _of_computation(computation: Computation, in_slice: int, slices: int, places
 
 
 def _rendezvous(instruction: Instruction) -> str:
-    """Return the name that a send to other slices shares with its recv; empty for any other send."""
+    """Return the name that a send to other slices shares with its recv, or an empty text for other sends."""
     found = _RENDEZVOUS.search(instruction.attributes)
     return found[1] if found and "_xla_megascale_target" in instruction.attributes else ""
 
@@ -107,7 +107,7 @@ def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruct
 
 
 def _numbered(target: str, places: Mapping[int, int]) -> str:
-    """Return the replica groups, or pairs, of a `_xla_megascale_target`, with each device as its position in the mesh.
+    """Return a `_xla_megascale_target` as replica groups or pairs, with devices as positions in the mesh.
 
     `{1,3}x{0:7}` stands for eight groups: device d of slice 1 with device d of slice 3, for d from 0 to 7. Any other
     target lists device ids.
@@ -127,7 +127,7 @@ def _numbered(target: str, places: Mapping[int, int]) -> str:
 
 @lru_cache(maxsize=1024)
 def _repeated(listed: Groups, in_slice: int, slices: int) -> str:
-    """Return the groups of one slice, repeated for every slice."""
+    """Return the groups of one slice as text, repeated for every slice."""
     return _written([[in_slice * one + place for place in group] for one in range(slices) for group in listed])
 
 
@@ -136,7 +136,7 @@ def _written(listed: Sequence[Sequence[int]]) -> str:
 
 
 def _with(instruction: Instruction, name: str, value: str) -> Instruction:
-    """Return an instruction whose attribute `name` has this value."""
+    """Return a copy of an instruction with the attribute `name` set to this value."""
     if old := instruction.attribute(name):
         return replace(instruction, attributes=instruction.attributes.replace(f"{name}={old}", f"{name}={value}", 1))
     return replace(instruction, attributes=f"{name}={value}, {instruction.attributes}")

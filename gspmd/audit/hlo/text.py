@@ -1,4 +1,4 @@
-"""Scan HLO text: read it up to a delimiter outside of brackets and strings, and find the integers in it."""
+"""Scanning HLO text: reading up to a delimiter outside of brackets and strings, and finding integers."""
 
 import re
 

@@ -1,1 +1,1 @@
-"""Ledgers: the bytes that a compiled program sends, compared with its plan or with another program."""
+"""Ledgers: the collectives of a compiled program in bytes, compared with its plan or with another program."""

@@ -21,9 +21,9 @@ class Change:
     """Collectives of one kind, over the same mesh axes and of the same dtype, in two programs.
 
     Attributes:
-        kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
-        before: number of runs, and the bytes that one device sends; (0, 0) if the first program has no such collective.
-        after: the same figures in the second program.
+        kind, axes, dtype: as in the entries of a ledger, with axes in alphabetical order.
+        before: (number of runs, bytes that one device sends) in the first program; (0, 0) if it has no such collective.
+        after: the same figures for the second program.
     """
 
     kind: str
@@ -35,13 +35,13 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """The differences of two ledgers, per device and execution; false if the ledgers are equal.
+    """The differences of two ledgers, per device and execution; its truth value is false if there are none.
 
     Attributes:
         rows: the changes, most bytes first.
         wire_bytes: bytes that one device sends, before and after.
         flops: FLOPs of the matrix products, before and after.
-        names: names of the two programs.
+        names: the names of the two programs.
     """
 
     rows: tuple[Change, ...]
@@ -97,7 +97,7 @@ def _change(before: int, after: int) -> str:
 
 
 def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ...]:
-    """Return the changes from some entries to others, most bytes first."""
+    """Return the changes between two lists of entries, most bytes first."""
     sums = _sums(before), _sums(after)
     both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
     changed = [row for row in both if row.before != row.after]

@@ -30,7 +30,7 @@ class Comparison(Printed):
     Attributes:
         rows: a row per step.
         totals: (kind, mesh axes) -> (planned bytes, compiled bytes).
-        notes: the parts that could not be counted, on either side.
+        notes: parts of the plan or of the program that could not be counted.
     """
 
     rows: tuple[ComparedStep, ...]
@@ -39,7 +39,7 @@ class Comparison(Printed):
 
     @property
     def agrees(self) -> bool:
-        """Whether exactly the planned bytes are sent, for every kind and set of axes."""
+        """Whether exactly the planned bytes are sent, for every kind of collective and set of mesh axes."""
         return all(planned == compiled for planned, compiled in self.totals.values())
 
     @property
@@ -48,7 +48,7 @@ class Comparison(Printed):
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
-        """Return the rows of one verdict."""
+        """Return the rows with this verdict."""
         if verdict not in VERDICTS:
             raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
         return tuple(row for row in self.rows if row.verdict == verdict)
@@ -63,12 +63,12 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:], together: bool = False) -> Sheet:
-        """Return the steps with some verdicts, by default all that differ from the plan; equal steps share a row.
+        """Return a table of the steps with the given verdicts; equal steps share a row.
 
         Args:
-            verdicts: the verdicts whose steps have a row.
-            together: whether all steps whose bytes travel in the collective of a different step share one row, which
-                gives their number.
+            verdicts: the verdicts whose steps are shown, by default all except "as planned".
+            together: whether all steps whose bytes are sent by another step's collective share one row, which states
+                their number.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]
@@ -134,7 +134,7 @@ _STEPS = (
 
 
 def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows, adding up the figures of rows that are otherwise equal."""
+    """Yield rows; rows that are equal except for their figures are added up into one."""
     alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
@@ -144,7 +144,7 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; all steps whose bytes travel in the collective of a different step share a row, with a count."""
+    """Yield rows, with all steps whose bytes are sent by another step's collective in one row, which counts them."""
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)

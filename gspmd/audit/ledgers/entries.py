@@ -1,4 +1,4 @@
-"""The entries of a ledger, each a collective of a compiled program."""
+"""`Entry`: a collective of a compiled program in a ledger."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,26 +16,27 @@ Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, repr=False)
 class Entry:
-    """One collective instruction of a compiled program, with all its executions; figures are per device.
+    """One collective instruction of a compiled program over all its executions; figures are per device.
 
-    If the compiler combined several collectives into one instruction, each of these collectives has a separate entry.
+    If the compiler combined several collectives into one instruction, each of them has its own entry.
 
     Attributes:
-        kind: the kind of collective, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all,
+        kind: the kind of collective, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all or
             collective-permute.
-        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes spans
+        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes matches
             its groups.
         count: number of runs.
-        wire_bytes: bytes that one device sends in all runs; for a permute, the device that sends most.
+        wire_bytes: bytes that one device sends in all runs; for a permute, the most that any device sends.
         dtype: the dtype on the wire, as HLO names it: `f32`, `bf16`.
-        source: the line of the program that asked for the collective, `file:line`; empty if unknown.
-        equation: the planned equation to which the collective belongs; empty if no plan asked for it.
-        step: the plan's step, `step2.reduce-scatter.x`; empty if the compiler chose it within an equation.
+        source: the line of the user's program that caused the collective, as `file:line`; empty if unknown.
+        equation: the planned equation to which the collective belongs; empty if it belongs to none.
+        step: the scope of its step in the plan, such as `step2.reduce-scatter.x`; empty if the compiler chose the
+            collective to lower an equation.
         name: the name of the instruction in the HLO.
         asynchronous: whether separate instructions start the collective and wait for it.
         arrays: number of arrays that this entry moves in one run.
         group: number of devices that communicate with each other.
-        together: number of arrays that the instruction moves in one run, including those of other entries.
+        together: number of arrays that the instruction moves in one run, including those that other entries count.
         network_bytes: the part of `wire_bytes` that crosses the network between nodes of GPUs or TPU slices; 0 if the
             ledger does not know which devices share a node.
     """
@@ -62,13 +63,13 @@ class Entry:
 
 
 def asked_for_by(equation: str, step: str, source: str) -> str:
-    """Return the origin of a collective as text: its equation and step with the source line, or else the compiler."""
+    """Return the origin of a collective as text: equation, step and source line, or else "the compiler"."""
     planned = " ".join(part for part in (equation, step_text(step)) if part)
     return "  ".join(part for part in (planned, short(source)) if part) or "the compiler"
 
 
 def step_text(step: str) -> str:
-    """Return the scope of a step in words: `step2.reduce-scatter.x` as `step 2`."""
+    """Return the scope of a step in words: `step2.reduce-scatter.x` becomes `step 2`."""
     return f"step {read_step(step).number}" if step else ""
 
 

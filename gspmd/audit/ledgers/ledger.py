@@ -1,4 +1,4 @@
-"""`Ledger`: the bytes that a compiled program sends, to print, and to compare with a plan or with another ledger."""
+"""`Ledger`: the collectives and bytes of a compiled program, to print or to compare."""
 
 import json
 from collections.abc import Mapping
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 class Ledger(Printed):
     """The collectives and products of one device in one execution of a compiled program.
 
-    A conditional counts its branch with the most bytes. A loop whose trip count depends on computed values counts once,
-    and is named in `notes`.
+    A conditional counts as its branch with the most bytes. A loop whose trip count depends on computed values counts as
+    one iteration, and is named in `notes`.
 
     Attributes:
         entries: every collective instruction, in program order.
         flops: FLOPs of the matrix products, times loop trips: two per multiplication.
         mesh: sizes of the mesh axes.
-        name: the name of the program.
-        notes: the parts that could not be counted.
-        slices: number of TPU slices, which fill the mesh one after the other.
+        name: the name of the compiled program.
+        notes: parts of the program that could not be counted.
+        slices: number of TPU slices, which fill the mesh one after another.
     """
 
     entries: tuple[Entry, ...]
@@ -65,11 +65,11 @@ class Ledger(Printed):
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
-        """Compare with a plan, by (kind, axes) and by step; see `gspmd.audit.compare`."""
+        """Compare with a plan, by (kind, axes) and step by step; see `gspmd.audit.compare`."""
         return compare(self, plan)
 
     def diff(self, other: "Ledger") -> Difference:
-        """Return the changes from this ledger to another, by kind, mesh axes and dtype; false if there are none."""
+        """Return the changes from this ledger to another, by kind, mesh axes and dtype."""
         return difference(self, other)
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ class Ledger(Printed):
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self, together: bool = False) -> Sheet:
-        """Return a table of the collectives, with equal ones in one row, most bytes first.
+        """Return a table of the collectives, most bytes first; equal ones share a row.
 
         Args:
             together: whether the steps of one equation that differ only in their numbers share one row.
@@ -117,7 +117,7 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
-        """Return the entries, adding up counts and bytes of entries that are otherwise equal."""
+        """Return the entries with the counts and bytes of entries that are otherwise equal added up."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             step = "" if together else entry.step
@@ -151,15 +151,15 @@ _COLUMNS = (
 def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     """Compare the compiled collectives with the planned steps.
 
-    Compiled collectives are joined to planned steps by their scopes. If the compiler combines several into one
+    Compiled collectives are matched with planned steps by their named scopes. If the compiler combines several into one
     instruction, it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step may be
     compiled in parts, over some of its axes and then over the others; the parts count under all axes of the step. If
     two steps share a result, the compiler may keep either of them.
 
     Args:
         ledger: the ledger of the compiled program.
-        plan: `gspmd.trace` of the same function with the same arguments; for a program that is one equation, forward,
-            its `gspmd.plan` is enough.
+        plan: `gspmd.trace` of the same function with the same arguments. If the program is a single equation without
+            its gradient, its `gspmd.plan` is enough.
 
     Raises:
         PlanError: `ledger` is not a ledger, or `plan` is not a plan.

@@ -1,6 +1,6 @@
 """Match compiled collectives with planned steps, by their scopes.
 
-A step has the same name in the plan and in the program: its equation, and its scope, `step2.reduce-scatter.x`.
+Plan and program have the same name for a step: its equation, and its scope, such as `step2.reduce-scatter.x`.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ Name = tuple[str, str]
 
 
 def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep]]:
-    """Return the planned collectives by name."""
+    """Return the planned collectives that send anything, by name."""
     steps: dict[Name, list[PlannedStep]] = defaultdict(list)
     for entry in entries:
         if entry.step.is_collective and entry.step.wire_bytes:
@@ -45,10 +45,10 @@ def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """Credit entries that were compiled in the scope of a shared step to the step with the same result.
+    """Move the entries in the scope of a shared step to the step whose result it uses, where that one lacks bytes.
 
-    Among equal collectives the plan counts the first, but the compiler may keep any of them. Looped steps may share
-    only some of their permutes; then only a part of the entry is credited.
+    Of equal collectives, the plan counts the first, but the compiler may keep any of them. Looped steps may share only
+    some of their permutes; then only a part of the entry is moved.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
     surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes in excess of the plan
@@ -66,14 +66,14 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
 
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
-    """Return the steps whose results the shared steps use."""
+    """Return the names of the steps whose results the shared steps use."""
     return [name for name in planned if any(step.first == (name[0], read_step(name[1]).number) for step in shared)]
 
 
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """Return the part of an entry that the step `first` lacks, renamed to that step, and the rest of the entry."""
+    """Split an entry into the part that the step `first` lacks, renamed to that step, and the rest."""
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
     part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
@@ -84,7 +84,7 @@ def _credit(
 
 
 def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
-    """Split an entry into the part that sends `amount` bytes, and the rest; only permutes are split."""
+    """Split an entry into a part that sends `amount` bytes, and the rest; only permutes can be split."""
     if amount >= entry.wire_bytes:
         return entry, None
     if amount <= 0 or entry.kind != "collective-permute" or entry.count < 2:
@@ -95,7 +95,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, where the parts of a step that was compiled axis by axis have all axes of the step."""
+    """Return the entries; if a step was compiled axis by axis, each of its parts gets all axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:
@@ -110,5 +110,5 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
 
 
 def _covers(step: Step, over: set[str]) -> bool:
-    """Return whether these axes are all axes of a step; a permute may lack axes along which it moves nothing."""
+    """Return whether these are all axes of a step; a permute may lack axes along which it moves nothing."""
     return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

@@ -1,4 +1,4 @@
-"""`gspmd.ledger`: read a ledger from the optimized HLO of a compiled program."""
+"""`gspmd.ledger`: reads a ledger from the optimized HLO of a compiled program."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -30,8 +30,8 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
-        mesh: a mesh, or sizes of its axes in its order; by default the mesh of the program's inputs or outputs, or else
-            the current mesh.
+        mesh: a mesh, or sizes of its axes in order; by default the mesh of the program's inputs or outputs, or else the
+            current mesh.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
@@ -59,7 +59,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
 
 def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None) -> Ledger:
-    """Return the ledger of a parsed module; from `chip` follows which devices share a node or a slice."""
+    """Return the ledger of a parsed module; `chip` determines the devices that share a node or a slice."""
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
@@ -75,7 +75,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """A reader of a module from its entry on, which multiplies the figures of a loop's body by the loop's trips."""
+    """A reader of a module, which multiplies the figures of a loop's body by the loop's trip count."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh
@@ -84,7 +84,7 @@ class _ModuleReader:
         self.devices = prod(mesh.values())
 
     def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
-        """Return the entries of a computation that runs `times` times, and the FLOPs of its products."""
+        """Return the entries and the FLOPs of a computation that runs `times` times."""
         entries: list[Entry] = []
         flops = 0
         for instruction in computation.instructions:
@@ -109,7 +109,7 @@ class _ModuleReader:
         return [self.module.computations[name] for name in instruction.called]
 
     def _runs(self, computation: Computation, caller: Instruction) -> Iterator[tuple[Computation, int]]:
-        """Yield the computations that an instruction runs, with the number of their runs."""
+        """Yield the computations that an instruction runs, each with its number of runs."""
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
             return
@@ -123,7 +123,7 @@ class _ModuleReader:
     def _entries(
         self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
-        """Yield the entries of a collective, one for each origin of its arrays."""
+        """Yield the entries of a collective: one for each origin of its arrays."""
         parts = [*by_origin(self.module, computation, instruction, sent)]
         if self.chip and not self.chip.is_switch:
             # Without names only the bytes of each array tell the step to which it belongs
@@ -150,7 +150,7 @@ class _ModuleReader:
             )
 
     def _away(self, part: Collective, near: int, times: int) -> int:
-        """Return the bytes that one device sends over the network, if `near` devices of each group share a node."""
+        """Return the bytes that one device sends over the network if `near` devices of each group share a node."""
         assert self.chip is not None
         return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 

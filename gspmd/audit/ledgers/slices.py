@@ -1,6 +1,6 @@
-"""Match the collectives of programs of several TPU slices with planned steps, by their bytes.
+"""Matching of collectives with planned steps by their bytes, for programs on several TPU slices.
 
-libtpu drops the names of most collectives in such programs, and compiles a step over slices and within them as several
+libtpu drops the names of most collectives in such programs, and compiles a step over several slices as several
 collectives: one over the network, and others within the slices.
 """
 
@@ -25,17 +25,17 @@ Part = tuple[str, frozenset[str], int]
 def by_bytes(
     steps: Sequence[PlannedStep], entries: Sequence[Entry], mesh: Mapping[str, int], slices: int
 ) -> list[Entry]:
-    """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
+    """Return the entries of a program on several slices with the names, kinds and axes of the steps that they run.
 
-    A step with n trips gets n executions of collectives with exactly the kinds, axes and bytes of the step's parts.
-    Collectives with the name of the step are used first, then collectives without a name. A step gets no collective if
-    one of its parts is not found.
+    A step that runs n times gets n executions of collectives with exactly the kinds, axes and bytes of the step's
+    parts. Collectives with the name of the step are used first, then collectives without a name. If one of its parts is
+    not found, a step gets no collective.
 
     Args:
-        steps: the planned steps that run.
+        steps: the planned steps, without those that use another step's result.
         entries: the compiled collectives.
         mesh: sizes of the mesh axes.
-        slices: number of slices, over which the first axes lie.
+        slices: number of slices, over which the first mesh axes lie.
     """
     pool = _Pool(entries)
     across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices) or ()))
@@ -63,7 +63,7 @@ def by_bytes(
 
 
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, without the permutes within slices that belong to a permute over slices.
+    """Return the entries, without the permutes within slices that are part of a permute over slices.
 
     The compiler writes a permute over slices as two permutes, one over slices and one within them. A device sends its
     piece by one of the two, so only the permute over slices is counted. The permute within slices is the nearest one
@@ -87,7 +87,7 @@ def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class _Pool:
-    """Compiled collectives by kind, axes and bytes of an execution, each with the number of executions left."""
+    """Compiled collectives by kind, axes and bytes per execution, each with the number of unassigned executions."""
 
     def __init__(self, entries: Sequence[Entry]):
         self._left = {number: entry.count for number, entry in enumerate(entries)}
@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part, in the first way for which enough are left; nothing if no way has."""
+        """Take `count` executions of each part, in the first way with enough of them left, or else nothing."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -107,7 +107,7 @@ class _Pool:
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
-        """Take the permutes of a looped step, which are hops of equal bytes; nothing if some of them are missing."""
+        """Take the permutes of a looped step, which are hops of equal bytes, or nothing if some are missing."""
         step = planned.step
         for kind, axes, each in self._alike:
             if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
@@ -142,7 +142,7 @@ class _Pool:
 
 
 def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways to compile a step: as one collective, and in parts (`gspmd.lowerings.blocking.tpu`)."""
+    """Yield the ways to compile a step, as one collective and in parts (`gspmd.lowerings.blocking.tpu`)."""
     axes = [axis for axis in step.axes if mesh[axis] > 1]
     yield [(step.kind, frozenset(axes), step.wire_bytes)]
     if step.kind not in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -172,9 +172,9 @@ _Along = tuple[frozenset[str], int]
 
 
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
-    """Yield the parts of a collective within a slice, major first: as one part, or as two.
+    """Yield the ways to divide a collective within a slice into parts, major first: one part, or two.
 
-    An axis that extends over slices and within them is a separate part, which has no name in the compiled program.
+    An axis that lies over slices and also within them is a separate part, without a name in the compiled program.
     """
     parts: list[list[str]] = [[]]
     for axis in axes:
@@ -201,7 +201,7 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return the bytes that each part of a collective sends, major first; each part leaves a smaller buffer."""
+    """Return the parts of a collective, major first, with the bytes that each sends; each leaves a smaller buffer."""
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

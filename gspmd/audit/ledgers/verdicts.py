@@ -1,4 +1,4 @@
-"""Verdicts on every planned step, and on every collective that no step asked for."""
+"""Verdicts on every planned step, and on every compiled collective without a step."""
 
 import re
 from collections import defaultdict
@@ -21,22 +21,22 @@ Steps = Mapping[Name, Sequence[PlannedStep]]
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One step of one equation with all its executions, or a collective that the compiler adds without a step.
+    """A row of a comparison: a planned step with all its runs, or a compiled collective without a step.
 
     Attributes:
         verdict: `"as planned"`; `"shared"`: the step uses the result of an equal step, or both steps are one reduction
-            of their sum; `"rewritten"`: something else was compiled in place of the step; `"gone"`: nothing was
+            of their sum; `"rewritten"`: the compiler replaced the step by something else; `"gone"`: nothing was
             compiled for the step; `"the compiler's choice"`: the collective belongs to an equation under lowering
-            `xla`, which has no steps; `"not planned"`: no step asked for the collective.
-        how: the kind of rewriting: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a
-            shared step, the equal step; for a step as planned, whether it is combined with other steps.
-        kind, axes: as planned; as compiled if nothing was planned.
+            `xla`, which has no steps; `"not planned"`: the collective belongs to no step.
+        how: details of the verdict: for a rewritten step `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`,
+            `"padded"`, ...; for a shared step, the equal step; for a step as planned, whether it is combined with other
+            steps.
+        kind, axes: those of the planned step, or else of the compiled collective.
         equation, step: the equation and the step to which the row belongs.
-        planned: number of runs and bytes that one device sends, by the plan.
-        compiled: the same for the compiled program.
-        source: the source line that asked for the step or collective.
-        carrier: for a step whose bytes travel in the collective of a different step, the equation and the step of that
-            collective.
+        planned: (number of runs, bytes that one device sends) by the plan.
+        compiled: the same figures in the compiled program.
+        source: the source line of the step or collective.
+        carrier: the equation and step of the collective that sends this step's bytes, if it is another step's.
     """
 
     verdict: str
@@ -52,7 +52,7 @@ class ComparedStep:
 
 
 def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
-    """Yield the verdicts on the steps that run, on compiled collectives without a step, and on the shared steps."""
+    """Yield the verdicts on planned steps, on compiled collectives without a step, and on shared steps."""
     planned = planned_steps(plan.entries)
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
@@ -70,10 +70,10 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return each (kind, axes) whose collectives the compiler combined, and whose bytes add up to those of the steps.
+    """Return each (kind, axes) with combined collectives whose bytes in total are those that the steps plan.
 
-    An all-reduce that the compiler moves to after a loop loses its scope, even as a part of a combined collective. If
-    all parts have lost their scopes, the combined collective looks like that of a single array.
+    An all-reduce that the compiler moves behind a loop loses its scope, even as a part of a combined collective. If all
+    parts have lost their scopes, the combined collective looks like that of a single array.
     """
     behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
@@ -115,15 +115,15 @@ def _judged(planned: Steps, entries: Sequence[Entry], plan: ProgramPlan) -> Iter
 
 
 def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
-    """Return whether a collective without a step's scope is exactly what these steps would send."""
+    """Return whether a collective without a scope sends exactly what these steps would send."""
     same = _kind_and_axes(entry) == _kind_and_axes(steps[0].step)
     return not entry.step and same and entry.wire_bytes == planned_total(steps)[1]
 
 
 def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the row of a step in whose scope nothing was compiled.
+    """Return the row of a step whose scope has no compiled collective.
 
-    Either the step is combined into the collective of a different step, or it is gone.
+    The step is either part of another step's combined collective, or gone.
     """
     step = steps[0].step
     kinds = _REDUCTIONS if step.kind in _REDUCTIONS else (step.kind,)
@@ -137,7 +137,7 @@ def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) 
 
 
 def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
-    """Return the row of a collective that no step accounts for."""
+    """Return the row of a compiled collective that no step accounts for."""
     chosen = "the compiler's choice" if entry.equation in plan.lowered else "not planned"
     verdict = "rewritten" if entry.step else chosen
     again = (entry.equation, entry.step) in planned_steps(plan.shared)
@@ -147,7 +147,7 @@ def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
 
 
 def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the verdict on a step in whose scope something was compiled."""
+    """Return the row of a step whose scope has compiled collectives."""
     planned, compiled = planned_total(steps), compiled_total(entries)
     largest = max(steps, key=lambda step: step.step.wire_bytes)
     how = _rewriting(largest, entries, planned[1] == compiled[1])
@@ -162,9 +162,9 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 
 
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
-    """Describe how a compiler rewrote a step; empty if each execution is the planned collective.
+    """Describe how a compiler rewrote a step; the text is empty if each execution is the planned collective.
 
-    If `in_full`, all planned bytes are sent, so several arrays in one collective all belong to the step.
+    If `in_full`, all planned bytes are sent, so that all arrays of a combined collective belong to the step.
     """
     step, changes = planned.step, []
     kinds = sorted({entry.kind for entry in entries})
@@ -183,14 +183,14 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return the reason why one execution sends more or less than planned: a different dtype, or else padding."""
+    """Return the reason why an execution sends more or less than planned, a different dtype or padding, if any."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []
 
 
 def _bits(dtype: str) -> int:
-    """Return the number of bits of a dtype such as `bf16`, `f8e4m3fn` or `s32`; a boolean has 8."""
+    """Return the number of bits of a dtype in HLO's notation, such as `bf16`, `f8e4m3fn` or `s32`."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 

@@ -1,1 +1,1 @@
-"""Offline compilation: the cost of a function on TPUs and GPUs that are not attached."""
+"""Offline compilation: memory and time of a function on TPUs and GPUs that are not attached."""

@@ -1,7 +1,7 @@
-"""Descriptions of GPUs for XLA's compiler, with those figures of a card that chips.toml does not have.
+"""Descriptions of GPUs for XLA's compiler, with figures that chips.toml does not have.
 
-The compiler's description of a card is a text protocol buffer, `stream_executor.GpuTargetConfigProto`. Clock, memory
-and name come from chips.toml, and all other figures from `CARDS`. No card is queried.
+The compiler's description of a GPU is a text protocol buffer, `stream_executor.GpuTargetConfigProto`. Clock, memory and
+name come from chips.toml, all other figures from `CARDS`. No GPU is queried.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from gspmd.hardware.chips import Chip
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a GPU that only its compiler reads.
+    """Figures of a GPU that only the compiler needs.
 
     Attributes:
-        capability: compute capability, major and minor.
+        capability: compute capability, as (major, minor).
         multiprocessors: streaming multiprocessors (SMs) that are enabled.
         lanes: float32 units of one SM.
         cache_bytes: bytes of the L2 cache.
-        shared_bytes: bytes of shared memory of one SM; a block of threads may use all but 1 KiB of it.
+        shared_bytes: bytes of shared memory of one SM, of which a block of threads may use all but 1 KiB.
     """
 
     capability: tuple[int, int]
@@ -50,21 +50,21 @@ CARDS = {
 HOST_GPUS = {"gb200": 4}
 """Number of GPUs of one host, if several hosts share an NVLink switch (NVIDIA GB200 NVL72: 18 trays of 4 GPUs)."""
 
-# The same for every capability in CARDS (the same tables of the Programming Guide). The limits of a grid are XLA's
-# `block_dim_limit`. A block gets 48 KiB of shared memory unless it opts in to more.
+# The same for every capability in CARDS (the tables of the Programming Guide named above). The limits of a grid are
+# XLA's `block_dim_limit`. A block gets 48 KiB of shared memory unless it asks for more.
 _SAME = """
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 """
-# CUDA and cuDNN of the machine that will run the program: what jax[cuda12] of the supported releases installs at least.
+# CUDA and cuDNN of the machine that will run the program: the oldest that jax[cuda12] of supported releases installs.
 _LIBRARIES = "runtime_version { major: 12 minor: 8 patch: 0 } dnn_version_info { major: 9 minor: 8 patch: 0 }"
 CUDNN = 90800
 """The same version of cuDNN, in cuDNN's own numbering."""
 
 
 def described(chip: Chip) -> str:
-    """Return the compiler's description of a card, as the text of a `GpuTargetConfigProto`.
+    """Return the compiler's description of a GPU, as the text of a `GpuTargetConfigProto`.
 
     Args:
         chip: one of `CARDS`.

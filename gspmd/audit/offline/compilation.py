@@ -47,27 +47,28 @@ def compile_offline(
 ) -> Report:
     """Compile a function for a machine that is not attached, with the real compiler.
 
-    The TPU compiler refuses a program that does not fit. The GPU compiler does not, so such a program is reported with
-    its ledger and its timeline.
+    The TPU compiler refuses a program that does not fit in memory. The GPU compiler does not: such a program is
+    reported with its ledger and its timeline.
 
     Args:
         fn: any function that JAX traces.
-        abstract_args: `jax.ShapeDtypeStruct`s with shardings over a mesh of `topology`.
+        abstract_args: `jax.ShapeDtypeStruct`s, with shardings over a mesh of `topology`.
         topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or `gspmd.audit.topology(...)`.
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
         donate_argnums: positions of arguments whose memory the results may reuse, such as a training state.
-        auto_layout_argnums: positions of arguments for which the compiler may choose the order of dimensions in memory,
+        auto_layout_argnums: positions of arguments for which the compiler may choose the memory order of dimensions,
             such as the weights of a decode step, which are stored once and read in every step. In JAX's default order a
-            TPU may have to reorder a weight before its product. All other arguments keep the order that their formats
-            give.
-        out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose order in memory
-            the compiler chooses.
+            TPU may have to reorder a weight before its product. All other arguments keep the memory order of their
+            formats.
+        out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose memory order the
+            compiler chooses.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        flops: model FLOPs of one execution over all devices, for the MFU; by default the FLOPs of its matrix products.
+        flops: model FLOPs of one execution over all devices, for the MFU; by default the FLOPs of the program's
+            products.
         progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
 
     Returns:
-        A `Report`; if memory does not suffice, the report says so, and has the figures of the plan.
+        A `Report`. If memory does not suffice, it says so, and has figures from the plan alone.
 
     Raises:
         PlanError: the topology does not exist, the mesh does not fit it, its compiler is missing, no argument has a
@@ -154,7 +155,7 @@ def _is_sharding(leaf: Any) -> bool:
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the formats of arguments for `jax.jit`; the compiler chooses those at the positions `chosen`."""
+    """Return the formats of arguments for `jax.jit`; for the positions `chosen`, the compiler chooses the format."""
     if not chosen:
         return {}
 
@@ -166,7 +167,7 @@ def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
-    """Return the mesh of the arguments, or else the given mesh; it must have exactly the devices of the topology."""
+    """Return the mesh of the arguments, or else the given one, after checking that it has the topology's devices."""
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
     if isinstance(given, Mapping):
         meshes.append(target.mesh(given))
@@ -204,7 +205,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
-    """Return the reason why the arguments alone do not fit; empty if they do."""
+    """Return the reason why the arguments alone do not fit in memory, or an empty text if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -212,10 +213,9 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 
 
 def _overfilled(needed: int, target: Topology) -> str:
-    """Return the reason why a compiled program does not fit; empty if it does.
+    """Return the reason why a compiled program does not fit in memory, or an empty text if it does.
 
-    The TPU compiler itself refuses a program that does not fit in the memory that it assumes; the GPU compiler refuses
-    no program.
+    Only GPU programs need this check: the TPU compiler itself refuses a program that does not fit.
     """
     room = target.chip.hbm_bytes
     if needed <= room or not target.chip.is_switch:
@@ -224,9 +224,9 @@ def _overfilled(needed: int, target: Topology) -> str:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the compiled program; if memory does not suffice, None and the compiler's message.
+    """Return the compiled program and "", or None and the compiler's message if memory does not suffice.
 
-    The user's `options` override `defaults`, and an error message names only the user's options.
+    The user's `options` override `defaults`, and error messages name only the user's options.
     """
     try:
         return answering(lowered.compile, compiler_options={**defaults, **options} or None), ""
@@ -245,7 +245,7 @@ def _too_large(
     reason: str,
     seconds: float,
 ) -> Report:
-    """Return the report of a function that does not fit, with figures from the plan and the compiler's message."""
+    """Return the report of a function that does not fit in memory, with figures from its plan."""
     taken = sum(buffer.bytes for buffer in buffers if buffer.kind == "argument")
     room = target.chip.hbm_bytes
     needed = max(0, _amount(_NEEDED, reason) - taken)  # The compiler counts arguments and results too.

@@ -1,4 +1,4 @@
-"""XLA's compiler for NVIDIA GPUs, in JAX's plugin for CUDA: devices of nodes that are not attached, and versions."""
+"""XLA's compiler for NVIDIA GPUs, from JAX's CUDA plugin: the devices of nodes that are not attached, and versions."""
 
 import re
 from importlib import metadata
@@ -13,9 +13,9 @@ from gspmd.host import has_nvidia_gpu
 from gspmd.jax_internals import assume_cudnn
 
 COMPILER_OPTIONS = {
-    # Kernels are chosen by timing them on the card; without a card the first kernel that works is used.
+    # The compiler would choose kernels by timing them on the GPU; without one it takes the first kernel that works.
     "xla_gpu_autotune_level": 0,
-    # Products by cuBLAS. Whether Triton's are faster would have to be measured on the card, too.
+    # Products by cuBLAS: whether Triton's kernels are faster would also have to be measured on the GPU.
     "xla_gpu_enable_triton_gemm": False,
 }
 """The compiler's options for a card that is not attached, by name."""
@@ -28,10 +28,10 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
 
     Args:
         chip: one of `CARDS`.
-        shape: the number of nodes, if there are several, and the number of GPUs in a node.
+        shape: the number of nodes, if there are several, and the number of GPUs per node.
 
     Raises:
-        PlanError: the plugin refuses the card, or JAX failed to load the plugin.
+        PlanError: the plugin refuses the GPU, or JAX failed to load the plugin.
     """
     *nodes, gpus = shape
     hosts = gpus // HOST_GPUS.get(chip.name, gpus) if gpus % HOST_GPUS.get(chip.name, gpus) == 0 else 1
@@ -48,11 +48,11 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
 
 
 def require_cuda_plugin(name: str, chip: Chip) -> None:
-    """Check that programs can be compiled for a card: JAX's plugin for CUDA is installed, in the version of this JAX.
+    """Check that programs can be compiled for a GPU: that JAX's CUDA plugin is installed, in this JAX's version.
 
     Raises:
-        PlanError: the card is not supported, or the plugin is missing or has a different version, so `name` cannot be
-            described.
+        PlanError: the GPU is not supported, or the plugin is missing or has a different version, so that the topology
+            `name` cannot be described.
     """
     if chip.name not in CARDS:
         raise PlanError(
@@ -80,7 +80,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
 
 
 def _given_up() -> str:
-    """Return the message for a plugin for CUDA that JAX did not load when it started."""
+    """Return the error message for a CUDA plugin that is installed, but that JAX did not load when it started."""
     if has_nvidia_gpu():
         return (
             "cannot compile for GPUs: this machine has a GPU, but JAX did not load its plugin for CUDA: "
@@ -102,7 +102,7 @@ def _refused(chip: Chip, error: str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package; empty if it is not installed."""
+    """Return the version of an installed package, or an empty text if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -110,6 +110,6 @@ def _version(package: str) -> str:
 
 
 def _pinned() -> str:
-    """Return the version of the plugin that this JAX requires."""
+    """Return the version of the CUDA plugin that this JAX requires."""
     pins = (re.match(r"jax-cuda12-plugin\b.*>=([\w.]+)", line) for line in metadata.requires("jax") or ())
     return next((pin[1] for pin in pins if pin), metadata.version("jax"))

@@ -1,4 +1,4 @@
-"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and the required version."""
+"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and the version of libtpu."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from gspmd.host import quiet_libtpu, schedules_folder
 
 _COMPILING = threading.RLock()
 
-# A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. For the other chips the defaults
-# agree with JAX: v5p is one device, v3 and tpu7x one for each of their two cores.
+# JAX counts a v4 chip as one device ("megacore"), but the compiler by default does not. For the other chips the
+# defaults agree: v5p is one device, v3 and tpu7x have one device for each of their two cores.
 _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, ...]:
-    """Return the devices of slices such as `4x4x4`, slice by slice and each in torus order, without starting a backend.
+    """Return the devices of slices such as `4x4x4`, slice by slice in torus order, without starting a backend.
 
     Raises:
         PlanError: libtpu refuses the slice.
@@ -46,7 +46,7 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Compile one program at a time, with an empty folder of schedules: kernels of two programs may have one name."""
+    """Compile one program at a time, in an empty folder for schedules: kernels of two programs may share a name."""
     with _COMPILING:
         shutil.rmtree(schedules_folder(), ignore_errors=True)
         try:
@@ -56,7 +56,7 @@ def own_schedules() -> Iterator[None]:
 
 
 def with_schedules(module: Module) -> Module:
-    """Return a program that was just compiled, with the schedules of its Pallas kernels if libtpu wrote them.
+    """Return a program that was just compiled, with the schedules of its Pallas kernels if libtpu wrote any.
 
     Call it within `own_schedules`.
     """
@@ -72,7 +72,7 @@ def with_schedules(module: Module) -> Module:
 
 
 def require_libtpu(name: str, chip: Chip) -> None:
-    """Check that libtpu is installed, in the version that this JAX needs; it knows every TPU of chips.toml.
+    """Check that libtpu, which knows every TPU of chips.toml, is installed in the version that this JAX needs.
 
     Raises:
         PlanError: libtpu is missing or has a different version, so the topology `name` cannot be described.
@@ -95,6 +95,6 @@ def require_libtpu(name: str, chip: Chip) -> None:
 
 
 def _pinned() -> str:
-    """Return the version of libtpu that this JAX requires, such as `0.0.42.*`; `*` for any."""
+    """Return the version of libtpu that this JAX requires, such as `0.0.42.*`, or `*` if any will do."""
     pins = (re.match(r"libtpu\s*==\s*([\w.*]+)", line) for line in metadata.requires("jax") or ())
     return next((pin[1] for pin in pins if pin), "*")

@@ -1,4 +1,4 @@
-"""The memory of a device: the largest buffers of a program, and the changes that make each buffer smaller."""
+"""The memory of a device: the largest arrays of a program, and a change that makes each of them smaller."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ _SMALLER = "a smaller batch or length, or a layout that shards it; in training, 
 KEPT = 64
 """Number of buffers that a report keeps. If the program does not fit, the report prints the largest five."""
 
-# The results of these include the operands; the matching -done has only the result.
+# The results of these instructions include their operands; the matching -done has only the result.
 _STARTS = ("-start", "-update")
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
@@ -35,10 +35,10 @@ class AllocatedArray:
 
     Attributes:
         kind: `"argument"` or `"temporary"`.
-        name: the path of an argument, or the source line that makes a temporary.
-        array: dtype and shape on one device.
-        bytes: bytes in memory, padded to tiles.
-        remedy: a change that would make it smaller.
+        name: the path of an argument, or the source line that computes a temporary.
+        array: dtype and shape of the part on one device.
+        bytes: bytes in memory, including the padding to tiles.
+        remedy: advice that would make the array smaller.
     """
 
     kind: str
@@ -66,11 +66,11 @@ def _on_host(leaf: Any) -> bool:
 
 
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
-    """List the values of a traced function on one device, largest first, if their types include their sharding.
+    """List the values of a traced function on one device, largest first, as far as their types state a sharding.
 
-    Types include the sharding inside a shard_map (`manual`), and everywhere under Explicit axes.
+    Types state the sharding inside a shard_map (`manual`), and everywhere under Explicit axes.
 
-    Leaves out: fusion, by which the compiler removes some values, and buffers that several values share.
+    Leaves out: fusion, by which the compiler removes some values, and the sharing of one buffer by several values.
     """
     buffers: list[AllocatedArray | None] = []
     for equation in jaxpr.eqns:
@@ -93,7 +93,7 @@ def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
 
 
 def _line(equation: Any) -> str:
-    """Return the source line that made a value: the innermost frame outside of this package and of JAX."""
+    """Return the source line that computes a value: the innermost stack frame outside of this package and of JAX."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     ours = (OURS, str(Path(jax.__file__).parent))
     line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
@@ -117,7 +117,7 @@ def _path(path: Any) -> str:
 
 
 def temporaries(module: Module) -> list[AllocatedArray]:
-    """Return the values that a program makes in main memory, largest first."""
+    """Return the arrays that a program computes in main memory, largest first."""
     fused = {name for each in module.computations.values() for i in each.instructions for name in _inlined(i)}
     made = [
         _temporary(module, instruction, array, size)
@@ -131,7 +131,7 @@ def temporaries(module: Module) -> list[AllocatedArray]:
 
 
 def _inlined(instruction: Instruction) -> Sequence[str]:
-    """Return the computations whose values are never materialized: the insides of fusions and of reductions."""
+    """Return the computations of an instruction whose values never reach memory, as in fusions and reductions."""
     return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
 
 
@@ -141,7 +141,7 @@ def _temporary(module: Module, instruction: Instruction, array: Array, size: int
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:
-    """Return an instruction's arrays in main memory, each with its bytes there."""
+    """Return an instruction's arrays in main memory, each with its bytes including padding."""
     arrays = []
     for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
         if "S(" not in (rest or "") or "S(0)" in rest:
@@ -151,7 +151,7 @@ def placed(instruction: Instruction) -> list[tuple[Array, int]]:
 
 
 def _padded(array: Array, order: str, tiles: str) -> int:
-    """Return bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 rows of 128."""
+    """Return the bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 by 128."""
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
     shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
     shape += [1] * (len(tile) - len(shape))

@@ -29,10 +29,10 @@ CORES = {"tpu-v3": 2, "tpu7x": 2}
 
 
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size.
+    """Yield the shapes of a chip's slices from the smallest to a full pod, each twice as large as the one before.
 
-    Each shape is as close to a cube as possible. The shapes of a GPU are parts of a node, and then 1, 2, 4, ... nodes,
-    up to `SEARCHED_GPUS`. Several slices have at most `MOST_DEVICES` devices together.
+    Each shape is as close to a cube as possible. For a GPU the shapes are parts of a node, and then 1, 2, 4, ... nodes,
+    up to `SEARCHED_GPUS`. Several slices together have at most `MOST_DEVICES` devices.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -56,13 +56,13 @@ def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
 
 
 class Named(NamedTuple):
-    """The meaning of a topology's name.
+    """A topology's name, parsed.
 
     Attributes:
-        chip: the figures of one device; for several slices its nodes are the slices.
-        shape: chips along each torus axis of one slice; for GPUs the number of GPUs in a node, after the number of
-            nodes if there are several.
-        slices: number of slices of TPUs, which the data-centre network connects.
+        chip: the figures of one device; with several slices, a slice counts as a node.
+        shape: chips along each torus axis of a slice; for GPUs the number of nodes, if there are several, and the
+            number of GPUs per node.
+        slices: number of TPU slices, connected by the data-centre network.
     """
 
     chip: Chip
@@ -71,7 +71,7 @@ class Named(NamedTuple):
 
     @property
     def cores(self) -> int:
-        """Number of devices of one chip."""
+        """Number of JAX devices of one chip."""
         return CORES.get(self.chip.name, 1)
 
     @property
@@ -82,7 +82,7 @@ class Named(NamedTuple):
 
 
 def read_name(name: str) -> Named:
-    """Read the name of a topology.
+    """Parse the name of a topology.
 
     Example:
         >>> [read_name(name).shape for name in ("tpu-v4:4x4x8", "h100:16x8", "h100:1x8", "h100:4")]
@@ -138,10 +138,9 @@ def _gpus() -> list[str]:
 
 
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there are no such nodes of GPUs; empty if they may exist.
+    """Return the reason why there are no such nodes of GPUs, or an empty text if they may exist.
 
-    If there are several nodes, all their GPUs must be used, because a plan assumes that every node has
-    `Chip.node_devices` GPUs.
+    With several nodes, all their GPUs must be used, because plans assume `Chip.node_devices` GPUs in every node.
     """
     node, sizes = chip.node_devices, "x".join(map(str, shape))
     if len(shape) > 2:
@@ -156,7 +155,7 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
-    """Return the name of the fewest whole nodes that have this number of GPUs, or of the largest topology."""
+    """Return the name of the smallest topology with at least this many GPUs, or of the largest topology."""
     gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"
@@ -164,7 +163,7 @@ def _nodes_near(chip: Chip, gpus: int) -> str:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there is no such slice, even if the compiler would describe it; empty if it may exist."""
+    """Return the reason why there is no such slice, though the compiler may describe it, or an empty text."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

@@ -1,4 +1,4 @@
-"""Options of the compiler, checked before anything that takes long begins."""
+"""A check of compiler options that runs before the work that takes long."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
-    """Check that the compiler knows some options and can read their values, by compiling a trivial program.
+    """Check that the compiler knows these options and can read their values, by compiling a trivial program.
 
     Args:
         options: name to value, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.

@@ -1,4 +1,4 @@
-"""`Report`: the result of compiling a function for a machine that is not attached: whether it fits, and its cost."""
+"""`Report`: memory and time of a function that was compiled for a machine that is not attached."""
 
 import json
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ class Report(Printed):
     """A function compiled for a machine that is not attached; figures are per device and execution.
 
     Attributes:
-        topology: the machine.
+        topology: the machine that the function was compiled for.
         mesh: sizes of the mesh axes.
         fits: whether everything fits in the memory of one device.
         argument_bytes: bytes of all arguments (parameters, optimizer state, batch), donated arguments included.
-        output_bytes: bytes of the results that do not reuse the memory of donated arguments.
-        temporary_bytes: peak bytes of everything else, which includes the results if the program was not compiled.
+        output_bytes: bytes of the results that do not reuse the memory of a donated argument.
+        temporary_bytes: peak bytes of everything else; if the program was not compiled, this includes the results.
         hbm_bytes: memory of one device.
         plan: the plan of the function.
-        ledger, timeline: of the compiled program; None if the program was not compiled, because it does not fit.
+        ledger, timeline: those of the compiled program; None if it was not compiled because it does not fit.
         module, hlo: the scheduled program, parsed and as text; None and empty if it was not compiled.
-        buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
-            temporaries are the values of the traced function, some of which the compiler would have merged.
+        buffers: the largest arrays on one device, arguments and temporaries, largest first. If the program was not
+            compiled, temporaries are the values of the traced function, some of which the compiler would have merged.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why the program does not fit; if a compiler refuses it, in the compiler's words, with binary units
-            converted to decimal units.
+        reason: why the program does not fit. If the compiler refuses it, this is its message, with binary units
+            converted to decimal ones.
     """
 
     topology: Topology
@@ -65,12 +65,12 @@ class Report(Printed):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matrix products of the compiled program; those of the plan if it was not compiled."""
+        """FLOPs of the matrix products of the compiled program, or of the plan if it was not compiled."""
         return self.ledger.flops if self.ledger else self.plan.flops
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends in the compiled program; those of the plan if it was not compiled."""
+        """Bytes that one device sends in the compiled program, or in the plan if it was not compiled."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     @property
@@ -80,14 +80,14 @@ class Report(Printed):
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether the figures are a lower bound: a loop whose trip count depends on the data is counted once.
+        """Whether the figures are lower bounds, because a loop with a data-dependent trip count counts once.
 
-        Experts that are served without slots have such loops, over the blocks of rows that are routed to them.
+        Expert layers without slots have such loops in serving, over the blocks of rows routed to each expert.
         """
         return self.ledger is not None and any("depend on computed values" in note for note in self.ledger.notes)
 
     def to_json(self) -> str:
-        """Return the figures as JSON; the figures of the timeline are null if the program was not compiled."""
+        """Return the figures as JSON; those of the timeline are null if the program was not compiled."""
         line = self.timeline
         figures = {
             "topology": self.topology.name,
@@ -154,11 +154,11 @@ class Report(Printed):
         ]
 
     def tables(self, details: bool = False) -> Group:
-        """Return the summary, and below it the tables of planned and compiled bytes and of the timeline.
+        """Return the summary, followed by the tables of planned and compiled bytes and of the timeline.
 
         Args:
-            details: whether every step that differs from the plan has a row of its own, even if the bytes of several
-                steps travel in the collective of a different step.
+            details: whether every step that differs from the plan has its own row, even if the bytes of several steps
+                are sent by another step's collective.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

@@ -29,12 +29,12 @@ class Topology:
 
     Attributes:
         name: canonical, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` or `h100:16x8`.
-        chip: the figures of one device; for several slices its nodes are the slices.
+        chip: the figures of one device; with several slices, a slice counts as a node.
         shape: chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and the
-            number of GPUs in a node.
-        devices: devices to compile for, not to run on; slice by slice, each in torus order, last axis fastest, devices
-            of one chip next to each other; GPUs node by node.
-        slices: number of slices, which the data-centre network connects; 1 for GPUs.
+            number of GPUs per node.
+        devices: devices to compile for, not to run on. TPUs are listed slice by slice, each in torus order with the
+            last axis fastest, and devices of one chip next to each other; GPUs node by node.
+        slices: number of slices, connected by the data-centre network; 1 for GPUs.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Topology:
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
         """Make a mesh over the devices.
 
-        On a slice of TPUs each mesh axis is one or several whole torus axes if the sizes allow it. Several slices fill
-        the mesh one after the other: the first mesh axis, or the first axes together, extend over the slices, and the
-        other axes are within each slice. GPUs fill the mesh node by node, the last mesh axis fastest.
+        On a TPU slice each mesh axis is one or several whole torus axes if the sizes allow it. Several slices fill the
+        mesh one after another: the first mesh axis, or the first axes together, extend over the slices, and the other
+        axes lie within each slice. GPUs fill the mesh node by node, the last mesh axis fastest.
 
         Args:
-            axes: mesh axis -> size; among equally good assignments, earlier mesh axes get earlier torus axes.
+            axes: mesh axis -> size; if several assignments are equally good, earlier mesh axes get earlier torus axes.
             axis_type: "explicit", "auto", or a `jax.sharding.AxisType`.
 
         Raises:
@@ -94,7 +94,7 @@ class Topology:
         return Mesh(parts.transpose(order).reshape(sizes), tuple(axes), axis_types=types)
 
     def _uneven(self, axes: Mapping[str, int]) -> str:
-        """Return the message for a mesh whose first axes do not divide the slices."""
+        """Return the error message for a mesh whose first axes do not divide the slices evenly."""
         first, size = next((axis, size) for axis, size in axes.items() if size > 1)
         second = next((axis for axis in axes if axis != first), "y")
         meant = {first: self.slices, second: self.num_devices // self.slices}
@@ -114,9 +114,9 @@ class Topology:
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-        """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
+        """Return, for each axis of a mesh over this slice, the sizes of the torus axes that it consists of.
 
-        An axis that does not span a box of the torus counts as one ring. The two devices of one chip are not a ring,
+        An axis that does not cover a box of the torus counts as one ring. The two devices of one chip are not a ring,
         and neither are several slices. GPUs are connected by switches, and have no rings.
 
         Example:
@@ -150,8 +150,8 @@ def topology(name: str) -> Topology:
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
             `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are accepted too. `tpu-v5p:4x8x8*4` is four
-            slices, connected by the data-centre network. Or a GPU, nodes and GPUs of a node: `h100:8` (or fewer, on one
-            node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
+            slices, connected by the data-centre network. For GPUs, the number of nodes and of GPUs per node: `h100:8`
+            (or fewer, on one node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
 
     Returns:
         The topology; the same name always gives the same object, so that meshes over it are equal.
@@ -181,7 +181,7 @@ def topology(name: str) -> Topology:
 
 
 def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
-    """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each nearly a cube.
+    """Yield the slices of a chip from the smallest to a full pod, each twice as large as the one before.
 
     For a GPU, yield parts of a node, and then 1, 2, 4, ... whole nodes.
 

@@ -41,15 +41,15 @@ def draw_row(
     scale: float,
     inch: float,
 ) -> None:
-    """Draw the bars of one row; those that overlap in time are drawn above one another, in lanes.
+    """Draw the bars of one row; bars that overlap in time are drawn in different lanes, one above the other.
 
     Args:
         axes: matplotlib's axes.
-        placed: spans with their lanes, `Timeline.lanes`.
-        stops: seconds at which a label next to a bar has to end: the starts of loops, and the end of the drawing.
+        placed: spans with the numbers of their lanes, from `Timeline.lanes`.
+        stops: times in seconds before which a label next to a bar must end: starts of loops, and the drawing's end.
         middle, room: middle and height of the row, in units of the vertical axis.
         scale: units of the time axis per second.
-        inch: seconds per inch.
+        inch: seconds that one inch of the drawing represents.
     """
     whole, groups = room - 1 + HEIGHT, list(_overlapping(placed))
     stops = [*(group[0][0].start for group in groups), *stops]
@@ -66,7 +66,7 @@ def draw_row(
 
 
 def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    """Yield spans in groups that overlap in time; a new group starts in lane 0, when all lanes are free again."""
+    """Yield spans in groups that overlap in time: a new group begins when all lanes are free again."""
     group: list[tuple[Span, int]] = []
     end = 0.0
     for span, lane in placed:
@@ -80,7 +80,7 @@ def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, in
 
 
 def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
-    """Draw one bar; the bar of a collective ends with the seconds in which the device waits."""
+    """Draw one bar; in that of a collective, the exposed time, during which the device waits, comes last."""
     for begun, seconds, color in _shades(span):
         edge = 0.5 if seconds > _EDGED * inch else 0.0
         style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
@@ -88,7 +88,7 @@ def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch
 
 
 def _shades(span: Span) -> list[tuple[float, float, str]]:
-    """Return the hidden and the exposed part of a bar: start, seconds, color."""
+    """Return the hidden and the exposed part of a bar, each as (start, seconds, color)."""
     color = PALETTE.get(span.category, FAINT)
     exposed = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
     hidden = span.seconds - exposed
@@ -122,20 +122,20 @@ def _fitting(span: Span, inches: float) -> str:
 
 @lru_cache(maxsize=4096)
 def width_of(text: str, points: float) -> float:
-    """Return the width of a text in inches."""
+    """Return the width of a text in inches at a font size in points."""
     from matplotlib.textpath import TextPath  # Slow to import, and only needed for pictures.
 
     return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
 
 
 def ink_on(color: str) -> str:
-    """Return the text color that is legible on a color: white on a dark one."""
+    """Return a legible color for text on a background: white on a dark one."""
     red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _names(span: Span) -> list[str]:
-    """Return names for a bar, the longest first; that of a collective includes the planned kind if it is different."""
+    """Return labels for a bar, the longest first; for a collective it includes the planned kind if that differs."""
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

@@ -22,10 +22,10 @@ _FINEST = 0.5
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw a timeline: a row of bars for each resource, with the hidden parts of collectives pale, and totals below.
+    """Draw a timeline: a row of bars for each resource, hidden parts of collectives in pale, and totals below.
 
-    Only one iteration of each loop is drawn, so the time axis is shorter than the step; the totals are those of the
-    whole step.
+    Only one iteration of each loop is drawn, so the time axis is shorter than the step; the totals are of the whole
+    step.
 
     Args:
         timeline: the timeline.
@@ -67,7 +67,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
-    """Draw the bars of a row: for each lane and category, one path of the hidden parts and one of the exposed parts."""
+    """Draw the bars of a row: for each lane and category, one path of hidden parts and one of exposed parts."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
@@ -88,7 +88,7 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
 
 
 def _merged(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join intervals that touch or nearly touch, and widen those that could not be seen."""
+    """Join intervals that touch or nearly touch, and widen those that would be too narrow to see."""
     joined: list[tuple[float, float]] = []
     for start, stop in sorted(pieces):
         stop = max(stop, start + _FINEST)

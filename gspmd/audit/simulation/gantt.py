@@ -1,4 +1,4 @@
-"""A timeline as a Gantt chart: the computation of a device, and below it the transfers on each mesh axis."""
+"""A timeline as a Gantt chart: a row for a device's computation, and rows for the transfers on each mesh axis."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -40,7 +40,7 @@ def draw(timeline: Timeline, path: str | Path, command: str = "") -> None:
 
     Args:
         timeline: from `gspmd.audit.timeline`.
-        path: the file; a PNG also carries the version of gspmd, the figures of the title, and the command.
+        path: the file. A PNG also contains the version of gspmd, the figures of the title, and the command.
         command: the command line that made the timeline.
     """
     made, file = figure(timeline), file_path(path)
@@ -79,23 +79,23 @@ def figure(timeline: Timeline) -> "Figure":
 
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
-    """Return a unit in which the numbers of a time axis are readable, and the number of such units per second."""
+    """Return the number of units per second and the name of the unit that make a time axis readable."""
     return next(((f, unit) for f, unit in ((1, "s"), (1e3, "ms")) if _end(timeline) * f >= 2), (1e6, "µs"))
 
 
 def _end(timeline: Timeline) -> float:
-    """Return the seconds at which the drawing ends."""
+    """Return the time in seconds at which the drawing ends."""
     return max((span.start + span.seconds for span in timeline.spans), default=1e-6)
 
 
 def _rows(timeline: Timeline) -> tuple[str, ...]:
-    """Return the timeline's rows, without a row of copies that are too short to be seen."""
+    """Return the timeline's rows; the row of copies is left out if all are too short to be seen."""
     seen = any(span.seconds > _end(timeline) / 1000 for span, _ in timeline.lanes("memory"))
     return tuple(row for row in timeline.rows if row != "memory" or seen)
 
 
 def _places(timeline: Timeline, rows: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return middle and height of each row: the first is at 0; a row of few lanes is 1 high."""
+    """Return the middle and the height of each row; the first row is at 0, and a row of few lanes has height 1."""
     places, top = {}, -0.5
     for row in rows:
         lanes = 1 + max((lane for _, lane in timeline.lanes(row)), default=0)
@@ -109,12 +109,12 @@ def _bottom(places: Mapping[str, tuple[float, float]]) -> float:
 
 
 def _loops(timeline: Timeline) -> list[Span]:
-    """Return the loops whose drawn iteration stands for several."""
+    """Return the loops of which the drawn iteration stands for several."""
     return [span for span in timeline.spans if span.category == "loop" and span.trips > 1]
 
 
 def _marks(timeline: Timeline) -> dict[Span, int]:
-    """Return the tier of each loop's mark: above the marks of the loops inside it, where it overlaps no other mark."""
+    """Return the height level of each loop's label: above those of inner loops, where it overlaps no other label."""
     tiers: dict[Span, int] = {}
     for loop in sorted(_loops(timeline), key=lambda loop: (_depth(timeline, loop), loop.start)):
         tier = _depth(timeline, loop)
@@ -125,7 +125,7 @@ def _marks(timeline: Timeline) -> dict[Span, int]:
 
 
 def _overlap(timeline: Timeline, *loops: Span) -> bool:
-    """Return whether the marks of two loops would overlap, each a line with a number in its middle."""
+    """Return whether the labels of two loops would overlap; a label is a line with a number in its middle."""
     first, second = loops
     halves = [max(loop.seconds, width_of(_times(loop), _MARK) * _end(timeline) / DRAWN * 1.2) / 2 for loop in loops]
     apart = abs(first.start + first.seconds / 2 - second.start - second.seconds / 2)
@@ -137,7 +137,7 @@ def _times(loop: Span) -> str:
 
 
 def _loop(axes: Any, timeline: Timeline, loop: Span, tier: int, bottom: float, scale: float) -> None:
-    """Draw a frame around one iteration, with the number of iterations over it."""
+    """Draw a frame around one iteration of a loop, with the number of iterations above it."""
     top, begun, seconds = _height(tier), loop.start * scale, loop.seconds * scale
     axes.vlines([begun, begun + seconds], top, bottom, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=5)
     axes.hlines(top, begun, begun + seconds, color=INK, linewidth=1.2, zorder=5)
@@ -155,7 +155,7 @@ def _height(tier: int) -> float:
 
 
 def _depth(timeline: Timeline, loop: Span) -> int:
-    """Return how deeply loops are nested inside a loop; the marks of these inner loops are below its own mark."""
+    """Return the number of levels of loops nested inside a loop, whose labels are below its own."""
     end = loop.start + loop.seconds
     inside = [span for span in _loops(timeline) if span.start >= loop.start and span.start + span.seconds <= end]
     return 1 + max(_depth(timeline, span) for span in inside[: inside.index(loop)]) if inside.index(loop) else 0
@@ -169,7 +169,7 @@ def _frame(
     scale: float,
     unit: str,
 ) -> None:
-    """Set limits, ticks, names of rows, and the title."""
+    """Set the limits and ticks of the axes, the names of the rows, and the title."""
     axes.set_xlim(0, _end(timeline) * scale)
     axes.set_ylim(_bottom(places), _height(max(marks.values())) - 0.48 if marks else -0.5)
     named = [row if row in ("compute", "memory") else f"axis {row}" for row in places]

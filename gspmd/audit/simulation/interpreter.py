@@ -1,4 +1,4 @@
-"""Interpret a compiled program: every instruction in the order of its schedule, on the simulated machine."""
+"""An interpreter of compiled programs, which runs every instruction in scheduled order on the simulated machine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy that every iteration of a loop makes of (a part of) an array that no iteration changes, and its cost."""
+    """A copy of (a part of) an array that a loop does not change, made in every iteration, with its total cost."""
 
     instruction: Instruction
     times: int
@@ -36,7 +36,7 @@ class CopiedInLoop(NamedTuple):
 
 
 class Interpreter:
-    """One run of a program on one device; `gspmd.audit.timeline` documents the model."""
+    """One simulated run of a program on one device; `gspmd.audit.timeline` documents the model."""
 
     def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int], torus: Torus):
         self.module, self.chip, self.mesh, self.torus = module, chip, mesh, torus
@@ -77,7 +77,7 @@ class Interpreter:
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """Compute, send or copy; a transfer's index passes through instructions that have it as an operand."""
+        """Simulate an instruction; return its value, which for a transfer is the index that its -done waits for."""
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
             self.machine.wait(_number(operands[0]))
@@ -118,7 +118,7 @@ class Interpreter:
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _launches(self, computation: Computation) -> frozenset[str]:
-        """Return the names of the kernels at which the host launches something; empty on a TPU."""
+        """Return the names of the kernels that need a launch by the host; on a TPU there are none."""
         if not self.chip.launch_seconds:
             return frozenset()
         if computation.name not in self._launched:
@@ -130,7 +130,7 @@ class Interpreter:
         return self._launched[computation.name]
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
-        """Start a copy or a slice between memories, at the bandwidth of main memory."""
+        """Start a copy or a slice between memories, at the bandwidth of main memory; return the transfer's number."""
         moved = self._copied_bytes(computation, instruction)
         span = self._span(computation, instruction, "copy", ("memory",), moved)
         return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
@@ -144,9 +144,9 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one leaves transfers and host unchanged; that iteration stands for all that remain.
+        """Run iterations until one leaves transfers and host as it found them, and count it for all that remain.
 
-        On a GPU the condition is not run if the host knows the number of iterations; otherwise the host waits for it.
+        On a GPU the condition is skipped if the host knows the number of iterations; otherwise the host waits for it.
         """
         runs = trips(self.module, computation, loop)
         if runs is None:
@@ -181,7 +181,7 @@ class Interpreter:
         return carried
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
-        """Run every branch from the same state, and continue after the slowest; the host has to know the branch."""
+        """Run every branch from the same state, and continue from the slowest; the host must know the branch first."""
         if self.chip.launch_seconds:
             self.machine.synchronize()
         before = self.machine
@@ -204,7 +204,7 @@ class Interpreter:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        """Make a span for this instruction; its start and its seconds are set later."""
+        """Make the bar of an instruction; its start and seconds are set later."""
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
@@ -221,7 +221,7 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """Return a name: the plan's step, or the operation that serves it; otherwise JAX's name, or the opcode."""
+    """Return a name for the bar: the plan's step, or the operation within it, or JAX's name, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -1,4 +1,4 @@
-"""Launches of GPU kernels by the host, one by one or together in a CUDA graph."""
+"""Launches of GPU kernels by the host: each by itself, or several together as a CUDA graph."""
 
 from gspmd.audit.hlo.module import Computation, Instruction
 from gspmd.audit.simulation.roofline import runs
@@ -16,7 +16,7 @@ _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infe
 
 
 def launched(computation: Computation, communicating: frozenset[str], chip: Chip) -> frozenset[str]:
-    """Return the names of a computation's kernels at which the host launches something: one kernel, or a graph.
+    """Return the names of the kernels with which a launch by the host begins: of one kernel, or of a graph.
 
     Args:
         computation: instructions in the order of their schedule.
@@ -40,5 +40,5 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
 
 
 def _divides_graphs(instruction: Instruction) -> bool:
-    """Return whether the kernels before and after an instruction are in different graphs."""
+    """Return whether an instruction ends a graph, so that kernels before and after it are launched separately."""
     return instruction.opcode in _CONTROL or instruction.opcode.endswith(("-start", "-done"))

@@ -1,4 +1,4 @@
-"""The links that a compiled collective uses, and its time if nothing else uses them."""
+"""The links that a compiled collective uses, and the time that it takes if it does not share them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ MEMORY: Link = ("memory", 0)
 
 @dataclass(frozen=True)
 class Transfer:
-    """The links that a collective or a copy uses, and for how long.
+    """The links that a collective or a copy uses, and the time for which it uses them.
 
     Attributes:
-        busy: seconds for which the transfer fills its links, if nothing else uses them.
-        latency: seconds after that until the last bytes arrive; meanwhile the links are free again.
+        busy: seconds for which the transfer fills its links if it does not share them.
+        latency: further seconds until the last bytes arrive, while the links are already free.
         links: the links that the transfer fills.
     """
 
@@ -57,7 +57,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
         sent: the collective.
         mesh: sizes of the mesh axes.
         chip: the chip that has the links.
-        torus: the rings of mesh axes that are not one torus axis each.
+        torus: the torus rings of those mesh axes that are not one torus axis each.
     """
     axes = touched_by(sent.instruction, mesh)
     near = shared_node(sent.instruction, prod(mesh.values()), chip.node_devices) if chip.nodes(mesh) > 1 else 0
@@ -89,7 +89,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the torus rings of these axes, under arbitrary names that are all different.
+    """Return the sizes of the torus rings of these mesh axes, under arbitrary distinct names.
 
     The two devices of a chip are not on any torus ring; they count as a separate ring, as in a plan.
     """
@@ -102,17 +102,16 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """Return the rings of a group that covers part of an axis: consecutive rings with as many devices, or one ring."""
+    """Return the rings of a group that covers part of an axis: consecutive rings of that size, or else one ring."""
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
     covered = next((run for run in runs if prod(run) == group), [group])
     return {str(number): size for number, size in enumerate(covered)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """Return the axis, the number of positions, and whether any pair wraps around, if a permute is a shift.
+    """Return axis, distance, and whether data wraps around, if a permute shifts data by equal positions, or None.
 
-    The number is that of the shorter direction, and negative if that is backward. The result is None for other
-    permutes.
+    The distance is in positions along the axis in the shorter direction, and negative if that is backward.
     """
     shape = [size for _, size in mesh]
     if not sent or max(max(pair) for pair in sent) >= np.prod(shape):

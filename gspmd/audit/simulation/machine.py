@@ -1,4 +1,4 @@
-"""One device in simulated time: a clock, the computation, and the transfers in flight."""
+"""A simulated device: a clock, its computation, and the transfers in flight."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -12,22 +12,22 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Span:
-    """One bar of a timeline.
+    """One bar of a timeline: an instruction with its time.
 
     Attributes:
-        name: a plan's step, `step2.reduce-scatter.x`, or the name in JAX or HLO.
+        name: the scope of a plan's step, such as `step2.reduce-scatter.x`, or else the name in JAX or HLO.
         rows: the rows on which the bar is drawn: `compute`, `memory`, or every mesh axis that the transfer uses.
-        start: seconds from the beginning of the program; for loops, only the simulated iterations take time here.
+        start: seconds from the beginning of the drawing, in which only simulated iterations of loops take time.
         seconds: seconds of one execution.
-        category: kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy`, `loop`.
+        category: the kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy` or `loop`.
         times: number of executions.
         trips: for a loop, the number of iterations that the drawn iteration stands for.
-        equation: the planned equation to which the instruction belongs.
-        source: the source line that asked for the instruction, `file:line`.
-        instruction: its name in the HLO.
-        cycles: the compiler's estimate of its cycles.
+        equation: the planned equation to which the instruction belongs, if any.
+        source: the source line of the instruction, as `file:line`.
+        instruction: the name of the instruction in the HLO.
+        cycles: the compiler's estimate of the instruction's cycles.
         bytes: bytes per execution that one device sends, or moves to and from its memory.
-        exposed: seconds per execution in which the device waits for it.
+        exposed: seconds per execution in which the device waits for the transfer.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class _InFlight:
-    """A transfer in flight, with the seconds that remain if it is alone on its links."""
+    """A transfer in flight, with the seconds that it still needs if it does not share its links."""
 
     span: Span
     busy: float
@@ -62,14 +62,14 @@ class _InFlight:
 
 @dataclass
 class Machine:
-    """The clock, the transfers in flight, the spans, and the sums so far.
+    """The state of the simulated device: clock, transfers in flight, bars, and sums.
 
-    Transfers on the same link share its bandwidth evenly; each is as slow as on its most contended link. `sums` holds
-    seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, operations under `"flops"`, and
+    Transfers on the same link share its bandwidth evenly, and each is as slow as on its most contended link. `sums` has
+    the seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, the FLOPs under `"flops"`, and
     executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
 
-    A host launches what the device runs, `ahead` seconds before the device finishes the earlier work. The host gets
-    further ahead while the device is busy, and falls back with every launch. `least` is the smallest value of `ahead`.
+    The host launches work on the device, `ahead` seconds before the device finishes its earlier work. The host gets
+    further ahead while the device is busy, and loses time with every launch. `least` is the smallest value of `ahead`.
     """
 
     now: float = 0.0
@@ -81,7 +81,7 @@ class Machine:
     least: float = 0.0
 
     def copy(self) -> "Machine":
-        """Return a copy of the state, from which a different branch can continue."""
+        """Return a copy of the state, from which another branch of a conditional can run."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
         return replace(self, in_flight=in_flight, spans=list(self.spans), sums=self.sums.copy())
 
@@ -91,7 +91,7 @@ class Machine:
         return self.sums["compute"] + self.sums["exposed"]
 
     def launch(self, seconds: float) -> None:
-        """Let the host launch something, which takes these seconds; the device waits if it has nothing else to do."""
+        """Let the host spend these seconds on a launch; the device waits if it has no other work."""
         self.ahead -= seconds
         while (late := -self.ahead) > 0:
             passed = self._advance(late)
@@ -100,11 +100,11 @@ class Machine:
         self.least = min(self.least, self.ahead)
 
     def synchronize(self) -> None:
-        """Let the host wait until the device has finished, to read a value that decides what comes next."""
+        """Let the host wait for the device, to read a value that decides what runs next."""
         self.ahead = self.least = 0.0
 
     def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
-        """Compute for the seconds of a span, while transfers proceed."""
+        """Let the device compute for the seconds of a span, while transfers proceed."""
         self.sums["flops"] += flops
         if not span.seconds:
             return
@@ -115,7 +115,7 @@ class Machine:
             left -= self._advance(left)
 
     def start(self, span: Span, transfer: Transfer) -> int:
-        """Start a transfer, and return the number that `wait` needs."""
+        """Start a transfer, and return its number, which `wait` takes."""
         self.started += 1
         span = replace(span, start=self.now)
         self.in_flight[self.started] = _InFlight(span, transfer.busy, transfer.latency, transfer.links)
@@ -134,22 +134,22 @@ class Machine:
             self.wait(number)
 
     def record(self, span: Span) -> None:
-        """Add a span to the timeline and to the sums."""
+        """Add a bar to the timeline and to the sums."""
         self.spans.append(span)
         for figure, amount in (("count", 1), ("seconds", span.seconds), ("exposed", span.exposed)):
             self.sums[span.category, span.rows, figure] += amount
 
     def transfer_state(self) -> Hashable:
-        """Return the transfers in flight, with rounded times; iterations that start in the same state are alike."""
+        """Return the transfers in flight with rounded times: iterations that start in equal states are equal."""
         transfers = self.in_flight.values()
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the `left` iterations are, for the host, like the last iteration.
+        """Return how many of the `left` remaining iterations the host can run as it ran the last one.
 
         Args:
-            ahead: seconds that the host was ahead before the last iteration; `least` is the smallest lead during that
-                iteration.
+            ahead: seconds by which the host was ahead before the last iteration; `least` is the smallest lead during
+                it.
             launching: seconds that the device had waited for launches before the last iteration.
             left: the number of iterations that are left.
         """
@@ -159,10 +159,10 @@ class Machine:
         return left if gained > -_ROUNDING else min(left, int(self.least / -gained))
 
     def repeat(self, sums: Mapping[Hashable, float], recorded: int, ahead: float, more: int) -> None:
-        """Count everything since a moment `more` times more.
+        """Add everything since an earlier moment to the sums again, `more` times.
 
         Args:
-            sums, recorded, ahead: the sums of that moment, the number of spans, and how far the host was ahead.
+            sums, recorded, ahead: at that moment, the sums, the number of bars, and the seconds the host was ahead.
             more: the number of times.
         """
         gained = more * (self.ahead - ahead)
@@ -173,7 +173,7 @@ class Machine:
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
     def _advance(self, most: float, waited: _InFlight | None = None) -> float:
-        """Let time pass until a transfer changes its state, for at most `most` seconds; return the time that passed."""
+        """Let time pass until a transfer changes its state, at most `most` seconds; return the seconds that passed."""
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
         sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]
@@ -195,7 +195,7 @@ class Machine:
         return passed
 
     def _sharing(self, transfer: _InFlight) -> int:
-        """Return the number of transfers that share the most contended link of this one."""
+        """Return the number of transfers on the most contended link of this transfer."""
         busy = [other.links for other in self.in_flight.values() if other.busy]
         return max((sum(link in links for links in busy) for link in transfer.links), default=1)
 

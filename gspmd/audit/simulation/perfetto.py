@@ -14,9 +14,9 @@ from gspmd.writing import replace_file
 def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
 
-    A loop is one slice around one iteration, with the number of iterations that it stands for, so times after a loop
-    are earlier than in the real run. A collective over several mesh axes is on each of their rows. Totals are in
-    `otherData`.
+    A loop is one slice around one iteration, labeled with the number of iterations that it stands for, so times after a
+    loop are earlier than in a real run. A collective over several mesh axes appears in each of their rows. Totals are
+    in `otherData`.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -29,7 +29,7 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the trace as data."""
+    """Return the trace as JSON data."""
     lanes = _lanes(checked_timeline(timeline, "write"))
     named = f"{timeline.name or 'program'} on {timeline.chip.name}"
     events = [_metadata("process_name", 0, name=named)]
@@ -42,9 +42,9 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Return each span with its thread, one for each of its rows, and the thread's name; loops enclose their contents.
+    """Return each bar with its thread and the thread's name, once per row of the bar; loops enclose their contents.
 
-    Spans that overlap without nesting need separate threads, so a row has one thread for each lane.
+    Bars that overlap without nesting need separate threads, so a row has one thread for each lane.
     """
     lanes = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
     first = 0

@@ -1,6 +1,6 @@
-"""Seconds of one instruction, from the compiler's estimate, a model of GPU kernels, or a roofline.
+"""The time of one instruction: the compiler's estimate, a model of GPU kernels, or a roofline.
 
-The roofline is that of the matrix unit and main memory.
+The roofline has two limits: the matrix unit and main memory.
 """
 
 import re
@@ -21,7 +21,7 @@ FREE = (
 """Opcodes that only name a value, allocate or wait: they take no time."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
-_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's.
+_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # On-chip memory: space 0 is main memory, 5 the host's.
 _PARTS = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
 SCATTER_EFFICIENCY = 0.11
@@ -37,7 +37,7 @@ class Cost:
     """The cost of one execution of one instruction.
 
     Attributes:
-        seconds: seconds of the execution.
+        seconds: predicted duration of the execution.
         flops: FLOPs of its matrix products.
         bytes: bytes read from and written to main memory.
         memory_bound: whether the bytes take longer than the products, at the chip's peak bandwidth and peak FLOP/s.
@@ -50,7 +50,7 @@ class Cost:
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
-    """Return the cost of an instruction that communicates with no other device.
+    """Return the cost of an instruction that does not communicate with other devices.
 
     Args:
         module: the program.
@@ -59,15 +59,13 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
-        The cost. Its seconds are the compiler's estimated cycles divided by the clock, if there is an estimate (only
-        the TPU compiler makes estimates); for a Pallas kernel whose work the program states, the seconds of its
-        schedule; zero for instructions that only name a value, allocate a buffer, or compute scalars; for a product
-        whose estimate overflowed, the seconds that were fitted to such estimates
-        (`gspmd.hardware.matmul.product_seconds`); otherwise
+        the TPU compiler makes estimates). For a Pallas kernel whose work the program states, they are the seconds of
+        its schedule; for instructions that only name a value, allocate a buffer, or compute scalars, zero; for a
+        product whose estimate overflowed, a fit to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
         the roofline: max(flops / peak, bytes / memory bandwidth). On a GPU every kernel takes time, even for scalars: a
         product takes as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention takes the time of
-        its FLOPs and its bytes at the rates that cuDNN reaches, and any other kernel takes the time of its bytes at the
-        bandwidth that kernels reach.
+        its FLOPs plus that of its bytes, at the rates that cuDNN reaches, and any other kernel takes the time of its
+        bytes, at the bandwidth that kernels reach.
     """
     if not runs(computation, instruction, chip):
         return Cost(0.0)
@@ -88,7 +86,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:
-    """Return whether an instruction takes time: it computes something and, on a TPU, not only scalars.
+    """Return whether an instruction takes time: it computes something and, on a TPU, more than scalars.
 
     A custom call without operands allocates a buffer.
     """
@@ -101,7 +99,7 @@ def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool
 
 
 def _on_gpu(module: Module, computation: Computation, kernel: Instruction, chip: Chip) -> Cost:
-    """Return the cost of a kernel of a GPU."""
+    """Return the cost of a GPU kernel."""
     flops, moved = product_flops(module, computation, kernel), traffic(module, computation, kernel)
     found = product(module, computation, kernel)
     memory_bound = moved.bytes / chip.hbm_bandwidth > flops / chip.flops(found.dtype if found else "bfloat16")
@@ -124,7 +122,7 @@ def _scatters(module: Module, kernel: Instruction) -> bool:
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """Return the dtype whose peak applies: float32 if the first operand is float32 or float64, otherwise bfloat16."""
+    """Return the dtype whose peak applies: float32 if the first operand has 32 or 64 bits, otherwise bfloat16."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
 
@@ -152,15 +150,15 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
-    """Yield for each array of the result whether it is in main memory."""
+    """Yield, for each array of the result, whether it is in main memory."""
     for layout in _PLACED.finditer(instruction.type):
         yield not _CHIP.search(layout[1] or "")
 
 
 def _updates(instruction: Instruction) -> slice:
-    """Return the slice of operands that are updates, each written in place into one of the first operands.
+    """Return the positions of those operands that are updates, written in place into the first operands.
 
-    It is empty for most instructions.
+    The slice is empty for most instructions.
     """
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
@@ -169,7 +167,7 @@ def _updates(instruction: Instruction) -> slice:
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:
-    """Return how many bytes of an operand an instruction reads."""
+    """Return the number of bytes that an instruction reads of an operand."""
     if number == 0 and user.opcode in _PARTS:
         return user.bytes
     return 0 if number < len(user.operands[_updates(user)]) else source.bytes
@@ -189,7 +187,7 @@ def _made(computation: Computation, instruction: Instruction) -> int:
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
-    """Return how many bytes of one operand a fusion reads."""
+    """Return the number of bytes that a fusion reads of one operand."""
     parameter = inner.parameters[number]
     return min(parameter.bytes, _used(module, inner, parameter))
 
@@ -212,14 +210,14 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
 
 
 def _aliased(instruction: Instruction) -> set[int]:
-    """Return the operands that have the same bytes as the result, under a different type or name."""
+    """Return the positions of operands that share the memory of the result under a different type or name."""
     if instruction.opcode == "bitcast":
         return {0}
     return {int(number) for number in _ALIASED.findall(instruction.attribute("output_to_operand_aliasing"))}
 
 
 def _written(inner: Computation, root: Instruction) -> Iterator[int]:
-    """Yield the bytes of each array that a fusion writes."""
+    """Yield, for each array that a fusion returns, the bytes that it writes."""
     while root.opcode == "bitcast":
         root = inner.by_name[root.operands[0]]
     if root.opcode == "tuple":

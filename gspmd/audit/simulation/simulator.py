@@ -118,7 +118,7 @@ def timeline(
 
 
 def _copied_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line for each copy that a loop repeats and that takes more than `NOTABLE` of the time."""
+    """Return a line for each copy that a loop repeats in every iteration and that takes over `NOTABLE` of the time."""
     elapsed = interpreter.machine.elapsed
     return [
         f"{each.instruction.name} copies the whole {each.instruction.arrays[0]} in each of {each.times} iterations, "
@@ -130,7 +130,7 @@ def _copied_in_loops(interpreter: Interpreter) -> list[str]:
 
 
 def _cut_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line about the slices that loops copy out of stacks, if they take over `NOTABLE_SLICES` of the time."""
+    """Return a line about slices that loops copy out of stacked arrays, if they exceed `NOTABLE_SLICES` of the time."""
     elapsed = interpreter.machine.elapsed
     every = sorted(interpreter.cut_in_loops.values(), key=lambda each: -each.seconds)
     together = sum(each.seconds for each in every)

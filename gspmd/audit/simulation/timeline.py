@@ -1,4 +1,4 @@
-"""`Timeline`: a compiled program in simulated time, and how much of its communication is hidden behind computation."""
+"""`Timeline`: a simulated run of a compiled program, with the fraction of its communication that is hidden."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,14 +26,14 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class CategoryTotal:
-    """All executions of one category on the same rows, added up.
+    """The sums of all bars of one category on the same rows.
 
     Attributes:
-        category: a collective's kind, `einsum`, `other` or `copy`.
-        axes: mesh axes of a collective.
+        category: the kind of a collective, `einsum`, `other` or `copy`.
+        axes: the mesh axes of a collective.
         count: number of executions.
-        seconds: seconds of all of them, each from start to end.
-        exposed: those of the seconds in which the device waits for the executions.
+        seconds: total duration of all executions.
+        exposed: those of the seconds in which the device waits.
     """
 
     category: str
@@ -45,26 +45,26 @@ class CategoryTotal:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Printed):
-    """One device running a compiled program once; figures are seconds that count every iteration of every loop.
+    """One simulated run of a compiled program on one device; its seconds count every iteration of every loop.
 
     Attributes:
         compute_seconds: seconds in which the device computes, or waits for its own memory.
         hidden_seconds: those of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
-        memory_seconds: those of `compute_seconds` that are bound by main memory: the device waits for copies, or runs
-            instructions whose bytes at full bandwidth take longer than their matrix products at peak. All instructions
-            without products that access main memory are included, with the seconds that the compiler estimates.
+        memory_seconds: those of `compute_seconds` that main memory limits: the device waits for copies, or runs
+            instructions whose bytes at full bandwidth take longer than their matrix products at peak. This includes all
+            instructions without products that access main memory, with the seconds that the compiler estimates.
         flops: FLOPs of the matrix products: two per multiplication.
-        model_flops: numerator of `mfu`: the given FLOPs, or else `flops`.
-        spans: the spans to draw, in the order of their ends. A loop is drawn once, with the number of its runs.
-        parts: the spans added up by category and mesh axes, longest first.
-        chip: the hardware.
+        model_flops: the numerator of `mfu`: the given FLOPs, or else `flops`.
+        spans: the bars to draw, in the order of their ends; of a loop, one iteration with the number of iterations.
+        parts: the sums of bars by category and mesh axes, longest first.
+        chip: the simulated hardware.
         mesh: sizes of the mesh axes.
         name: the name of the program.
-        notes: the parts that could not be counted.
-        warnings: the parts that cost more than they need to, each with a remedy: a loop in which every iteration copies
-            an array that no iteration changes, or loops that copy large parts of such arrays.
-        launch_seconds: those of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
+        notes: the parts of the program that could not be counted.
+        warnings: avoidable costs, each with a remedy: loops in which every iteration copies an array that the loop does
+            not change, or a large part of one.
+        launch_seconds: those of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
     """
 
     compute_seconds: float
@@ -94,19 +94,19 @@ class Timeline(Printed):
 
     @property
     def memory_share(self) -> float:
-        """The fraction of `compute_seconds` bound by main memory."""
+        """The fraction of `compute_seconds` that main memory limits."""
         return self.memory_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Rows of a drawing: computation, the mesh axes of more than one device, other links, and memory."""
+        """The rows of a drawing: computation, mesh axes of more than one device, other links, and memory."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
         used = [row for span in self.spans for row in span.rows]
         last = [row for row in dict.fromkeys(used) if row not in ("compute", "memory", *axes)]
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """Return the spans on a row, except loops, by start, each with the first free lane, as spans may overlap."""
+        """Return the bars on a row, except loops, by start, each with the number of the first free lane."""
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")
@@ -142,7 +142,7 @@ class Timeline(Printed):
         )
 
     def figure(self) -> "Figure":
-        """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` draws it larger, with every name.
+        """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` draws it larger, with all names.
 
         Returns:
             A figure with a row for computation, one per mesh axis, and one for copies between memories.
@@ -184,12 +184,12 @@ def _amounts(*seconds: float) -> tuple[str, ...]:
 
 
 def amount(seconds: float) -> str:
-    """Return seconds as text; less than a nanosecond is a rounding error, and counts as 0."""
+    """Return seconds as text; less than a nanosecond counts as 0, because it is a rounding error."""
     return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
 def checked_timeline(given: Any, doing: str) -> Timeline:
-    """Check that this is a timeline, and return it.
+    """Return the argument after checking that it is a timeline.
 
     Raises:
         PlanError: `given` is not a timeline.

@@ -1,1 +1,1 @@
-"""Verification: a function under each lowering, compared with the same function on one device."""
+"""Verification: compares a function under each lowering with the same function on one device."""

@@ -1,4 +1,4 @@
-"""Run a function and its gradients on a mesh, and compare the arrays with the results on one device."""
+"""Evaluation of a function and its gradients on a mesh, and comparison with the results on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,13 @@ to be equal."""
 
 
 def partition_of(leaf: Any) -> jax.P:
-    """Return the partition spec of an array; empty if it has no mesh."""
+    """Return the partition spec of an array, which is empty if the array has no mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
 
 
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Return an array of normally distributed values; integers and booleans are 0 or 1."""
+    """Return an array of normally distributed values; integers and booleans are random 0s and 1s."""
     rng = np.random.default_rng([seed, *shape])
     if jnp.issubdtype(dtype, jnp.inexact):
         return rng.normal(size=shape).astype(dtype)
@@ -32,9 +32,9 @@ def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 def values_and_gradients(
     fn: Callable, args: Any, mesh: jax.sharding.Mesh, gradients: bool, seed: int
 ) -> dict[str, jax.Array]:
-    """Return, by path, the results of a function, and the gradients of its floating-point arguments.
+    """Return the results of a function, and the gradients of its floating-point arguments, by path.
 
-    The cotangents are random.
+    The cotangents of the results are random.
 
     Raises:
         PlanError: a result is a partial sum.
@@ -66,7 +66,7 @@ def values_and_gradients(
 
 
 def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
-    """Return the largest difference of any copy of an array from the array on one device; None if they agree."""
+    """Return the largest difference between any copy of an array and the array on one device, if they disagree."""
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
         return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")

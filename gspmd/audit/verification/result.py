@@ -1,4 +1,4 @@
-"""`Verification`: the differences of a function on a mesh from the same function on one device."""
+"""`Verification`: the differences between a function on a mesh and the same function on one device."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from gspmd.display.plain import printable
 
 @dataclass(frozen=True, repr=False)
 class Parting:
-    """One difference between a lowering and one device.
+    """A difference between the results under a lowering and those on one device.
 
     Attributes:
         lowering: the name of the lowering.
-        where: path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
-        absolute: largest difference.
-        relative: that difference divided by the largest value in the array on one device.
-        tolerance: largest `relative` allowed; 0 if the arrays have to be equal.
-        index: index of the first element that differs by more than is allowed.
-        error: the error that the function raised.
+        where: the path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
+        absolute: the largest absolute difference.
+        relative: `absolute` divided by the largest value of the array on one device.
+        tolerance: the largest allowed `relative`; 0 if the arrays must be equal.
+        index: the index of the first element that differs by more than is allowed.
+        error: the error that the function raised, if any.
     """
 
     lowering: str
@@ -43,14 +43,14 @@ class Parting:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `gspmd.audit.verify`; true if the results under every lowering agree with those on one device.
+    """The result of `gspmd.audit.verify`; true if all lowerings agree with one device.
 
     Attributes:
         name: the name of the function.
         lowerings: the lowerings under which it ran.
         arrays: number of arrays compared under each lowering.
         partings: the differences, in the order of the lowerings and of the results.
-        equations: (lowering, equation) for each of the function's equations that differs by itself.
+        equations: (lowering, equation) for each equation of the function that differs when run by itself.
     """
 
     name: str

@@ -67,7 +67,7 @@ def verify(
 def _partings(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
 ) -> tuple[list[Parting], int]:
-    """Return the differences of the lowerings from one device, and the number of arrays compared."""
+    """Return the differences between each lowering and one device, and the number of arrays compared."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
     try:
@@ -135,7 +135,7 @@ def _on(one: jax.sharding.Mesh, args: Any) -> Any:
 
 
 def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str, seed: int) -> list[str]:
-    """Return the equations of a function that, alone and on random values, differ from one device."""
+    """Return the equations of a function that differ from one device when run alone, on random values."""
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -146,7 +146,7 @@ def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
-    """Yield every equation of a jaxpr, with its operands' shapes and dtypes."""
+    """Yield every equation in a jaxpr, with the shapes and dtypes of its operands."""
     for each in jaxpr.eqns:
         program = program_of(each)
         if program is not None:
@@ -157,7 +157,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
 
 
 def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
-    """Return whether an equation, run alone, is right; an equation that cannot run alone counts as right."""
+    """Return whether an equation agrees with one device when run alone; one that cannot run alone counts as right."""
     try:
         equation = parse_equation(text)
     except SpecError:  # Another planned operation.

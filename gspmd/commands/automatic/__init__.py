@@ -1,4 +1,4 @@
-"""`--layout auto`: find a layout for a run on the available devices, keep it, and write it next to the checkpoints.
+"""`--layout auto`: the search for a run's layout, a cache of found layouts, and the file next to the checkpoints.
 
 Reading order: found, kept, searched. The last file imports the search, so it is imported only when a search for a
 layout begins.

@@ -1,4 +1,4 @@
-"""A layout that was found for a run: its file, its mesh, and its description."""
+"""A layout that was found for a run: its text, its mesh, and information on the search."""
 
 import os
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class FoundLayout:
     Attributes:
         text: the text of the layout's file.
         mesh: axes and sizes, such as `x=2,y=4`, in the form of `--mesh`; empty to leave the run's own mesh.
-        seconds: predicted seconds of each program, by its name; empty if they are not known.
-        chip: the chip whose seconds are assumed.
-        took: seconds of the search.
-        before: whether an earlier run found it.
-        place: the path of its file, or the reason why there is none.
+        seconds: predicted seconds of each program, by the program's name; empty if unknown.
+        chip: the chip for which seconds were predicted.
+        took: duration of the search in seconds.
+        before: whether it was found by an earlier run.
+        place: the path of the layout's file, or the reason why there is none.
     """
 
     text: str
@@ -42,14 +42,14 @@ class FoundLayout:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout, with the name that was given as --layout."""
+        """The layout itself, under the name that was given as --layout."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             path.write_text(self.text, encoding="utf-8")
             return replace(Layout.load(path), name=AUTO)
 
     def write(self, folder: Path) -> None:
-        """Write the file into the folder of a run, either completely or not at all."""
+        """Write the file into a run's folder, either completely or not at all."""
         write_whole(folder / FILE, self.text)
 
     def __str__(self) -> str:
@@ -61,14 +61,14 @@ class FoundLayout:
 
 
 def asks_for_search(layout: str, doing: str) -> bool:
-    """Return whether `--layout` asks for a search for one of our models, whose lines are known.
+    """Return whether `--layout` asks for a search for a model that comes with gspmd, whose lines are known.
 
     Args:
-        layout: the flag.
-        doing: the beginning of the message.
+        layout: the value of the flag.
+        doing: the first words of the error message.
 
     Raises:
-        ConfigError: the flag names a file of lines, which are for custom models.
+        ConfigError: the flag names a file of lines, which is only for custom models.
     """
     if lines_searched(layout):
         fault = f"--layout {layout} is for a custom model; the lines of this one are known."
@@ -77,7 +77,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
 
 
 def own(folder: Path) -> FoundLayout | None:
-    """Return the layout found when the run in this folder began; None if none was, or its file is missing."""
+    """Return the layout that was found when the run in this folder began, or None if there is no such file."""
     path = folder / FILE
     if not os.path.lexists(path):
         return None
@@ -88,5 +88,5 @@ def own(folder: Path) -> FoundLayout | None:
 
 
 def own_of(out: str) -> FoundLayout | None:
-    """Return the layout found for the run to resume: the run in this folder, or the newest if it is empty."""
+    """Return the layout that was found for the run to be resumed: that in this folder, or by default the newest."""
     return own(Path(out) if out else newest_run())

@@ -1,4 +1,4 @@
-"""Layouts that were found, kept on disk between runs: a layout file, and next to it a file with its description."""
+"""A cache on disk of layouts that were found: a layout file, and beside it a file with information on the search."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ _KNOWN = ("mesh", "seconds", "chip", "took")
 
 
 def load(key: str) -> FoundLayout | None:
-    """Return the layout found for a question with this key; None if there is none, or it is damaged."""
+    """Return the cached layout of a question with this key, or None if there is none or it is damaged."""
     path = _path(key)
     try:
         known, text = read_json(path.with_suffix(".json")), read_text(path)
@@ -27,14 +27,14 @@ def load(key: str) -> FoundLayout | None:
 
 
 def _is_whole(found: FoundLayout) -> bool:
-    """Return whether a layout that was read has all parts that `save` writes."""
+    """Return whether a cached layout has everything that `save` writes."""
     if not (isinstance(found.mesh, str) and isinstance(found.chip, str) and isinstance(found.seconds, dict)):
         return False
     return all(type(each) in (int, float) and 0 <= each < 1e15 for each in (found.took, *found.seconds.values()))
 
 
 def save(key: str, found: FoundLayout) -> FoundLayout:
-    """Keep a layout on disk if possible, and return it with the path of its file, or the reason why it has none."""
+    """Cache a layout on disk if possible; return it with the path of its file, or the reason why it has none."""
     path = _path(key)
     known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}
     try:

@@ -1,4 +1,4 @@
-"""The search for the layout of a run, on the given mesh or on every mesh of its devices."""
+"""The search for a run's layout, on the given mesh or on every mesh of its devices."""
 
 import hashlib
 import json
@@ -54,14 +54,14 @@ _OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FI
 
 @dataclass(frozen=True)
 class LayoutQuestion:
-    """The question that a search for a layout answers.
+    """Everything on which the result of a search for a layout depends.
 
     Attributes:
-        model: the configuration of the model; for a custom model, the model.
-        parameters: number of its parameters.
-        chip: the chip whose seconds and bytes are assumed.
-        meshes: the meshes that are tried.
-        sizes: batch, length, dtype and everything else on which the answer depends.
+        model: the configuration of the model, or a custom model.
+        parameters: number of parameters of the model.
+        chip: the chip for which seconds and bytes are predicted.
+        meshes: the meshes to be searched.
+        sizes: batch, length, dtype and all other settings on which the result depends.
         listed: whether the devices are in the table of chips; if not, `chip` stands in for them.
     """
 
@@ -74,7 +74,7 @@ class LayoutQuestion:
 
     @property
     def limit(self) -> float:
-        """The bytes that a device may hold."""
+        """The bytes that one device may hold."""
         return SHARE * self.chip.hbm_bytes
 
     @property
@@ -84,7 +84,7 @@ class LayoutQuestion:
 
     @property
     def key(self) -> str:
-        """A digest of the question, and of the code that answers it."""
+        """A hash of the question and of the source code that answers it."""
         asked = [_code(), SHARE, asdict(self.model), asdict(self.chip), self.listed]
         asked += [[*self.meshes], self.sizes]
         return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:32]
@@ -92,9 +92,9 @@ class LayoutQuestion:
 
 @cache
 def _code() -> str:
-    """Return a digest of the source code.
+    """Return a hash of the source code.
 
-    A layout's cost depends on the programs that the code builds, so after any change of it no kept layout is used.
+    The cost of a layout depends on the programs that the code builds, so cached layouts are not used after any change.
     """
     roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
     files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
@@ -106,19 +106,19 @@ def _code() -> str:
 
 
 def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> FoundLayout:
-    """Return the layout in which a run begins: its own if it is resumed, otherwise a kept or a newly found layout.
+    """Return the layout in which a run begins: its own if it is resumed, or else a cached or newly found one.
 
-    The layout is reported on the console. If there are several processes, the first one searches.
+    The layout is reported on the console. With several processes, the first one searches.
 
     Args:
         console: the console for messages.
-        file: the model and the step. If `sharding.mesh` is empty, every mesh of the devices is searched; for a custom
-            model `sharding.layout` names the file of its lines.
+        file: the model and the training step. If `sharding.mesh` is empty, every mesh of the devices is searched. For a
+            custom model `sharding.layout` names the file of its lines.
         devices: the devices of the run.
 
     Raises:
         PlanError: the model has parts that are not searched.
-        ConfigError: the step has settings that would be priced wrong, or no layout fits in the devices' memory.
+        ConfigError: the step has settings that would be priced wrongly, or no layout fits in the devices' memory.
     """
     model, training = file.model, file.training
     if training.resume and (found := own_of(training.out)):
@@ -159,7 +159,7 @@ def _train(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 
 
 def _found(question: LayoutQuestion, finding: SearchResult, more: str = "") -> FoundLayout:
-    """Return the layout found for a training step; `more` is added to the description of the step."""
+    """Return the result of a search for a training step; `more` is added to the description of the step."""
     sizes = question.sizes
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}{more}"
@@ -186,13 +186,13 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout of a generation: the lines for decoding, and the lines that differ for sources and prompts.
+    """Return the layout for generating text: the lines for decoding, and those that differ for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.
         model: the configuration of the model.
         mesh: as in `--mesh`; empty for every mesh of the devices.
-        dtype: the dtype of activations, and of weights and cache that are not int8.
+        dtype: the dtype of activations, and of those weights and caches that are not int8.
         prompts, tokens, sources, samples, beams, chunk, cache_length, source_length: as in
             `gspmd_models.decoding.make_batch`.
         weights, cache: as in `gspmd_models.search.workload.Workload`.
@@ -238,7 +238,7 @@ def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 def _read_beside(
     question: LayoutQuestion, finding: SearchResult, workload: Workload, tell: Tell
 ) -> tuple[dict[str, float], str]:
-    """Return the seconds of each phase, and the sections with the lines for reading sources and prompts."""
+    """Return the seconds of each phase, and, as text, the sections for reading sources and prompts."""
     decode, answer, source, chunk = (
         finding.best.phase,
         finding.answer,
@@ -277,7 +277,7 @@ def _read_beside(
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return the result; if an interrupt stopped the search before the proof, raise it again, to stop the run."""
+    """Return a complete result; if an interrupt stopped the search before its proof, raise the interrupt again."""
     if not finding.complete:
         raise KeyboardInterrupt
     return finding
@@ -290,7 +290,7 @@ def header(
     seconds: Mapping[str, float],
     facts: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the lines of the comment at the top of the file."""
+    """Yield the lines of the comment at the top of the layout file."""
     best = finding.best
     held = f"{amount_of_bytes(finding.answer.bytes)} of {amount_of_bytes(question.chip.hbm_bytes)} on each device"
     lines = {
@@ -327,13 +327,13 @@ def _question(
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """Return the kept answer, or search for it, and report it; all processes get the answer of the first.
+    """Return the cached result of a search, or run the search; report it. All processes get that of the first.
 
     Args:
         console: the console for messages.
-        question: the question.
-        search: the function that answers the question.
-        remedy: advice if no layout fits.
+        question: the key of the cache, and the argument of `search`.
+        search: the function that runs the search.
+        remedy: advice for the case that no layout fits.
     """
 
     def searched() -> FoundLayout:

@@ -1,4 +1,4 @@
-"""`gspmd page`: the command, and the searches and compilations, of other commands, that its pages ask for."""
+"""`gspmd page`: the command, and the searches and compilations that its pages ask for."""
 
 from gspmd.commands.page.command import make_parser, parse, run
 

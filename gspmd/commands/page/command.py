@@ -27,22 +27,22 @@ _PORTS = 20
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Return the flags.
+    """Parse the flags.
 
     Args:
         argv: the flags.
-        script: unused: no file in scripts/ runs this command.
+        script: unused, because no file in scripts/ runs this command.
     """
     return make_parser().parse_args(argv)
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Serve the page until an interrupt; return the exit code: 2 for bad input, or if a package is not installed.
+    """Serve the page until an interrupt; return the exit code, 2 for bad input or a package that is not installed.
 
     Args:
         argv: the flags.
         script: unused; see `parse`.
-        settings: the settings, if the flags are read already.
+        settings: the settings, if the flags have been parsed already.
     """
     options = settings or parse(argv)
     try:
@@ -116,7 +116,7 @@ def _folder(text: str) -> Path:
 
 
 def _listen(port: int | None) -> socket.socket:
-    """Listen on a port of this machine's own address: the given port, or the first free one."""
+    """Listen on a port of the loopback address: the given one, or the first free one."""
     for number in [port] if port else range(_PORT, _PORT + _PORTS):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The compilation that a page asks for: `gspmd compile` of the page's layout, with its ledger and timeline."""
+"""The compilation that a page asks for: that of `gspmd compile` for the page's layout, with ledger and timeline."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class CompileRequest(LayoutRequest):
-    """A page's layout, to be compiled for a slice."""
+    """A request to compile the page's layout for a slice."""
 
     topology: str = ""
 

@@ -1,4 +1,4 @@
-"""The search that a page asks for: `gspmd search`, compared with the page's layout, answered part by part."""
+"""The search that a page asks for: that of `gspmd search`, compared with the page's layout, sent part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class SearchRequest(LayoutRequest):
-    """A search, compared with the page's layout.
+    """A request to search, and to compare the result with the page's layout.
 
-    It is on the mesh of that layout or on every mesh of a slice, in one number of microbatches or in any.
+    The search is on the mesh of that layout or on every mesh of a slice, with its number of microbatches or any.
     """
 
     topology: str = ""
@@ -41,7 +41,7 @@ class SearchRequest(LayoutRequest):
 
 @dataclass(frozen=True)
 class WhyRequest(Texts):
-    """A question about a line of the layout that was found; `token` identifies the search."""
+    """A question about a line of a layout that was found; `token` identifies the search that found it."""
 
     token: str = ""
     key: str = ""
@@ -49,7 +49,7 @@ class WhyRequest(Texts):
 
 
 class Searcher:
-    """The searches of a process; the last search is kept, for questions about its lines.
+    """The searches of a process; the last one is kept, for questions about its lines.
 
     Args:
         shelf: the models and layouts that a page may name.
@@ -62,10 +62,10 @@ class Searcher:
         self._found: SearchResult | None = None
 
     def search(self, request: SearchRequest, tell: Tell) -> dict[str, Any]:
-        """Search, and pass each part to `tell` as soon as it is known: `found`, `lines` and `frontier`.
+        """Search, and pass each part of the result to `tell` when it is known: `found`, `lines` and `frontier`.
 
         Raises:
-            NotationError, ConfigError: the request names something that does not exist, does not fit, or is not
+            NotationError, ConfigError: the request names something that does not exist, does not fit, or cannot be
                 searched.
         """
         self._token, self._found = "", None
@@ -117,7 +117,7 @@ class Searcher:
         }
 
     def why(self, request: WhyRequest) -> dict[str, Any]:
-        """Return the cost of a different spec for a line, part by part.
+        """Return the cost of giving a line another spec, part by part.
 
         Raises:
             LayoutError: the search is no longer kept, there is no such line, or the spec is not one of its options.
@@ -128,7 +128,7 @@ class Searcher:
 
 
 def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
-    """Return the flags of `gspmd search` for a request, after --config; no text of the request is copied unchecked."""
+    """Return the flags of `gspmd search` for a request, after --config; every text of the request is checked."""
     flags = ["--topology", Slice.named(request.topology).name]
     if request.meshes == "this":
         flags += ["--mesh", mesh_text({axis: size for axis, size in shown.mesh.items() if size > 1} or {"x": 1})]
@@ -143,7 +143,7 @@ def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
 
 
 def cost(answer: Answer) -> dict[str, Any]:
-    """Return the seconds and bytes of an answer, also as `gspmd search` prints them."""
+    """Return seconds and bytes of an answer, as numbers and as `gspmd search` prints them."""
     said = {"said_seconds": seconds(answer.seconds), "said_bytes": amount_of_bytes(answer.bytes)}
     return {"seconds": answer.seconds, "bytes": answer.bytes} | said
 
@@ -158,7 +158,7 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the page's layout as a search prices it: on its own mesh if that was searched, else on the best for it."""
+    """Return the page's layout as a search prices it: on its own mesh if that was searched, or else on its best one."""
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:
@@ -175,7 +175,7 @@ def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
 
 
 def placed_record(placed: Placed) -> dict[str, Any]:
-    """Return the page's layout as the search prices it, or the reason why it is not in the space, as plain data."""
+    """Return, as plain data, the page's layout as a search prices it, or the reason why the search has no price."""
     if placed.answer is None:
         return {"reason": placed.reason}
     candidate = placed.candidate
@@ -184,7 +184,7 @@ def placed_record(placed: Placed) -> dict[str, Any]:
 
 
 def lines_of(finding: SearchResult, said: Mapping[str, LineCost]) -> list[dict[str, Any]]:
-    """Return the lines of the answer; the first line of each choice has its cost and the next best spec."""
+    """Return the lines of the answer; the first line of each choice also has its cost and the next best spec."""
     candidate, answer = finding.best, finding.answer
     rows, first = [], dict[str, str]()
     for line in ordered(candidate.phase.lines(answer.picks)):
@@ -208,7 +208,7 @@ def _next(candidate: Candidate, answer: Answer, choice: str, remark: LineCost) -
 
 
 def why_record(asked: Why) -> dict[str, Any]:
-    """Return the table that `gspmd search --why` prints for a question, with its numbers."""
+    """Return the table that `gspmd search --why` prints for a question, as plain data with its numbers."""
     ours, theirs = asked.best, asked.answer
     rows = [(name, before, after) for name, before, after in asked.terms] + [("a step", ours.seconds, theirs.seconds)]
     terms = [

@@ -1,4 +1,4 @@
-"""The tasks of a page that take minutes: search and compilation. Separate processes run them."""
+"""The tasks of a page that take minutes, search and compilation, which run in separate processes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,11 +19,11 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 class LongTasks:
-    """The tasks that a page may ask these processes for, by name.
+    """The tasks that a page may ask such a process for, by name.
 
     Args:
         configs: the folder of the shipped configs.
-        folder: the folder whose layouts may be read, if there is one.
+        folder: the folder whose layout files may be read, or None.
     """
 
     def __init__(self, configs: Path, folder: Path | None = None):
@@ -36,7 +36,7 @@ class LongTasks:
             host.start(1, "cpu")
 
     def run(self, task: str, given: Mapping[str, Any], tell: Tell = lambda note: None) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status of a request, and the last part of the answer; pass the earlier parts to `tell`."""
+        """Run a task; return its HTTP status and the last part of its answer, and pass earlier parts to `tell`."""
         known: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "search": partial(self._search, tell=tell),
             "why": self._why,

@@ -1,4 +1,4 @@
-"""`gspmd search`: the best layout of a model on a slice, as a file that can be read, changed and trained with."""
+"""`gspmd search`: the best layout of a model on a slice, as a file to read, change and train with."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The search, once its settings are read: it finds the answer, writes the file, and prints the results."""
+"""The execution of `gspmd search`: it searches, writes the layout's file, and prints the results."""
 
 import gc
 import sys
@@ -46,8 +46,8 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that was started in place of `gspmd`, for the help.
-        settings: the settings, if the flags are read already.
+        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        settings: the settings, if the flags have been parsed already.
     """
 
     def begin(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
 
 
 def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Read the settings, unless they are given, search, write and print; return the exit code."""
+    """Parse the flags, unless settings are given; search, write and print; return the exit code."""
     settings = settings or parse(argv, script)
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
@@ -90,11 +90,11 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
-    """Refuse models that are not searched, and chips whose compiler is not installed, before minutes of searching.
+    """Raise errors about models that cannot be searched, and missing compilers, before minutes of searching.
 
     Raises:
-        PlanError: the search does not support the model, or with --stages its stages; or with --compile nothing can be
-            compiled.
+        PlanError: the search does not support the model or, with --stages, its stages; or nothing can be compiled for
+            --compile.
     """
     if settings.compile:
         topology(settings.topology)
@@ -110,15 +110,15 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
 
 
 def said(progress: Progress, text: str) -> None:
-    """Report which part of the space is being searched; without a terminal, in a line that stays."""
+    """Report the part of the search space that is being searched; without a terminal, in a line that stays."""
     progress.begin(text)
     progress.say(text)
 
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
-    """Return a function from a slice to the spaces to search: its meshes, with every possible choice of remat.
+    """Return a function from a slice to the spaces to be searched: its meshes, each with every choice of remat.
 
-    The number of microbatches is the given one, or all are searched. The programs of a custom model are read once,
+    The number of microbatches is the given one, or all are searched. The programs of a custom model are traced once,
     whatever the slice.
 
     Raises:
@@ -146,7 +146,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
 
 
 def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
-    """Return the workload of the model with a choice of remat, in one microbatch if the number of them is searched."""
+    """Return the workload of the model with a choice of remat, with one microbatch if their number is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
     fixed = tuple(settings.given.items())
@@ -157,28 +157,28 @@ def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> 
 
 
 def limit_of(settings: SearchSettings, target: Slice) -> float:
-    """Return the bytes that a device may hold."""
+    """Return the bytes that a device of the slice may hold."""
     return settings.memory * target.chip.hbm_bytes
 
 
 @dataclass
 class CommandResults:
-    """The results of a command; every step of `look_closer` adds some.
+    """The results of the command so far; every part of `look_closer` adds some.
 
     Attributes:
-        finding: the answer.
-        planned: the answer before anything was compiled.
-        said: the comment on each choice.
-        asked: the answers to --why.
-        presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
-            outside.
-        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
-            mesh of the answer.
-        stages: the pipelines, for --stages.
-        shortlist: the layouts compiled for --compile.
-        lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
-        interrupted: whether some results are missing.
+        finding: the result of the search.
+        planned: the result of the search before anything was compiled.
+        said: the comment on each choice, by its name.
+        asked: the answers to the questions of --why.
+        presets, beside: the presets, and the layouts of --beside, with their costs, whether or not the search
+            considered them.
+        front, drawn: for --frontier, the points of the figure's staircase; and the presets and layouts of --beside on
+            the mesh of the answer.
+        stages: the pipelines for --stages.
+        shortlist: the compiled layouts for --compile.
+        lowering: the lowering of the fastest compiled program; empty if none was compiled.
+        faults: faults of those questions of --why that name no line on this mesh; the answer is printed anyway.
+        interrupted: whether an interrupt left some results out.
     """
 
     finding: SearchResult
@@ -204,7 +204,7 @@ class CommandResults:
 
 
 def look_closer(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Answer all questions of the flags about the answer, until an interrupt."""
+    """Find everything that the flags ask for about the answer, until an interrupt."""
     best = found.finding.best
     try:
         for key, _, text in (asked.partition("=") for asked in settings.why):
@@ -235,21 +235,21 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
 
 
 def staged(best: Candidate, settings: SearchSettings, progress: Progress) -> pipelines.Table:
-    """Find pipelines on the slice, for every number of stages."""
+    """Find the best pipeline on the slice for every number of stages."""
     target = Slice.named(settings.topology)
     workload = workload_of(settings, target, best.phase.case.config)
     return pipelines.table(workload, target.torus, best.limit, tell=partial(said, progress))
 
 
 def comment(found: CommandResults, progress: Progress) -> None:
-    """Find the comment on each choice."""
+    """Find the comment on each choice of the answer."""
     progress.begin("the cost of each line, and of the next best")
     for name, remark in remarks(found.finding.best, found.finding.answer):
         found.said[name] = remark
 
 
 def compile_best(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Compile the shortlist, and make the layout of the fastest program, which may be a preset, the answer."""
+    """Compile the shortlist; the layout of the fastest program, which may be a preset, becomes the answer."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
         listed = shortlist.trained(finding, found.said, found.presets, count)
@@ -264,9 +264,9 @@ def compile_best(found: CommandResults, settings: SearchSettings, progress: Prog
 
 
 def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) -> None:
-    """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
+    """Add programs to the shortlist as they are compiled; the layout of the fastest becomes the answer.
 
-    The comments on the previous answer are then dropped.
+    The comments on the previous answer are dropped in this case.
     """
     for each in programs:
         found.shortlist = compiling.fastest([*found.shortlist, each])
@@ -277,10 +277,11 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If a preset is fastest, compile it with different lines: each change alone, then all faster ones together.
+    """If a preset is fastest, compile variants of it: each single change, then all faster ones together.
 
-    Of the lines in which the answer differs from the preset, one may save time and another may cost more. These layouts
-    are written as the search writes them, with its mesh axes, norms and biases, not those of the preset.
+    Of the lines in which the answer differs from the preset, some may save time and others may cost time. These
+    variants are written as the search writes layouts, with its mesh axes, norms and biases instead of those of the
+    preset.
     """
     first = found.fastest
     if not first or not first.preset:
@@ -294,7 +295,7 @@ def improve_preset(found: CommandResults, settings: SearchSettings, progress: Pr
 
 
 def report(found: CommandResults, settings: SearchSettings, target: Slice, argv: Sequence[str]) -> None:
-    """Write the files that flags name, and print the other results."""
+    """Write the files that the flags name, and print the other results."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
     text = document(finding.best, finding.answer, top, found.said, found.lowering)
@@ -331,7 +332,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
 def of_stages(
     found: CommandResults, table: pipelines.Table, settings: SearchSettings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
-    """Yield the table of pipelines, and write the best pipeline next to the layout without stages."""
+    """Yield the table of pipelines, and write the best pipeline beside the layout without stages."""
     if not table.rows:
         divided = "the GPUs" if target.chip.is_switch else "an axis of the slice"
         yield f"pipelines: no number of stages divides the stacked layers and {divided}."

@@ -1,4 +1,4 @@
-"""Layouts as programs for the slice: they are traced, to find the seconds that loops hide, and compiled."""
+"""Compilation of found layouts as programs for the slice, and traces that give the seconds hidden by loops."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
@@ -26,17 +26,17 @@ from gspmd_models.parameters import stages_axes
 
 @dataclass(frozen=True)
 class Listed:
-    """A layout of the shortlist.
+    """A layout of the shortlist, perhaps compiled.
 
     Attributes:
-        name: what distinguishes it, such as "another ffn.w_in", or the preset's name.
-        candidate, answer: the mesh, and the layout as an answer in the search space.
-        mesh: sizes of the mesh axes, by the names that the layout uses.
-        preset: whether it is a preset.
-        own: whether it is a layout of --beside, which is compared with the other layouts but never written.
-        lowering: the lowering under which the layout is compiled; it is always planned under `blocking`.
-        hidden: seconds that the loops of that lowering hide, according to the cost model of `auto`.
-        report: the compiler's report.
+        name: a name that distinguishes it, such as "another ffn.w_in", or the name of a preset.
+        candidate, answer: the mesh, and the layout as an answer of the search.
+        mesh: sizes of the mesh axes, under the names that the layout uses.
+        preset: whether the layout is a preset.
+        own: whether it is a layout of --beside, which is compared with the others but never written.
+        lowering: the lowering under which the layout is compiled; seconds are always planned under `blocking`.
+        hidden: seconds that the loops of this lowering hide, by the cost model of `auto`.
+        report: the compiler's report, or None if the layout is not compiled.
     """
 
     name: str
@@ -51,35 +51,35 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, with the lowering if that differs from the planned one."""
+        """The name, followed by the lowering if it is not the one for which seconds are planned."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
     def expected(self) -> float:
-        """Planned seconds, minus the seconds that loops hide."""
+        """The planned seconds, minus the seconds that loops hide."""
         return self.answer.seconds - self.hidden
 
     @property
     def fits(self) -> bool:
-        """Whether the layout is compiled and fits."""
+        """Whether the layout has been compiled and fits."""
         return self.report is not None and self.report.fits
 
     @property
     def seconds(self) -> float:
-        """Seconds of the compiled program; infinite if it does not fit."""
+        """Seconds of the compiled program; infinite if it does not fit or is not compiled."""
         line = self.report and self.report.timeline
         return line.step_seconds if self.fits and line else float("inf")  # GPUs have a timeline of what does not fit.
 
 
 def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
-    """Yield the layouts with the compiler's reports, one after the other.
+    """Yield the layouts with the compiler's reports, one after another.
 
     Args:
         settings: the settings of the search.
         listed: the layouts.
-        both: whether to compile each layout under `blocking`, and again under `auto` if that loops any product: a
-            program shows better than a plan how much loops hide. If false, each is compiled only under the lowering
-            with which it is listed.
+        both: whether to compile each layout under `blocking`, and again under `auto` if that loops any product:
+            programs show better than plans how much loops hide. If false, each is compiled only under the lowering with
+            which it is listed.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -96,12 +96,12 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
 
 
 def fastest(listed: Iterable[Listed]) -> list[Listed]:
-    """Sort compiled layouts by the seconds of their programs; layouts that do not fit come last."""
+    """Sort compiled layouts by the seconds of their programs; those that do not fit come last."""
     return sorted(listed, key=lambda each: (each.seconds, each.answer.seconds))
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """Return a layout under `blocking`, for which it is priced, and also under `auto` if that loops any product."""
+    """Return a layout under `blocking`, for which it is planned, and also under `auto` if that loops any product."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
@@ -111,7 +111,7 @@ def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder
 
 
 def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[Listed]:
-    """Yield layouts under `auto`, each with the seconds that its loops hide.
+    """Yield the layouts under `auto`, each with the seconds that its loops hide.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -125,7 +125,7 @@ def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[L
 
 
 def _traced(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
-    """Trace a program and return its planned steps."""
+    """Trace the program of a layout, and return its planned steps."""
     mesh, asked = target.mesh(listed.mesh), _settings(settings, listed, folder)
     # The choice among alternatives was reported before.
     with jax.set_mesh(mesh), gspmd.lowering(listed.lowering), redirect_stderr(StringIO()):
@@ -156,10 +156,11 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 
 
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
-    """Return presets; those outside the search space have the seconds of `gspmd.trace`, if the compiler is installed.
+    """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
 
-    A preset that the step refuses, for example because it cuts blocks of int8 moments, is not `usable`. Pipelines are
-    not traced: their step has idle slots, which a trace counts differently from a plan.
+    Without the compiler none is traced. A preset that the step refuses, for example because it cuts blocks of int8
+    moments, is not `usable`. Pipelines are not traced, because a trace counts the idle slots of their step differently
+    from a plan.
     """
     every = [*presets]
     outside = [(each, stages_axes(Layout.load(each.name))) for each in every if each.answer is None and each.usable]
@@ -175,7 +176,7 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
 
 
 def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Placed:
-    """Return a preset outside the space, traced or refused."""
+    """Return a preset that the search does not consider with its traced seconds, or the reason why it is refused."""
     listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
     try:
         return replace(preset, traced=_traced(settings, listed, target, Path()).seconds)

@@ -1,4 +1,4 @@
-"""The figures of a search as JSON."""
+"""The results of a search as JSON."""
 
 import json
 from collections import defaultdict
@@ -27,7 +27,7 @@ def to_json(
     front: Sequence[Point],
     shortlist: Iterable[Listed],
 ) -> str:
-    """Return all results in seconds and bytes."""
+    """Return all results as JSON, in seconds and bytes."""
     best = finding.best
     figures = {
         "topology": target.name,

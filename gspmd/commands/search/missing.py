@@ -1,4 +1,4 @@
-"""The message if no layout fits: the smallest layout, the bytes that it lacks, and the smallest slice that has them."""
+"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a slice that has them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,7 +21,7 @@ def nothing_fits(
     spaces: Callable[[SearchSettings], Spaces],
     tell: Callable[[str], None],
 ) -> str:
-    """Return the message.
+    """Return the message for the case that no layout fits.
 
     Args:
         fault: the error that `find` raised.
@@ -57,7 +57,7 @@ def nothing_fits(
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """Return the smallest of the larger slices of the chip on which some layout fits."""
+    """Return the smallest larger slice of the chip on which some layout fits, if there is one."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
         if _some_fits(spaces(larger), limit):

@@ -1,4 +1,4 @@
-"""The picture of seconds against bytes: the cheapest layouts for each amount of memory on one mesh, and the presets."""
+"""The picture of seconds against bytes: the cheapest layout for each amount of memory on one mesh, and presets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Frame:
-    """The visible part of the plane: bytes from left to right, seconds from bottom to top, and their units."""
+    """The visible range of bytes, from left to right, and of seconds, from bottom to top, with units."""
 
     left: float
     right: float
@@ -47,7 +47,7 @@ class _Frame:
         return next(((one, unit) for one, unit in ((1.0, "s"), (1e-3, "ms")) if self.bottom >= one), (1e-6, "µs"))
 
     def has(self, held: float, took: float) -> bool:
-        """Return whether a point is visible, with room for a label above it."""
+        """Return whether a point is visible, including the room for a label above it."""
         x, y = self.place(held, took)
         return 0 <= x <= 1 and 0 <= y <= 1 - 1.5 * _LINE
 
@@ -69,13 +69,13 @@ class _Frame:
 
 
 def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed], title: str) -> "Figure":
-    """Draw the cheapest layout for every amount of memory as a staircase, and shade the region that has no layout.
+    """Draw the cheapest layout for every amount of memory as a staircase, and shade where no layout can be.
 
     Args:
-        finding: the answer, which is marked.
+        finding: the result of the search, whose answer is marked.
         front: the points of `frontier`.
-        presets: presets and layouts of --beside on the mesh of the answer; marked if they are within the picture.
-        title: the subject of the search.
+        presets: presets and layouts of --beside on the mesh of the answer, which are marked if visible.
+        title: the subject of the search, for the title.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -105,7 +105,7 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 
 
 def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
-    """Return a frame for the layouts that are of interest.
+    """Return the range of bytes and seconds that shows the layouts of interest.
 
     It extends from the smallest layout to beyond the limit or the largest layout, and from the cheapest to layouts that
     do not cost much more.
@@ -139,7 +139,7 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
-    """Draw a mark for each preset that fits; those at nearly the same position share a label, which names the first."""
+    """Draw a mark for each preset that fits; presets at nearly the same position share the label of the first."""
     places: list[tuple[float, float, list[str]]] = []
     for each in presets:
         if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):
@@ -160,7 +160,7 @@ def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_B
 
 
 def _found(axes: Any, frame: _Frame, finding: SearchResult) -> _Box:
-    """Draw the answer, and the memory that it may use; return the position of its label."""
+    """Draw the answer and the memory limit; return the box of the answer's label."""
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:
         axes.axvline(frame.x(limit), color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
@@ -185,7 +185,7 @@ def _label(
     taken: Sequence[_Box],
     below: bool = False,
 ) -> _Box:
-    """Write a name next to a mark, on its right if there is room, and above any label that is in the way."""
+    """Write a name beside a mark, to its right if there is room, and above any label in the way."""
     x, y = frame.place(held, took)
     width, right = _LETTER * len(text), x < 0.55
     left = x + 0.008 if right else x - 0.008 - width

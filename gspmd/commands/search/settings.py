@@ -112,7 +112,7 @@ class SearchSettings:
 
     @property
     def subject(self) -> "Own":
-        """The custom model, in the form that the builder of training steps expects."""
+        """The custom model, in the form that the builder of training steps takes."""
         import jax.numpy as jnp  # flags are read without JAX
 
         from gspmd.commands import own
@@ -121,22 +121,22 @@ class SearchSettings:
 
     @property
     def name(self) -> str:
-        """The name of the model, for the first line of a file."""
+        """The name of the model, for the first line of the layout's file."""
         return self.subject.name if is_own(self) else Path(self.config).name.removesuffix(".toml")
 
     @property
     def called(self) -> str:
-        """The model as the flags name it, without a folder."""
+        """The name of the model as given by flags, without a folder."""
         return (self.model_class or self.name) if is_own(self) else self.name
 
     @property
     def sources(self) -> int:
-        """Tokens of the source of an encoder–decoder; 0 for a decoder-only model and for a custom model."""
+        """Number of tokens of an encoder–decoder's source; 0 for other models."""
         return 0 if is_own(self) else self.model.tokens_of_source(self.source_length, self.length)
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters."""
+        """The number of parameters of the model."""
         if not is_own(self):
             return self.model.num_parameters
         from gspmd.layouts import Layout
@@ -150,21 +150,21 @@ class SearchSettings:
 
     @property
     def remats(self) -> tuple[Any, ...]:
-        """The choices of remat that are searched; one if nothing is trained, or if blocks are never recomputed."""
+        """The choices of remat to be searched; a single one if nothing is trained, or if blocks are not recomputed."""
         if self.remat or self.phase != "train" or self.model.repeats == 1:
             return (self.remat or self.model.remat,)
         return REMATS
 
     @property
     def searches_microbatches(self) -> bool:
-        """Whether the number of microbatches is searched, and there is more than one possible."""
+        """Whether the number of microbatches is searched, and has more than one possible value."""
         from gspmd.search.answers.microbatches import several  # which imports JAX; flags are read without it
 
         return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
 
 
 def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
-    """Return the settings of the file, overridden by flags.
+    """Return the settings of a settings file, overridden by flags.
 
     Raises:
         ConfigError: settings are faulty; the message lists every fault.
@@ -200,7 +200,7 @@ def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
 
 
 def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
-    """Yield a fault for all that is missing for a custom model, and for settings that do not apply to it."""
+    """Yield a fault for everything that a custom model lacks, and for each setting that does not apply to it."""
     if not settings.layout:
         yield "its lines come from a layout file; give --layout FILE, of which only dimensions are used."
     if file.lora.rank:
@@ -263,14 +263,14 @@ def _faults(settings: SearchSettings):
 
 
 def _divides(mesh: str, target: Slice) -> bool:
-    """Return whether the first axes of a mesh divide the slices."""
+    """Return whether the first axes of a mesh divide the slices evenly."""
     from gspmd.hardware.links import over_slices  # which imports numpy
 
     return over_slices(tuple(parse_mesh(mesh).values()), target.topology.slices) is not None
 
 
 def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
-    """Yield the faults of lines that are fixed or asked about."""
+    """Yield the faults of the lines that flags fix or ask about."""
     for flag in ("why", "fixed"):
         for asked in getattr(settings, flag):
             key, equals, spec = asked.partition("=")
@@ -296,7 +296,7 @@ def _is_known(key: str) -> bool:
 
 
 def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
-    """Yield the faults of the slice, its mesh, its memory, or the file for the layout."""
+    """Yield the faults of the slice, its mesh, its memory, and the name of the layout's file."""
     if not 0 < settings.memory <= 1:
         yield f"--memory is the fraction of memory that may be used, above 0 and at most 1, not {settings.memory}."
     yield from files.faults_of("out", settings.out, ".toml", "a TOML file")

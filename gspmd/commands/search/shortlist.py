@@ -1,4 +1,4 @@
-"""The layouts that are worth compiling: the best few different ones, and the best presets."""
+"""The layouts worth compiling: the best few that are really different, and the best presets."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,9 +23,9 @@ MORE = 0.15
 
 
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
-    """Return the answer, the cheapest layouts that are different from it, and the cheapest preset.
+    """Return the answer, the cheapest layouts that differ from it, and the cheapest preset.
 
-    The different layouts have a different option of one choice, or a different mesh, choice of remat or number of
+    The layouts that differ have another option of one choice, or another mesh, choice of remat or number of
     microbatches; each is the best of its kind.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
@@ -33,11 +33,11 @@ def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequen
 
 
 def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
-    """Return the answer, the layouts that are fastest when loops under `auto` hide communication, and the best presets.
+    """Return the answer, the layouts that are fastest once loops under `auto` hide communication, and the best presets.
 
     Only layouts that cost at most `MORE` more than the answer are traced: on each mesh the cheapest, the cheapest for
-    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, and after it
-    the fastest traced preset, if that is a different preset or on a different mesh.
+    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, followed by the
+    fastest traced preset if that is another preset or on another mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -51,7 +51,7 @@ def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Pl
 
 
 def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Listed]:
-    """Return the `count` layouts that change one choice of a preset and gain the most according to the plan."""
+    """Return the `count` layouts that change a single choice of a preset and gain the most according to their plans."""
     before = preset.answer
     found = []
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
@@ -63,7 +63,7 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
 
 
 def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
-    """Return the preset with all of these changes; nothing for fewer than two, or if the result does not fit."""
+    """Return the preset with all of these changes; nothing if they are fewer than two, or the result does not fit."""
     before = preset.answer.picks
     others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
     if len(faster) > 1:
@@ -74,26 +74,26 @@ def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed])
 
 
 def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
-    """Return a preset with a different line, to be compiled under the lowering of the preset."""
+    """Return a variant of a preset, to be compiled under the lowering of the preset."""
     mesh = preset.candidate.phase.case.mesh
     return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
 
 
 def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
-    """Return the layouts with the seconds that their loops hide, if these are known."""
+    """Return the layouts with the seconds that their loops hide, if loops are of any use in this phase."""
     looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
     return [*with_loops(settings, listed)] if looped else [*listed]
 
 
 def found(finding: SearchResult) -> Listed:
-    """Return the answer as a layout of the shortlist."""
+    """Return the answer of a search as a layout of the shortlist."""
     return Listed("found", finding.best, finding.answer, finding.best.phase.case.mesh)
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
-    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from all chosen before it.
+    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from those chosen before.
 
-    If these are fewer than `count`, the first of the remaining layouts follow, except those that cost the same.
+    If these are fewer than `count`, the first of the others follow, except those with the same cost as a chosen one.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -125,16 +125,16 @@ def _near(finding: SearchResult, most: float) -> Iterator[Listed]:
 
 
 def _line(candidate: Candidate, name: str, answer: Answer) -> str:
-    """Return the first line of the layers that a choice writes."""
+    """Return the first line, inside the layers, of the option that an answer picks for a choice."""
     texts = candidate.options.texts[name][answer.picks[name]].items()
     return next(f"{key} {text}" for (_, key), text in texts if not nearby.in_ends(key))
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """Return the fraction of a step by which two layouts differ, in parts of the cost or in seconds that loops hide.
+    """Return the difference of two layouts in parts of their cost or in hidden seconds, as a fraction of a step.
 
     The result is 0 if only axes are renamed. It is also 0 if both cost and hide the same seconds: such layouts differ
-    by swapped mesh axes of equal sizes in a part of the model, and the compiler made one program of them.
+    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made one program of them.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):
@@ -145,7 +145,7 @@ def _apart(one: Listed, other: Listed) -> float:
 
 
 def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
-    """Return the presets that fit, in their order; of presets that are the same layout, only the first."""
+    """Return the presets that fit, in their order; of several that are the same layout, only the first."""
     found: dict[tuple, Listed] = {}
     for each in presets:
         if each.answer and each.fits:
@@ -155,7 +155,7 @@ def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
 
 
 def beside(layouts: Iterable[Placed]) -> list[Listed]:
-    """Return all layouts of --beside that are in the space, even if they may not fit: the compiler decides that."""
+    """Return the layouts of --beside that the search considers, even if they may not fit: the compiler decides that."""
     return [Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer]
 
 

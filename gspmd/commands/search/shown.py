@@ -1,4 +1,4 @@
-"""The output of `gspmd search`: the answer next to every preset, the cost of a different line, and missing presets."""
+"""The printed results of `gspmd search`: the answer beside presets, the cost of other lines, missing presets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ _SMALL = 0.005
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
-    """Sum the seconds of the terms by their first word: attention, ffn, output, ...
+    """Sum the seconds of terms by the first word of their names: attention, ffn, output, ...
 
     >>> groups({"ffn.in: residual": 1.0, "ffn.out: residual 0": 2.0, "norms: residual": 0.5})
     {'ffn': 3.0, 'norms': 0.5}
@@ -33,7 +33,7 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = "found") -> Sheet:
-    """Return the answer next to presets and layouts of the user, by the parts of the cost.
+    """Return a table of the answer beside presets and layouts of the user, by parts of the cost.
 
     `written` is the name of the answer among the compiled layouts.
     """
@@ -66,7 +66,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
 
 
 def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
-    """Return the seconds of a layout as a multiple of ours and, if it is cheaper, why it is not the answer."""
+    """Return the seconds of a layout as a multiple of the answer's and, if it is cheaper, why it is not the answer."""
     ratio = answer.seconds / ours.seconds
     if abs(ratio - 1) <= NEAR:
         less = answer.bytes < ours.bytes and amount_of_bytes(answer.bytes) != amount_of_bytes(ours.bytes)
@@ -79,14 +79,14 @@ def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
-    """Return the columns that only training has: remat, and microbatches if any candidate cuts the batch."""
+    """Return the columns that only training has: remat, and microbatches if some candidate divides the batch."""
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
     return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """Return the columns for parts of the cost; if the terminal is narrow, the last ones are dropped first."""
+    """Return the columns for parts of the cost; a narrow terminal drops the last ones first."""
     kept = dict.fromkeys(("layout", "a step", "of found", "of written", "memory", "fits"), 0)
     kept |= dict.fromkeys(("mesh", "remat", "microbatches"), 1)
     return [
@@ -105,7 +105,7 @@ def _mesh(mesh: Mapping[str, int]) -> str:
 
 
 def outside(presets: Iterable[Placed]) -> list[str]:
-    """Return a line for each preset outside the space, which has no row."""
+    """Return a line about each preset that the search does not consider, which has no row in the table."""
     lines = []
     for each in presets:
         if each.answer is None and each.traced is not None:
@@ -119,7 +119,7 @@ def outside(presets: Iterable[Placed]) -> list[str]:
 
 
 def reasons(asked: Why) -> list[Sheet]:
-    """Return the cost of a different line, by term, and the other lines that would change."""
+    """Return tables of the cost of giving a line another spec, by term, and of the other lines that would change."""
     ours, theirs = asked.best.seconds, asked.answer.seconds
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
@@ -140,12 +140,12 @@ def reasons(asked: Why) -> list[Sheet]:
 
 
 def _compared(before: float, after: float, told: Callable[[float], str]) -> tuple[str, str, str]:
-    """Return two amounts and their difference with its sign, as text."""
+    """Return two amounts and their signed difference, as text."""
     return told(before), told(after), f"{'-' if after < before else '+'}{told(abs(after - before))}"
 
 
 def compiled(shortlist: Sequence[Listed]) -> Sheet:
-    """Return the compiled programs in their order, with their planned figures."""
+    """Return a table of the compiled programs in their order, with planned and compiled figures."""
     presets = [each.seconds for each in shortlist if each.preset]
     best = min(presets, default=None)
     trained = _trained(each.candidate for each in shortlist)
@@ -181,20 +181,20 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def uncompiled(beside: Iterable[Placed]) -> list[str]:
-    """Return a line for each layout of --beside that is not compiled, because it is not in the space."""
+    """Return a line about each layout of --beside that is not compiled, because the search does not consider it."""
     return [
         f"{each.name} is not compiled: gspmd compile --layout {each.name} does." for each in beside if not each.answer
     ]
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
-    """Return a line for every part of the compiled programs that costs more than necessary."""
+    """Return a warning for every part of the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 
 
 def answer_line(finding: SearchResult, settings: SearchSettings) -> str:
-    """Return the answer as one line of output, which says whether it was compiled."""
+    """Return the answer as one line of output, which also says whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     cost = f"{seconds(finding.answer.seconds)}{plus_or_minus(settings)}"
     proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""

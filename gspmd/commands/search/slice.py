@@ -1,4 +1,4 @@
-"""The slice, slices or nodes for which a layout is searched: chip and shape, read from a name without the compiler."""
+"""The slice, slices or nodes for which a layout is searched, read from a name without the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,17 +10,17 @@ from gspmd.hardware.chips import CHIPS, Chip
 
 @dataclass(frozen=True)
 class Slice:
-    """TPU slices, or nodes of GPUs.
+    """One or several TPU slices, or nodes of GPUs.
 
     Attributes:
-        topology: the chip, the shape and the number of slices, as read from the name.
+        topology: chip, shape and number of slices, parsed from the name.
     """
 
     topology: Named
 
     @classmethod
     def named(cls, name: str) -> "Slice":
-        """Return the slice of a name, such as tpu-v5p:4x8x8.
+        """Return the slice with a name such as tpu-v5p:4x8x8.
 
         Raises:
             PlanError: no such slice exists.
@@ -29,23 +29,23 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of one device; for one slice of TPUs they include its shape, by which mesh axes are priced."""
+        """The figures of one device; for a single TPU slice they include its shape, which affects the costs of axes."""
         chip, alone = self.topology.chip, self.topology.slices == 1 and self.topology.cores == 1
         return chip if chip.is_switch or not alone else replace(chip, slice_shape=tuple(n for n in self.shape if n > 1))
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """The canonical name of the topology."""
         return self.topology.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of one slice; for GPUs, the nodes (if several) and the GPUs in a node."""
+        """Chips along each torus axis of a slice; for GPUs, the number of nodes, if several, and of GPUs per node."""
         return self.topology.shape
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Devices along each axis of the torus; the devices of one chip are a further axis. For GPUs, the shape."""
+        """Devices along each axis of the torus, with the devices of a chip as a further axis; for GPUs, the shape."""
         return (*self.shape, self.topology.cores)
 
     @property
@@ -54,13 +54,13 @@ class Slice:
         return self.topology.slices * prod(self.torus)
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to search: those of whole torus axes; for GPUs all, because a switch has no rings."""
+        """Return the meshes to be searched: those of whole torus axes; for GPUs all, because a switch has no rings."""
         from gspmd.search.answers import factorings, meshes  # which imports JAX; flags are read without it
 
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 
     def larger(self) -> Iterator["Slice"]:
-        """Yield the topologies of this chip with more devices and the same number of slices, the smallest first."""
+        """Yield the larger topologies of this chip with the same number of slices, the smallest first."""
         of = CHIPS[self.chip.name]
         every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of, self.topology.slices))
         return (each for each in every if each.devices > self.devices)

@@ -1,4 +1,4 @@
-"""Settings of a configuration file that change the bytes that a step holds or sends, but have no price in a search."""
+"""Settings that change the bytes that a step holds or sends, but that a search does not price."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from gspmd_models.search.workload import Unsearched
 
 @contextmanager
 def remedied(remedy: str) -> Iterator[None]:
-    """Add a remedy, in terms of the command's flags, to the error for a model that is not searched.
+    """Add a remedy in terms of the command's flags to the error about a model that cannot be searched.
 
     Raises:
         ConfigError: in place of `Unsearched`.
@@ -22,7 +22,7 @@ def remedied(remedy: str) -> Iterator[None]:
 
 
 def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
-    """Yield the settings that would be priced wrong.
+    """Yield a fault for each setting that a search would price wrongly.
 
     Args:
         file: the tables of the configuration file, as changed by flags.

@@ -1,4 +1,4 @@
-"""The comment at the top of the file of a found layout."""
+"""The comment at the top of the file of a layout that was found."""
 
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ def header(
     argv: Sequence[str],
     shortlist: Iterable[Listed] = (),
 ) -> list[str]:
-    """Return the lines of the comment, without dates: searching again writes the same."""
+    """Return the lines of the comment; it has no dates, so that an equal search writes an equal file."""
     answer, remat = finding.answer, finding.best.remat
     length = f"{settings.length} {finding.best.in_microbatches}".strip()
     if sources := settings.sources:
@@ -63,19 +63,19 @@ def _memory(settings: SearchSettings, target: Slice, answer: Answer) -> str:
 
 
 def _stored(settings: SearchSettings) -> str:
-    """Name the arrays stored in int8: `, int8 weights and int8 cache`; empty if there are none."""
+    """Name the arrays stored in int8, as in `, int8 weights and int8 cache`; the text is empty if there are none."""
     kinds = [f"int8 {name}" for name in ("weights", "cache") if getattr(settings, name) == "int8"]
     return f", {' and '.join(kinds)}" if kinds else ""
 
 
 def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str) -> list[str]:
-    """Return the lines of a comment.
+    """Return the lines of a comment at the top of a file.
 
     Args:
-        title: what was found.
-        facts: the facts about it, by name.
+        title: the first line, which says what was found.
+        facts: further lines, as name -> text.
         argv: the flags of the search.
-        used: the command that uses the layout, or its flags.
+        used: the command, or the flags, with which the layout is used.
     """
     width = max(map(len, facts))
     return [
@@ -89,7 +89,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
 
 
 def beside(out: str) -> Path:
-    """Return the path of the best pipeline, next to that of a layout.
+    """Return the path of the file of the best pipeline, beside that of a layout.
 
     >>> beside("layouts/found.toml").as_posix()
     'layouts/found-stages.toml'
@@ -101,12 +101,12 @@ def beside(out: str) -> Path:
 def header_of_stages(
     settings: SearchSettings, target: Slice, row: PipelineRow, than: float, argv: Sequence[str]
 ) -> list[str]:
-    """Return the lines of the comment on a pipeline's file.
+    """Return the lines of the comment at the top of a pipeline's file.
 
     Args:
         settings, target: the settings and the slice of the search.
-        row: the best pipeline, which fits.
-        than: seconds of the layout without stages, with which the pipeline is compared.
+        row: the best pipeline that fits.
+        than: seconds of the layout without stages, for comparison.
         argv: the flags.
     """
     assert row.answer is not None
@@ -125,7 +125,7 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the flags with which a run uses the layout, as it was found; for a custom model the whole command."""
+    """Return the flags with which a run uses the found layout; for a custom model the whole command."""
     if not is_own(settings):
         remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
         return f"--layout FILE --mesh {best.named}{remat}"
@@ -153,12 +153,12 @@ def _compiled(finding: SearchResult, shortlist: Iterable[Listed]) -> Iterator[tu
 
 
 def where(best: Candidate) -> str:
-    """Describe the mesh, with remat and microbatches of a layout: `x=4,y=8, remat full, in 4 microbatches`."""
+    """Describe mesh, remat and microbatches of a candidate: `x=4,y=8, remat full, in 4 microbatches`."""
     return ", ".join(filter(None, (best.named, best.remat and f"remat {best.remat}", best.in_microbatches)))
 
 
 def seconds(amount: float) -> str:
-    """Return seconds to five digits, since layouts differ by thousandths.
+    """Return seconds as text with five digits, because layouts differ by thousandths.
 
     A part of the cost is negative if it corrects other parts that count the same steps.
     """
@@ -168,18 +168,18 @@ def seconds(amount: float) -> str:
 
 
 def error_to_expect(settings: SearchSettings) -> float | None:
-    """Return the expected error of planned seconds, as a fraction; None for custom models, or if none was measured."""
+    """Return the expected relative error of planned seconds, or None for custom models or if none was measured."""
     return None if is_own(settings) else expected_error(settings.phase, Slice.named(settings.topology).chip.name)
 
 
 def plus_or_minus(settings: SearchSettings) -> str:
-    """Return the expected error, such as ` ± 12%`; empty if it is not known."""
+    """Return the expected error as text, such as ` ± 12%`, or an empty text if it is unknown."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
 
 
 def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
-    """Return the flags on which the answer depends, or all flags except the given ones.
+    """Return the flags on which the answer depends or, if `without` is given, all flags but those.
 
     >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
     ['--batch', '8']
@@ -193,7 +193,7 @@ def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[s
 
 
 def save(text: str, out: str) -> None:
-    """Write a layout that was found, or print it if there is no name.
+    """Write a layout that was found to a file, or print it if the file has no name.
 
     Raises:
         ConfigError: the file cannot be written; the layout is then printed, so that the search is not lost.

@@ -1,1 +1,1 @@
-"""The keys of a layout's table, and the rules that check its specs."""
+"""The keys that a layout may have, and the rules by which its specs are checked."""

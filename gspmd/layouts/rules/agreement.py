@@ -1,4 +1,4 @@
-"""Rules across lines: tensors that no equation moves are sharded alike, and each mesh axis has one purpose."""
+"""Rules across lines: tensors that no equation moves must be sharded alike, and a mesh axis has a single purpose."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,16 +16,16 @@ from gspmd.ops._shared_heads import share
 _LAYERS = "pipeline.layers"
 _INPUT = "moe.expert_input"
 
-# -- tensors without an equation between them ------------------------------------------------------------------------
+# -- tensors that no equation moves ----------------------------------------------------------------------------------
 
 
 def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], serves: str) -> Iterator[Fault]:
-    """Yield a fault for every two tensors that must be sharded alike but are not.
+    """Yield a fault for every pair of tensors that must be sharded alike but are not.
 
     Args:
       section: the overriding section of the table; empty for the layout's own table.
       table: a mapping from key to text.
-        specs: a mapping from key to spec, without the lines that cannot be read.
+        specs: a mapping from key to spec, without lines that cannot be parsed.
         serves: the phase of the layout; empty for training.
     """
     specs = with_cross(table, specs)
@@ -44,7 +44,7 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
 
 
 def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
-    """Add the default spec of cross-attention's queries or keys if the layout writes only one of the two."""
+    """Add the default spec of cross-attention's queries or keys if the layout writes only one of them."""
     names = ("cross.query", "cross.key")
     if not any(name in specs for name in names):
         return specs
@@ -58,10 +58,10 @@ def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[s
 
 
 def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
-    """Yield a fault if a device lacks the key heads to which its query heads attend.
+    """Yield a fault if a device lacks the key heads for its query heads.
 
-    Query head h uses key head h // (H/K), and the first (major) mesh axes of a dimension cut it into runs. So if K is
-    sharded over the first mesh axes of H, a device has the key heads of its query heads.
+    Query head h attends with key head h // (H/K), and the first (major) mesh axes of a dimension cut it into runs. So
+    if K is sharded over the first mesh axes of H, a device has the key heads for its query heads.
     """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
@@ -85,12 +85,12 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: str) -> Iterator[Fault]:
-    """Yield a fault if the length of keys is sharded differently from that of queries, or is sharded in serving.
+    """Yield a fault if the lengths of keys and queries are sharded differently, or that of keys is sharded in serving.
 
     Args:
       line: the line of the keys.
-      query, key: the specs of queries and keys; None if there are no queries.
-      length: the dimension of the keys' length; T for keys of the encoder's output.
+      query, key: the specs of queries and keys; the former is None if there are no queries.
+      length: the dimension of the keys' length; T if keys are computed from the encoder's output.
       serves: the phase of the layout; empty for training.
     """
     # Chunks of keys go round a ring of devices, while each device attends with the queries of its own chunk.
@@ -105,15 +105,15 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: 
 
 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault for a length that zigzag order cannot cut into two chunks for each device of a ring.
+    """Yield a fault for a length that zigzag order cannot cut into two chunks per device of a ring.
 
-    The first tokens attend to few keys and the last to all. For equal work, device i of n has chunks i and 2n - 1 - i
-    of 2n chunks.
+    The first tokens attend to few keys, and the last ones to all. For equal work, device i of n has chunks i and 2n - 1
+    - i of the 2n chunks.
 
     Args:
       line: the line of attention.key.
-      key: its spec.
-      given: sizes and mesh.
+      key: the spec of attention.key.
+      given: the sizes and the mesh.
     """
     devices = prod(given.mesh.get(axis, 1) for axis in key.axes_of("L"))
     length = given.sizes.get("L", 0)
@@ -123,15 +123,15 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
 
 
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault if query heads are split such that a device has parts of two groups with different key heads.
+    """Yield a fault if a device has parts of two groups of query heads with different key heads.
 
-    A device must have complete groups, or a part of one group: it computes attention as one product of groups of query
-    heads, all of equal size, with their key heads.
+    A device must have whole groups, or a part of one group: it computes attention as one product of equally large
+    groups of query heads with their key heads.
 
     Args:
       line: the line of the queries.
       query, key: the specs of queries and keys; K is sharded over the first of the mesh axes of H.
-      given: sizes and mesh; without sizes of H and K there is no fault.
+      given: the sizes and the mesh; if the sizes of H or K are unknown, there is no fault.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
@@ -155,11 +155,11 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
         yield line.at_dim(query, "H", fact, remedy)
 
 
-# -- one move of the residual ----------------------------------------------------------------------------------------
+# -- one move of the residual for two vias ----------------------------------------------------------------------------
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if key_via and in_via bring the residual to two specs: it is moved once, for both."""
+    """Yield a fault if key_via and in_via bring the residual to different specs: it moves only once, for both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
@@ -170,7 +170,7 @@ def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the activation's spec in a via; None if the via is absent, or unreadable (another rule reports this)."""
+    """Return the activation's spec in a via, or None if the via is absent or unreadable (reported by another rule)."""
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
@@ -183,14 +183,14 @@ def _pinned_to(via: Any) -> Spec | None:
 def stages_faults(
     section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
 ) -> Iterator[Fault]:
-    """Yield a fault for every tensor sharded over the mesh axis of the stages, and one if stages have several axes.
+    """Yield a fault for every tensor sharded over the mesh axis of pipeline stages, and for stages over several axes.
 
-    Devices along this axis hold different layers, so they cannot hold shards of one layer's tensor.
+    Devices along this axis hold different layers, so they cannot hold shards of a tensor of one layer.
 
     Args:
         section: the overriding section of the table; empty for the layout's own table.
         table: a mapping from key to text.
-        specs: a mapping from key to spec, without the lines that cannot be read.
+        specs: a mapping from key to spec, without lines that cannot be parsed.
         base: the specs of the layout itself, which may have `pipeline.layers`.
     """
     layers = base.get(_LAYERS, Spec(("N",), ((),)))
@@ -210,14 +210,14 @@ def stages_faults(
 
 
 def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every line of [moe] with which a product would move the rows of dispatch `dropless`.
+    """Yield a fault for every line of [moe] by which a product would move rows of dispatch `dropless`.
 
-    Rows are sorted by expert. The router decides how many rows an expert has, so no collective of a fixed size can move
-    the rows again, and C, the room for rows, must not be sharded.
+    Rows are sorted by expert. The number of rows of an expert is decided by the router, so no collective of a fixed
+    size can move the rows again, and C, the room for rows, must not be sharded.
 
     Args:
-        layout: a layout without alternatives or faults.
-        mesh: the sizes of its mesh axes.
+        layout: a layout without alternatives and without other faults.
+        mesh: the sizes of the mesh axes.
     """
     lines = {name: text for name, text in layout.table.items() if isinstance(text, str)}
     if _INPUT not in lines:
@@ -236,13 +236,13 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
 
 
 def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
-    """Return a spec whose rows are sharded as `wanted`; other dimensions lose these mesh axes."""
+    """Return a spec with its rows sharded as in `wanted`, whose mesh axes the other dimensions lose."""
     taken = {axis for dim in spec.dims for axis in wanted.get(dim, ())}
     rest = (tuple(axis for axis in axes if axis not in taken) for axes in spec.axes)
     return Spec(spec.dims, tuple(wanted.get(dim, axes) for dim, axes in zip(spec.dims, rest)))
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that `specs` and `stay` shard differently, ignoring mesh axes of size 1."""
+    """Return the dimensions of rows that both lists of specs shard differently, ignoring mesh axes of size 1."""
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

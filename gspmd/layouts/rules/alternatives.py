@@ -1,4 +1,4 @@
-"""Keys with a list of alternative specs, from which sizes and mesh choose one: a batch over all axes that it fills."""
+"""Keys with alternative specs, of which sizes and mesh choose one, such as a batch over as many axes as it fills."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,11 +14,11 @@ Lists = Mapping[str, tuple[str, ...]]
 
 
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
-    """Return the layout with one spec for every key, and the faults of its lists.
+    """Return the layout with one spec for every key, and the faults in its lists of alternatives.
 
     All lists of a section have the same length, and the first position at which the mesh divides all sizes is chosen.
-    In an overriding section, this is done separately for the keys of each part. Lists in [prefill] and [decode] are
-    kept for the layout of that phase, which has the sizes for the choice.
+    In an overriding section, this is done separately for the keys of each part of the model. Lists in [prefill] and
+    [decode] are kept for the layout of that phase, which has the sizes for the choice.
 
     Args:
       layout: a layout, with lists or without.
@@ -46,10 +46,10 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 
 
 def singles(layout: OfTable) -> Iterator[OfTable]:
-    """Yield, for every section, the layout with the first spec of each of its lists, with the second, and so on.
+    """Yield, for every section, the layout with the first alternative of each of its lists, the second, and so on.
 
-    Lists of all other sections are left out, because the sizes decide which alternatives of two sections occur
-    together. In an overriding section, other lists are left unchanged.
+    Lists of all other sections are left out, because sizes decide which alternatives of two sections occur together. In
+    an overriding section, other lists are left unchanged.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -64,7 +64,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that must agree with a line of a different section, but agree with none of its.
+    """Yield the faults of alternatives that must agree with a line of another section, but agree with none of its.
 
     Args:
       layout: a layout, with lists or without.
@@ -93,7 +93,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """Return the first position at which all lists fit, and the faults of the notation, or of sizes if none fits."""
+    """Return the first position at which all lists fit, and faults of notation, or of sizes if no position fits."""
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:

@@ -1,4 +1,4 @@
-"""Check a layout: find every fault of its declarations, of single lines, and of lines that must agree."""
+"""The check of a layout, which finds every fault of its declarations, of single lines, and of lines that disagree."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ Specs = Mapping[str, Spec]
 def faults_of(
     layout: LayoutTable, sizes: Mapping[str, int], mesh: Any, dropless: bool = False, trained: Collection[str] = ()
 ) -> list[Fault]:
-    """Return a layout's faults for these sizes on this mesh, one fault for every cause.
+    """Return the faults of a layout for these sizes on this mesh: one fault for every cause.
 
     Without a mesh all axes have size 1.
 
@@ -52,7 +52,7 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return the faults of alternatives for any sizes: texts that cannot be read, and lines that can never agree."""
+    """Return faults that alternatives have for any sizes: texts that cannot be parsed, and lines that never agree."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -63,7 +63,7 @@ def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
 
 
 def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
-    """Return the layout with the alternatives that fit these sizes on this mesh, and the faults of its lists."""
+    """Return the layout with the alternatives that fit these sizes on this mesh, and the faults of the lists."""
     given, more = given_sizes(layout, sizes, mesh), own.keys(layout.own)
 
     def of_line(section: str, key: str, text: str) -> list[Fault]:
@@ -73,14 +73,14 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a layout whose alternatives have been chosen, except faults of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen, other than those of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
 def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of single lines, and of lines that must agree."""
+    """Yield the faults of single lines, and of lines that disagree."""
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
@@ -121,7 +121,7 @@ def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
 def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
-    """Return the readable specs that have the dimensions of their keys, and the faults of every line."""
+    """Return the specs that can be parsed and have the dimensions of their keys, and the faults of every line."""
     specs: dict[str, Spec] = {}
     faults: list[Fault] = []
     for name, text in table.items():
@@ -198,7 +198,7 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 
 
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault unless a via is two specs, with the dimensions of its operands, that can be multiplied locally."""
+    """Yield a fault unless a via is two specs, with its operands' dimensions, that can be multiplied locally."""
     try:
         via = parse_via(line.text)
     except SpecError as error:
@@ -218,7 +218,7 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield a fault if a shared dimension is sharded in two ways, or if one axis shards two dimensions of a product."""
+    """Yield a fault if a dimension of both specs is sharded differently, or a mesh axis shards two dimensions."""
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
@@ -253,7 +253,7 @@ def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
 def _override_faults(
     section: str, whole: Mapping, table: Mapping, base: Specs, sizes: GivenSizes, more: Mapping[str, Key]
 ) -> list[Fault]:
-    # Only the model knows which user-defined tensors are parameters, so any section may override them.
+    # Only the model knows which tensors of custom sections are parameters, so any overriding section may have them.
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
     faults += stages_faults(section, table, specs, base)
     if section in PHASES:

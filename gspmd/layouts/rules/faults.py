@@ -1,4 +1,4 @@
-"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`. Faults with the same cause are merged."""
+"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`; faults with one cause are merged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from gspmd.annotate import Fault, Spec
 from gspmd.annotate.errors import listed
 
-# Number of further tensors that a merged fault names; the others are counted.
+# Number of other tensors that a merged fault names; any further ones are counted.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Line:
-    """A key and its text as an error shows them.
+    """A line of a layout, with key and text as an error shows them.
 
     Attributes:
       name: the key.
@@ -26,7 +26,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The key, after its overriding section if it has one."""
+        """The key, preceded by its overriding section in brackets if it has one."""
         return f"[{self.section}] {self.name}" if self.section else self.name
 
     def at_key(self, fact: str, remedy: str = "") -> Fault:
@@ -50,13 +50,13 @@ class Line:
         return self.moved(Fault(str(spec), start, end, fact, remedy))
 
     def moved(self, fault: Fault) -> Fault:
-        """Move a fault that points into a spec to the position of the spec in this line."""
+        """Return a fault that points into a spec, moved to where the spec is in this line."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)
 
 
 def over(axes: Sequence[str]) -> str:
-    """Describe how a dimension is sharded, in words that follow "is".
+    """Describe by which mesh axes a dimension is sharded, in words that follow "is".
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'not sharded')
@@ -65,10 +65,10 @@ def over(axes: Sequence[str]) -> str:
 
 
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
-    """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
+    """Return the first fault of every cause, in order; its remedy ends with number and names of the other lines.
 
     For example, a batch that the mesh does not divide is one mistake, however many tensors have a batch. Faults have
-    the same cause if their `Fault.cause` is equal or, without a `cause`, their `fact`.
+    the same cause if their `Fault.cause` is equal or, if that is None, their `fact`.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

@@ -1,4 +1,4 @@
-"""Gradients as partial sums: the specs of parameters in a step's loss, and the rows over which gradients are summed."""
+"""Gradients as partial sums: specs of parameters in a step's loss, and the rows over which gradients are summed."""
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
@@ -9,7 +9,7 @@ from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.table import LayoutTable, parameters_of
 
-#: The parameters of each via. For output.in_via a model uses one of the two tables.
+#: The parameters that each via is for; of output.in_via's two tables, a model uses one.
 WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
@@ -66,7 +66,7 @@ ROWS = {
     "output.bias": ("output.logits",),
 }
 
-#: For each activation except the residual stream, the parameters that produce it, consume it, or are added to it.
+#: For each activation except the residual stream, the parameters that compute it, multiply it, or are added to it.
 _BESIDE = {
     "attention.query": (
         "attention.w_q", "attention.b_q", "attention.q_norm", "attention.q_norm_all", "attention.sinks",
@@ -128,11 +128,11 @@ def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
 
 
 def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
-    """Yield a fault for every via that prevents a gradient from being the partial sum that a training step adds up.
+    """Yield a fault for every via under which a gradient is not the partial sum that a training step adds up.
 
     The gradient of a weight is summed over rows: the dimensions that only the activation has. It is a partial sum over
-    exactly those mesh axes that shard rows during the product. A via fixes this sharding; without a via the planner
-    chooses it.
+    exactly those mesh axes that shard rows during the product. A via fixes these axes; without a via the planner
+    chooses them.
 
     Args:
         layout: a `Layout` without alternatives or faults.
@@ -163,7 +163,7 @@ def row_faults(
 ) -> Iterator[Fault]:
     """Yield a fault for every gradient written as a partial sum over mesh axes that shard none of its rows.
 
-    A vector is moved to its activation, and a table is looked up in the sharding of the tokens or of the residual.
+    A vector is moved to its activation; rows of a table are looked up as the tokens or the residual are sharded.
 
     Args:
         layout, mesh, microbatches: see `partial_faults`.
@@ -191,7 +191,7 @@ def row_faults(
 
 
 def _in_stages(layout: LayoutTable) -> bool:
-    """Return whether the stages of a pipeline sum the gradients; they have rules of their own (`gspmd.pipeline`)."""
+    """Return whether pipeline stages sum the gradients, by rules of their own (`gspmd.pipeline`)."""
     layers = layout.get("pipeline.layers")
     return layers is not None and bool(Spec.parse(layers).used)
 

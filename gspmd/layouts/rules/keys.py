@@ -1,4 +1,4 @@
-"""The keys of a layout: the dimensions, kind and meaning of every tensor, and the default of a key that is left out.
+"""The keys of a layout: dimensions, kind and meaning of every tensor, and the default if a key is left out.
 
 `Layout.check` applies this table, and `python scripts/document_layouts.py` copies it into docs/layouts.md.
 """
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import listed, shown, suggestion
 
-# Number of alternatives that an error lists.
+# Largest number of alternatives that an error lists.
 _NAMED = 4
 
 Text = str | tuple[str, ...]
@@ -30,7 +30,7 @@ PARTS = ("embedding", "attention", "cross", "ffn", "moe", "output")
 #: The section that splits the stacked layers into the stages of a pipeline.
 PIPELINE = "pipeline"
 
-#: Sections whose quoted keys override lines of the parts: the purpose of each section, and the function that reads it.
+#: Overriding sections, whose quoted keys override lines of the parts: purpose, and the function that reads each.
 OVERRIDES = {
     "optimizer": (
         "the optimizer state of a parameter. Without a line, it is sharded like the parameter. Training stores the "
@@ -61,25 +61,25 @@ OVERRIDES = {
     ),
 }
 
-#: The overriding section of a second stack of blocks.
+#: The overriding section for the encoder, a second stack of blocks.
 ENCODER = "encoder"
 
-#: The overriding sections that are a phase of serving.
+#: The overriding sections for the phases of serving.
 PHASES = ("prefill", "decode")
 
-#: The section whose keys apply to both phases.
+#: The overriding section whose keys apply to both phases of serving.
 SERVING = "serving"
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a layout.
+    """A key that a layout may have, with the properties of its line.
 
     Attributes:
-      name: section and key, `"ffn.w_in"`.
-      dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
+      name: section and key, such as `"ffn.w_in"`.
+      dims: the dimensions of its spec, in this order; for a via, the keys of its two operands.
       kind: `"parameter"`, `"activation"`, `"stack"` (of layers) or `"via"`; `"tensor"` in a user-defined section.
-      meaning: one line for docs/layouts.md.
+      meaning: the description of the key in docs/layouts.md, on one line.
       default: the key whose spec, restricted to the dimensions of this key, is used if this key is absent; None if
         there is no default.
       local: dimensions that must not be sharded, because the code between einsums needs all of them on each device.
@@ -96,7 +96,7 @@ class Key:
 
     @property
     def section(self) -> str:
-        """The section of this key."""
+        """The section to which this key belongs."""
         return self.name.partition(".")[0]
 
 
@@ -112,8 +112,8 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
     return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
-# By default biases and the scales of int8 matrices are sharded like the tensor to which they are applied, so that no
-# move is needed. A gate is sharded like w_in beside it, so that one move of the residual serves both matrices.
+# By default biases and the scales of int8 matrices are sharded like the tensor to which they are applied, so that they
+# need not be moved. A gate is sharded like w_in, so that one move of the residual serves both matrices.
 _ALL = (
     Key(
         "pipeline.layers",
@@ -340,7 +340,7 @@ _ALL = (
 #: Every key by name, in the order of the forward pass.
 KEYS = {key.name: key for key in _ALL}
 
-#: The keys of [cache]; their length is T.
+#: The keys of [cache], in whose specs the length is T.
 CACHE = {
     "attention.key": Key(
         "attention.key", "BTKD", "activation", "The key/value cache; by default as attention.key.", local="D"
@@ -350,13 +350,13 @@ CACHE = {
     ),
 }
 
-#: Keys of earlier releases, and their present names.
+#: Keys of earlier releases, and their names now.
 RENAMED = {"moe.scale_in": "moe.b_in", "moe.scale_out": "moe.b_out", "moe.shared_scale": "moe.shared_bias"}
 
-#: Lines that only feed-forward layers without experts need. (Layers with experts also use norm and residual of [ffn].)
+#: Lines that only feed-forward layers without experts need; those with experts need norm and residual of [ffn] too.
 DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
 
-#: Lines that every layout writes, whatever its model.
+#: Lines that every layout has, whatever its model.
 ALWAYS = tuple(
     key.name
     for key in _ALL
@@ -364,7 +364,7 @@ ALWAYS = tuple(
 )
 
 #: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other: both blocks
-#: add to one residual stream, a device attends within its own sequences, and it dispatches its own groups.
+#: add to one residual stream, a device attends only within its own sequences, and dispatches only its own groups.
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
@@ -376,7 +376,7 @@ ALIKE = (
 
 
 def of_part(section: str) -> tuple[Key, ...]:
-    """Return the keys of one part of the model.
+    """Return the keys of one part of the model, which is a section.
 
     >>> [key.name for key in of_part("embedding")][:2]
     ['embedding.table', 'embedding.positions']
@@ -385,7 +385,7 @@ def of_part(section: str) -> tuple[Key, ...]:
 
 
 def dims_of(key: str) -> str:
-    """Return the dimensions of a tensor's key.
+    """Return the dimensions of the tensor with this key.
 
     >>> dims_of("attention.w_q")
     'EHD'
@@ -396,7 +396,7 @@ def dims_of(key: str) -> str:
 
 
 def keys_of_override(section: str) -> dict[str, Key]:
-    """Return the keys of an overriding section: parameters for gradients and optimizer, `CACHE`, or all keys.
+    """Return the keys that an overriding section may have: parameters, keys of the cache, or all.
 
     >>> list(keys_of_override("cache"))
     ['attention.key', 'cross.key']
@@ -421,7 +421,7 @@ def keys_of_override(section: str) -> dict[str, Key]:
 
 
 def is_override(name: str) -> bool:
-    """Return whether a line, named with its section, overrides another: `optimizer.ffn.w_in` overrides `ffn.w_in`.
+    """Return whether a line, named with its section, is an override, as `optimizer.ffn.w_in` is of `ffn.w_in`.
 
     >>> is_override("encoder.ffn.w_in"), is_override("encoder.stream")  # the latter is a custom model's
     (True, False)
@@ -431,11 +431,11 @@ def is_override(name: str) -> bool:
 
 
 class UnresolvedError(LayoutError):
-    """The error for a key that has alternatives, none of which has been chosen yet."""
+    """The error for a key with alternatives, of which none has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
-    """Return the text of a key that has one spec.
+    """Return the text of a key after checking that it has only one spec.
 
     Raises:
       UnresolvedError: the key has alternatives.
@@ -451,7 +451,7 @@ def one_spec(text: Text, key: str) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
-    """Return the fact and the remedy of an error for a key that a layout does not have.
+    """Return fact and remedy of the error for a key that a layout does not have.
 
     Args:
       key: the key.
@@ -481,16 +481,16 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _same_name(section: str, name: str, known: Iterable[str]) -> str:
-    """Propose the key of this name in another section, if possible a similar section; empty if there is no such key."""
+    """Return a proposal of the key with this name in another, preferably similar section, or an empty text."""
     sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
     near = get_close_matches(section, sections, n=1) or sections[:1]
     return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
-    """Return the text of a key; if the table lacks the key, the spec of its default, with this key's dimensions.
+    """Return the text of a key or, if the table lacks it, the spec of its default with this key's dimensions.
 
-    The default of a via is returned unchanged. The result is None if the key is optional and has no default.
+    The default of a via is returned as it is. The result is None if the key is optional and has no default.
 
     Raises:
       LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
@@ -513,7 +513,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec of `dims`: dimensions of `spec` are sharded as in `spec`, T like L, and others not at all."""
+    """Return a spec with the dimensions `dims`, sharded as in `spec`; T is sharded like L, and others are not."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

@@ -1,4 +1,4 @@
-"""Custom sections, such as `[ssm]`: the first spec of a key declares the key, and fixes its dimensions."""
+"""Custom sections, such as `[ssm]`: a key is declared by its first spec, which fixes its dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -19,14 +19,14 @@ from gspmd.layouts.rules.keys import (
     of_part,
 )
 
-#: Sections with a fixed meaning; every other section is user-defined.
+#: Sections with a fixed meaning; every other section is a custom section.
 KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
 
 _VIA = "_via"
 
-_BLOCKS = frozenset({"attention", "ffn", "moe"})  # the sections of a transformer's blocks
+_BLOCKS = frozenset({"attention", "ffn", "moe"})  # The sections of a transformer's blocks.
 
-#: The methods and attributes of `gspmd.layouts.section.Section`: no line may have one of these names.
+#: Methods and attributes of `gspmd.layouts.section.Section`, which must not be names of lines.
 METHODS = (
     "add_bias",
     "einsum",
@@ -46,9 +46,9 @@ Dims = str | tuple[str, ...]
 
 
 def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
-    """Return the keys of user-defined sections, with the dimensions of their specs.
+    """Return the keys of custom sections, with the dimensions of their specs.
 
-    An unreadable spec has no dimensions. A section that looks like a misspelling of a known one is not user-defined.
+    A spec that cannot be parsed has no dimensions. A section that looks like a misspelled known one is left out.
 
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
@@ -63,9 +63,10 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
 
 
 def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
-    """Return whether a line belongs to a custom model's section `[encoder]`, not to the overriding section.
+    """Return whether a line belongs to a section `[encoder]` of a custom model, not to the overriding section.
 
-    The keys of the overriding section have a dot, `"attention.w_q"`. A key without a dot is a mistake in a layout with
+    The keys of the overriding section have a dot, as in `"attention.w_q"`. A key without a dot is a mistake in a layout
+    that has the sections of a transformer's blocks, and in any other layout a line of a custom model.
     the sections of a transformer's blocks; in any other layout it is a line of a custom model.
 
     >>> is_own_encoder("encoder", "w_q", ["embedding", "head"]), is_own_encoder("encoder", "w_q", ["attention"])
@@ -75,21 +76,21 @@ def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
 
 
 def sections(own: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the sections of these keys."""
+    """Return the names of the sections to which these keys belong."""
     return tuple(dict.fromkeys(name.partition(".")[0] for name in own))
 
 
 def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
-    """Return the user-defined keys as `Key`s."""
+    """Return a `Key` for each key of a custom section."""
     return {name: _key(name, dims) for name, dims in own.items()}
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section that this one misspells, with a similar name and a similar key; empty if there is none.
+    """Return the known section that this section, with a known key, misspells, or an empty text.
 
-    Any name can be a custom section. Without this check, a slip such as `[fnn]` would silently declare a section and
-    leave [ffn] as in the base. A layout without the sections of a transformer's blocks is for a custom model, whose
-    sections may have any name.
+    Any name can be that of a custom section. Without this check, a slip such as `[fnn]` would silently declare a
+    section and leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a
+    custom model, sections may have any name.
 
     Args:
       section, key: the section and the key of the line.
@@ -115,16 +116,16 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
 
 
 def _one_slip(name: str, known: str) -> bool:
-    """Return whether names of equal length differ by one replaced letter, or by swapped letters; True for others.
+    """Return whether names differ by one replaced letter or by swapped letters; True if their lengths differ.
 
-    `get_close_matches` is not enough: it counts common letters, so it takes `mem` for `moe`.
+    `get_close_matches` is not enough: it counts common letters, so it would take `mem` for `moe`.
     """
     others = sum(one != other for one, other in zip(name, known))
     return len(name) != len(known) or others <= 1 or sorted(name) == sorted(known)
 
 
 def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield faults of names: those in [dimensions], letters without a meaning, and lines named like a method."""
+    """Yield faults in [dimensions], for letters without a meaning, and for lines named like a method."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
@@ -154,7 +155,7 @@ def _key(name: str, dims: Dims) -> Key:
 
 
 def _dims(text: Any, *, via: bool) -> Dims:
-    """Return the dimensions of a spec, or of the first spec of each operand of a via; empty if the text is unreadable.
+    """Return the dimensions of a spec, or of each operand of a via, or none if the text cannot be parsed.
 
     If the text is a tuple of alternatives, the first alternative is read.
     """

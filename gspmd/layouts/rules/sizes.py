@@ -1,4 +1,4 @@
-"""The sizes for which specs are checked: padded to multiples, for one microbatch, and on a mesh."""
+"""The sizes that specs are checked against: padded to multiples, and those of one microbatch on a mesh."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from gspmd.layouts.table import LayoutTable
 
 # -- padding ----------------------------------------------------------------------------------------------------------
 
-#: The dimensions that may be padded, and how `gspmd_models` keeps the padding without effect. Heads may be padded for
-#: PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
+#: The dimensions that may be padded, each with the way in which `gspmd_models` gives padding no effect. Heads may be
+#: padded for PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
 PADDED = {
     "H": "the attention core's result is 0 there; every key/value head has at least as many query heads as before",
     "K": "padded together with H, so that each real key/value head keeps its query heads; treated as H",
@@ -27,7 +27,7 @@ PADDED = {
     "T": "room in the cache that no position reaches",
 }
 
-#: The reasons why other dimensions may not be padded.
+#: The reasons why each of the other dimensions may not be padded.
 _REFUSED = {
     "B": "the caller chooses the batch; give alternatives, a list of specs, for batches that fill fewer mesh axes",
     "L": "the caller pads the text, and knows which tokens are real",
@@ -42,8 +42,7 @@ _REFUSED = {
 def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes with every dimension of `padding` rounded up to its multiple.
 
-    K is rounded up independently. H is rounded up to a common multiple of its own multiple and K, and H/K never
-    decreases.
+    K is rounded up by itself. H is rounded up to a common multiple of its own multiple and K, and H/K never decreases.
 
     >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
     {'H': 64, 'K': 1, 'F': 16}
@@ -60,12 +59,12 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
 
 @dataclass(frozen=True)
 class Padded:
-    """A padded dimension: runs of real entries, each at the start of a longer run.
+    """A padded dimension: runs of real entries, each at the start of a longer run with padding at its end.
 
     Attributes:
-      runs: the number of runs of real entries; one for each key/value head in H, one in every other dimension.
-      length: the number of real entries in each run.
-      wide_runs, wide_length: the number of runs and their length with the padding.
+      runs: the number of runs of real entries: in H one for each key/value head, in other dimensions one.
+      length: the number of real entries per run.
+      wide_runs, wide_length: the number of runs, and their length, including padding.
 
     Example:
       >>> Padded(2, 2, 2, 3).origins.tolist()
@@ -89,14 +88,14 @@ class Padded:
 
     @property
     def origins(self) -> np.ndarray:
-        """The index of the real entry at each position; -1 for padding."""
+        """For each position, the index of its real entry, or -1 for padding."""
         places = np.full((self.wide_runs, self.wide_length), -1)
         places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
         return places.reshape(-1)
 
 
 def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Padded]:
-    """Return the padding of every dimension that is longer in `wide`; query heads stay with their key/value head.
+    """Return the padding of each dimension that is longer in `wide`; query heads stay with their key/value heads.
 
     >>> paddings({"H": 4, "K": 2, "V": 3}, {"H": 6, "K": 2, "V": 3})
     {'H': Padded(runs=2, length=2, wide_runs=2, wide_length=3)}
@@ -124,7 +123,7 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence that proposes a line of [padding] for `parts` shards; empty if that would double the size."""
+    """Return a sentence proposing a line of [padding] for `parts` shards, or "" if that would double the size."""
     fits = dim in PADDED and _up(size, parts) <= 2 * size
     of_model = f", or vocabulary_multiple = {parts} in [model] (--model.vocabulary-multiple)" if dim == "V" else ""
     return f"Or pad it: {dim} = {parts} in [padding]{of_model}." if fits else ""
@@ -138,12 +137,12 @@ def _up(size: int, multiple: int) -> int:
 
 
 def microbatches(layout: LayoutTable, sizes: Mapping[str, int]) -> int:
-    """Return the number of microbatches: M of `sizes`; 1 if it is not given, or if M is a custom dimension."""
+    """Return the number of microbatches, M of `sizes`, or 1 if it is not given or M is a custom dimension."""
     return 1 if "M" in layout.dimensions else sizes.get("M", 1)
 
 
 def of_microbatch(layout: LayoutTable, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the tensors of one microbatch: its part of B, and of G if every sequence is a group."""
+    """Return the sizes within one microbatch: its part of B, and of G if every sequence is a group."""
     count, batch = microbatches(layout, sizes), sizes.get("B")
     if count < 2 or batch is None:
         return dict(sizes)
@@ -165,7 +164,7 @@ def microbatch_faults(layout: LayoutTable, sizes: Mapping[str, int]) -> list[Fau
 
 
 class GivenSizes:
-    """Sizes and mesh to check specs against; mesh axes are assumed to divide dimensions without a size."""
+    """The sizes and the mesh that specs are checked against; dimensions without a size count as divisible."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
         # By default every sequence is a group; a model without experts has no groups.
@@ -173,13 +172,13 @@ class GivenSizes:
         self.mesh, self.microbatches, self.pads = dict(mesh), microbatches, pads
 
     def faults(self, spec: Spec) -> list[Fault]:
-        """Return the faults of a spec for these sizes on this mesh."""
+        """Return the faults that a spec has for these sizes on this mesh."""
         # Dimensions without a size have 0, which any number of shards divides.
         wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
         return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
-        """Return the fault of a size that mesh axes do not divide, with its cause, and padding as one remedy."""
+        """Return the fault of a size that mesh axes do not divide, with a remedy that includes padding."""
         # G is the batch unless it is given, so if the batch does not divide, both faults have this cause.
         caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
         remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]
@@ -189,9 +188,9 @@ class GivenSizes:
 
 
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
-    """Return the sizes, padded as the layout says, and the mesh with every axis of the layout.
+    """Return the sizes, padded as the layout says, and the mesh, with every axis of the layout.
 
-    Without a mesh all axes have size 1. If the sizes have a number of microbatches M, the result is for one microbatch.
+    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, they become those of one.
     """
     # Undeclared axes are left out: they are reported once as faults of the mesh, not with every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}

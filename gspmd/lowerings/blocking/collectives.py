@@ -1,4 +1,4 @@
-"""Planned steps inside a shard_map body: each becomes public JAX collectives, in a scope that names the step."""
+"""Planned steps in the body of a shard_map: each becomes JAX collectives, in a scope that names the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
         x: the shard, with its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
         reduce: the operation of an all-reduce, `"sum"` or `"max"`.
-        after: the arrays that must be computed before gathers round each axis of a torus start.
+        after: arrays that must be computed before a gather round each axis of a torus may start.
     """
     for number, step in enumerate(chain.steps, chain.first):
         with step_scope(number, _as_sent(step, x, mesh)):
@@ -44,7 +44,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return the step as it is sent: a gather round several torus axes becomes collective-permutes."""
+    """Return a step as it is sent: a gather that goes round several torus axes becomes collective-permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -58,7 +58,7 @@ def _changed_dimension(step: Step) -> int:
 
 
 def _whole_bytes(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> int:
-    """Return the bytes of the whole tensor, from the shard `x` before a step."""
+    """Return the bytes of the whole tensor, given the shard `x` before a step."""
     return x.nbytes * prod(mesh[axis] for axes in step.before.axes for axis in axes)
 
 
@@ -113,7 +113,7 @@ def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, aft
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
-    # All mesh axes are named, and not only `step.axes`: `permutation` numbers the devices of the whole mesh.
+    # All mesh axes are named, not only `step.axes`, because `permutation` numbers the devices of the whole mesh.
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
 
@@ -133,7 +133,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
     """Return the (source, target) pairs of devices of a permute; each device is source once and target once.
 
     A device that already holds its new shard keeps it, and summands of a partial sum stay on their devices. Nothing
-    moves along a mesh axis whose dimension and stride stay the same, or that shards nothing before and after.
+    moves along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.
 
     Example:
         >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
@@ -157,7 +157,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the dimension that an axis shards, and the number of shards between neighbours along the axis."""
+    """Return the dimension that an axis shards, and the distance in shards between neighbors along the axis."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
@@ -169,7 +169,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return the identity of a device's shard: index in each dimension, summand, and position on `still`."""
+    """Return what identifies a device's shard: its index in each dimension, its summand, its position on `still`."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

@@ -1,4 +1,4 @@
-"""Run a routine on the shards of one device, one step after the other."""
+"""The execution of a routine on the shards of one device, step by step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -17,18 +17,18 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """An executor of routines: it runs moves, then local einsums with the steps after each, then sums likewise.
+    """Runs a routine: first its moves, then each local einsum with the steps after it, then each sum likewise.
 
-    The executor is built once per program, and called while the program's shard_map is traced. Local products
-    accumulate in float32 (or wider), and are sent in the wire dtypes of their tensors.
+    An executor is built once per program, and called while the program's shard_map is traced. Local products accumulate
+    in float32 (or wider), and are sent in the wire dtypes of their tensors.
 
     Args:
         routine: the routine to run.
         inputs, outputs: the tensors of the routine.
         sizes, mesh: the sizes of the dimensions of the whole tensors, and of the mesh axes.
-        chains: the routine's steps with their numbers in the program, if the routine is part of a larger program.
+        chains: the routine's steps with their numbers in the program, if it is part of a larger program.
         precision: the precision of the local products.
-        multiply: a custom local einsum, (step, *local operands) -> local result.
+        multiply: a function for local einsums, (step, *local operands) -> local result; by default `local_einsum`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Executor:
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the shards of the operands after they have been moved."""
+        """Return the shards of the outputs, and the shards of the operands after their moves."""
         moved = self.move_all(range(len(self.routine.moves)), pieces)
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
@@ -57,10 +57,10 @@ class Executor:
     def move_all(
         self, numbers: Iterable[int], pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None
     ) -> list[jax.Array]:
-        """Run the moves with these numbers, each up to step `stop(number)`; return their results in the same order.
+        """Run the moves with these numbers, each until before step `stop(number)`; return their results in order.
 
-        Gathers over several axes run last. Gathers round each axis of a torus also wait for all moves before them;
-        `blocking.tpu.all_gather` explains why.
+        Gathers over several axes run last. Gathers round each axis of a torus also wait for all moves before them, for
+        the reason that `blocking.tpu.all_gather` gives.
         """
 
         def comes_last(number: int) -> bool:
@@ -74,23 +74,23 @@ class Executor:
         return [moved[number] for number in numbers]
 
     def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
-        """Run the steps of a move up to step `stop`; gathers round each axis of a torus wait for `after`."""
+        """Run the steps of a move before step `stop`; gathers round each axis of a torus wait for `after`."""
         source, chain = self.routine.moves[number].source, self.chains.moves[number]
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire, after)
 
     def send(self, chain: Chain, x: jax.Array, wire: str, after: After = ()) -> jax.Array:
-        """Run a chain of steps on a local array, which is sent in dtype `wire`."""
+        """Run a chain of steps on a local array, which is sent in the dtype `wire`."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
             return emit(chain, x.astype(wire), self.mesh, after=after).astype(x.dtype)
         return emit(chain, x, self.mesh, after=after)
 
     def product(self, number: int, moved: Pieces) -> jax.Array:
-        """Multiply moved operands, and bring the product to the placement in which products are added."""
+        """Multiply moved operands, and run the steps after the product, up to the sum of products."""
         product = self.routine.products[number]
         return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
     def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
-        """Run the local einsum of a product on local operands or on parts of them."""
+        """Run the local einsum of a product on local operands, or on parts of them."""
         product = self.routine.products[number]
         if product.passes_through:
             return _transposed(operands[0], product.einsum.before.dims, product.einsum.after.dims)
@@ -102,7 +102,7 @@ class Executor:
         return local_einsum(letters, *operands, precision=self.precision)
 
     def send_product(self, number: int, value: jax.Array) -> jax.Array:
-        """Bring the result of a product's local einsum to the placement in which products are added."""
+        """Run the steps between a product's local einsum and the sum of products."""
         return self.send(self.chains.products[number], value, self.outputs[self.output_of(number)].wire)
 
     def output_of(self, product: int) -> int:
@@ -110,7 +110,7 @@ class Executor:
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:
-        """Make an output: add its products, and run the steps after the sum, which reduce partial sums."""
+        """Compute an output: add its products, and run the steps after the sum, such as reductions of partial sums."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)
@@ -121,7 +121,7 @@ class Executor:
         return self.arrange(total, dims[0], output.spec).astype(tensor.dtype)
 
     def arrange(self, x: jax.Array, dims: tuple[str, ...], spec: Spec) -> jax.Array:
-        """Transpose an array to the output's order, and broadcast dimensions that no operand has."""
+        """Transpose an array to the output's order of dimensions, and broadcast dimensions that no operand has."""
         x = _transposed(x, dims, tuple(dim for dim in spec.dims if dim in dims))
         if len(dims) == len(spec.dims):
             return x

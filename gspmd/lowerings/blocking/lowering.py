@@ -1,4 +1,4 @@
-"""Lowering `blocking`: the steps of a plan inside one shard_map, and those of its gradient inside another."""
+"""Lowering `blocking`: the steps of a plan in one shard_map, and those of its gradient in another."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +9,7 @@ from gspmd.lowerings.program import run
 
 
 def lower(call: Call) -> Passes:
-    """Run the steps of a plan one after the other."""
+    """Return the passes that run the steps of a plan one after another."""
     plan = call.plan
 
     def executor(routine, inputs, outputs, _):
@@ -19,10 +19,10 @@ def lower(call: Call) -> Passes:
 
 
 def passes(call: Call, executor: Callable) -> Passes:
-    """Make both passes of a plan from an executor, which runs a routine on local arrays.
+    """Return both passes of a plan, given an executor, which runs a routine on local arrays.
 
-    Operands that are moved are kept for the backward pass as they are after the move, so that they need not be moved
-    again. Other operands are kept as they were given.
+    Operands that are moved are kept for the backward pass as they are after the move, so that they are not moved again.
+    Other operands are kept as they were given.
 
     Args:
         call: the call whose plan is run.

@@ -1,10 +1,10 @@
 """A gather over several axes of a 3D torus, as permutes that keep the links of all these axes busy.
 
 On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, and uses the
-links of one axis. Here every shard is cut into two parts for each axis. The two parts go round in opposite directions:
-first round one axis, and then, together with the blocks received there, round the next. Different parts begin with
-different axes, so at any time they use different links. Each block that arrives is written to its position while the
-next blocks are sent.
+links of one axis only. Here every shard is cut into two parts for each axis. The two parts go round the axis in
+opposite directions: first round one axis, and then, together with the blocks received there, round the next. Different
+parts begin with different axes, so at any time they use different links. Each block that arrives is written to its
+position while the next blocks are sent.
 
 It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), for these reasons:
 
@@ -35,7 +35,7 @@ _COLUMN = 32
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
-    """Return the dimension along which to cut shards for a gather over several axes; None if they are too small.
+    """Return the dimension along which to cut shards for a gather over several axes, or None if they are too small.
 
     Args:
         shape: the shape of a shard, without dimensions of size 1.
@@ -62,10 +62,10 @@ def gather(
     mesh: Mapping[str, int],
     zero: jax.Array | int = 0,
 ) -> jax.Array:
-    """Gather a dimension over mesh axes, major first, tiled; shards are cut along the dimension `along`.
+    """Gather a dimension over mesh axes, given major first; shards are cut into parts along the dimension `along`.
 
     Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
-    `zero` is known: the caller computes it from arrays that must be computed first.
+    `zero` is known, which the caller computes from arrays that must be computed first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
@@ -94,11 +94,11 @@ def gather(
 
 @dataclass
 class _Walk:
-    """The walk of one part of every shard round the axes.
+    """The walk of one part of every shard round the axes, one axis after another.
 
     Attributes:
-        block: the part, gathered over the axes so far, with shards in their final order.
-        start: where the part begins, along the dimension along which shards are cut.
+        block: the part, gathered over the axes so far, with the shards in their final order.
+        start: the position at which the part begins, along the dimension along which shards are cut.
         axes: the axes in the order in which the part is sent round them.
         sign: the direction, +1 or -1.
     """
@@ -112,10 +112,10 @@ class _Walk:
 def _round(
     walks: Sequence[_Walk], stage: int, axes: Sequence[str], dimension: int, mesh: Mapping[str, int]
 ) -> Iterator[tuple[int, jax.Array, jax.Array]]:
-    """Send the blocks of all walks round one axis each, at the same time.
+    """Send the blocks of all walks at the same time, each round one axis.
 
     Yields:
-        The index of a walk, a position along the gathered dimension, and the part of a block that belongs there.
+        The index of a walk, a position along the gathered dimension, and the piece of a block to be written there.
     """
     blocks = [walk.block for walk in walks]
     for hop in range(max(mesh[walk.axes[stage]] for walk in walks)):
@@ -136,7 +136,7 @@ def _round(
 
 
 def _put(whole: jax.Array, piece: jax.Array, places: Mapping[int, jax.Array | int]) -> jax.Array:
-    # Cast to one dtype: with x64 enabled, places and literals have 64 bits.
+    # Cast to one dtype: with x64 enabled, positions and literals have 64 bits.
     starts = [lax.convert_element_type(places.get(dimension, 0), "int32") for dimension in range(whole.ndim)]
     return lax.dynamic_update_slice(whole, piece, starts)
 
@@ -146,7 +146,7 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of equal parts: whole tiles if there are enough tiles; the last part has the rest."""
+    """Return start and length of nearly equal parts, in whole tiles if possible; the last part takes the rest."""
     size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
     unit = tile if size // tile >= parts else 1
     starts = [start * unit for start, _ in cut(size // unit, parts)]
@@ -154,5 +154,5 @@ def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _tile(rank: int, itemsize: int) -> list[int]:
-    """Return the sizes of a tile along each dimension."""
+    """Return the size of a memory tile along each dimension of an array."""
     return [*[1] * (rank - 2), *[max(1, _COLUMN // itemsize), _LANES][-rank:]]

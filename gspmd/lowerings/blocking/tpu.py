@@ -1,4 +1,4 @@
-"""Collectives in forms that the TPU compiler keeps; it would rewrite some collectives that are written plainly.
+"""Collectives written so that the TPU compiler keeps them: some, if written plainly, it would rewrite.
 
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
 benchmarks/ledgers.py` shows the differences that remain. Each rule says what the compiler does, and what is written
@@ -42,16 +42,16 @@ from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import torus
 
 LANES = 128
-_TILE = 8  # rows; the compiler also rewrites shards that are not whole tiles
-_PACKED = 16  # rows of two-byte numbers in a tile
-SMALL = 2**20  # bytes that two links of a v4 send in about the time of 12 hops
+_TILE = 8  # Rows of a tile; the compiler also rewrites shards that are not whole tiles.
+_PACKED = 16  # Rows of a tile of two-byte numbers.
+SMALL = 2**20  # Bytes that two links of a v4 send in about the time of 12 hops.
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
 """Mesh axes, the number of devices in a group, and the groups of positions if groups do not span the axis."""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """Return a zero computed from `x`: adding it to an index makes a product wait for `x`.
+    """Return a zero computed from `x`: whatever has it added to an index waits for `x`.
 
     A barrier would not do, because the compiler drops barriers before it orders instructions. It does not notice that
     the bits of this number are always zero.
@@ -73,13 +73,13 @@ def zero_after(x: jax.Array) -> jax.Array | int:
 
 
 class OverSlices(NamedTuple):
-    """A collective over several slices: its part over the network, its parts within a slice, and the order of shards.
+    """The parts of a collective over several slices: one over the network, others within a slice.
 
     Attributes:
-        between: the part over the network; None if all devices of a group are in one slice.
+        between: the part over the network, or None if all devices of a group are in one slice.
         inside: the parts within a slice, major first.
-        sizes: for each axis, the number of slices along it and the number of devices along it within a slice. For two
-            axes, the first of which spans two slices: ((2, 4), (1, 8)).
+        sizes: for each axis, the number of slices along it, and the number of devices along it within a slice. For
+            example ((2, 4), (1, 8)) for two axes, the first of which spans two slices.
     """
 
     between: CollectivePart | None
@@ -93,7 +93,7 @@ class OverSlices(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether the axes over slices are the minor axes, so that shards arrive in order."""
+        """Whether the axes over slices are the minor axes, so that shards arrive in their final order."""
         away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
         near = [number for number, (_, inner) in enumerate(self.sizes) if inner > 1]
         return not away or not near or max(near) < min(away)
@@ -107,9 +107,9 @@ def all_gather(
     whole_bytes: int = 0,
     after: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Gather over mesh axes, major first, tiled; if the gather is split, over the minor part first.
+    """Gather a dimension over mesh axes, given major first; a gather in several parts runs over the minor part first.
 
-    Many bytes go round each axis of a 3D torus (`blocking.torus`), after all arrays in `after` are computed. Without
+    Many bytes go round each axis of a 3D torus (`blocking.torus`), once all arrays in `after` are computed. Without
     this wait the compiler would start permutes as early as possible: the permutes of several gathers would share the
     links, and the blocks of all gathers would be held at the same time. A layer of PaLM 540B, for 256 prompts on 64 TPU
     v4, then waited 147 ms for links instead of 33.
@@ -144,7 +144,7 @@ def all_gather(
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter over mesh axes, major first, tiled; if the reduce-scatter is split, over the major part first.
+    """Reduce-scatter a dimension over mesh axes, given major first; if in several parts, over the major part first.
 
     Over several slices it is the reverse of a gather: the shards are put in order, and scattered within the slices and
     then over the network.
@@ -189,14 +189,14 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
 def goes_round_each_axis(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> bool:
-    """Return whether `all_gather` sends this gather as permutes."""
+    """Return whether `all_gather` sends this gather as permutes round each axis of a torus."""
     return _cut_along(x, axes, dimension, mesh, whole_bytes) is not None
 
 
 def _cut_along(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> int | None:
-    """Return the dimension along which shards are cut for a gather round each axis; None for any other gather."""
+    """Return the dimension along which a gather round each axis cuts its shards, or None for any other gather."""
     chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
     if chip is None or in_force.slices() > 1:
         return None
@@ -225,7 +225,7 @@ def _gather_round_each_axis(
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
-    """Gather in several parts, listed major first; the minor part runs first."""
+    """Gather in several parts, listed major first; they run minor first."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -246,10 +246,10 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 
 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
-    """Return the parts of a collective over several slices; None if the collective is not split.
+    """Return the parts of a collective over several slices, or None if the collective is not split.
 
-    A collective is not split on one slice. Nor is it split if one axis is both over slices and within them, and another
-    axis is over slices too: JAX cannot name such groups, so the compiler decides.
+    A collective on one slice is not split. Nor is it split if one axis lies both over slices and within them, and
+    another axis over slices too: JAX cannot name such groups, so the compiler decides.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -298,13 +298,13 @@ def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Exchange parts of a dimension over mesh axes, tiled.
+    """Exchange parts of a dimension over mesh axes: an all-to-all with `tiled=True`.
 
     The parts get a separate first dimension, and are exchanged row by row. libtpu 0.0.42 itself would reorder parts of
-    the last dimension: bfloat16 [4, 8, 8192] takes 107 µs on a v5e in this way, and 8 µs in rows. Parts that are not
+    the last dimension: on a v5e, bfloat16 [4, 8, 8192] would take 107 µs, and takes 8 µs in rows. Parts that are not
     whole rows of lanes, and parts that arrive along the last dimension, are left to libtpu, which is as fast there.
 
-    For slots, whose dimensions are GXCE, the order in memory is known on both sides (`slots_to_all`). If only two
+    For slots, whose dimensions are GXCE, the memory order is known on both sides (`slots_to_all`). If only two
     dimensions are longer than 1, as in the residual of a decoding step, a matrix is exchanged. With more long
     dimensions, dropping those of size 1 gains nothing: [16, 1, 64, 128], cut along the last, takes 17.2 µs, and [16,
     64, 128] 20.6.
@@ -326,9 +326,9 @@ def all_to_all(
 
 
 def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Exchange slots `[G, X, C, E]`: send them to their experts (`split` is 1), or results back to the groups (0).
+    """Exchange slots `[G, X, C, E]`: send them to their experts (`split` is 1), or send results back (`split` is 0).
 
-    On both sides slots are stored expert by expert, as dispatch gathers them and products read them.
+    On both sides slots are stored expert by expert, as dispatch gathers them and as products read them.
     """
     parts, (groups, experts, *rest) = prod(mesh[axis] for axis in axes), x.shape
     x = x.swapaxes(0, 1)
@@ -382,7 +382,7 @@ def _stays_whole(kind: str, group: int, size: int) -> bool:
 
 
 def _ring(devices: int) -> int:
-    """Return the likely size of one ring of the torus: the divisor of `devices` closest to its square or cube root."""
+    """Return the likely size of one ring of the torus: a divisor of `devices` near its square or cube root."""
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
@@ -407,7 +407,7 @@ def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
 
 
 def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
-    """Reduce-scatter along the first dimension; the shards have a separate dimension, and are whole tiles."""
+    """Reduce-scatter along the first dimension, with the shards in a dimension of their own, as whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
     if x.ndim > 2 and x.shape[-2] % _TILE:  # without whole tiles it becomes an all-reduce and slices
@@ -420,7 +420,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Return whether to put the scattered dimension first: it is last, and the compiler would all-reduce instead."""
+    """Return whether the scattered dimension must go first: it is last, and the compiler would use an all-reduce."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

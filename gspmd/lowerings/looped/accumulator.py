@@ -1,4 +1,4 @@
-"""The product with an operand whose chunks arrive round a ring: each chunk gives a part of the result, or a summand."""
+"""A product with an operand whose chunks arrive round a ring: each chunk gives a part or a summand of the result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, part_of, put, to
 
 
 class Accumulator:
-    """One product that is computed as the chunks of one of its operands arrive.
+    """One product that is computed while the chunks of one of its operands arrive.
 
-    The result of a chunk depends on the dimension along which chunks are cut. A chunk of a free dimension gives a part
+    The effect of a chunk depends on the dimension along which chunks are cut. A chunk of a free dimension gives a part
     of the result, and a chunk of a contracted dimension a summand. A chunk of a batch dimension gives a part of the
     result, and needs only a part of the other operand.
 
     Args:
         transfer: the transfer of the operand that arrives in chunks.
-        other: the complete other operand; None if there is no other operand.
+        other: the whole other operand, or None if there is no other.
         other_dims, dims: the dimensions of the other operand, and of the product.
-        multiply: (chunk, part of the other operand) -> their local einsum.
-        stored: the dtype of a finished part; None for float32, for parts that will still be sent or added.
+        multiply: a function (chunk, part of the other operand) -> their local einsum.
+        stored: the dtype of finished parts; None for float32, if parts will still be sent or added.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Accumulator:
         self.parts: dict[tuple, jax.Array] = {}
 
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
-        """Multiply chunks that arrived together, in one product if all chunks need the same part of the other operand.
+        """Multiply chunks that arrived together, in one product if all need the same part of the other operand.
 
-        Host devices multiply chunks separately: they have no matrix unit to fill, and would hold the chunks twice.
+        Host devices multiply chunks one by one: they have no matrix unit to fill, and would hold the chunks twice.
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
@@ -79,11 +79,11 @@ class Accumulator:
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
     def state(self):
-        """Return the product so far, for the carry of a loop."""
+        """Return the partial result so far, to be carried through a loop."""
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:
-        """Continue from the product so far, from the carry of a loop."""
+        """Restore the partial result from the carry of a loop."""
         if self.placed:
             self.result = state
         else:

@@ -1,12 +1,12 @@
-"""The cheapest choice of gathers and reduce-scatters that run inside the einsums of a routine, and of their schedules.
+"""The choice of the gathers and reduce-scatters that run inside a routine's einsums, and of their schedules.
 
-A ring is worth it if
+A gather as a ring is worth it if
 
     inner gather + max(chunked products, permutes) + first chunk  <  whole product + collective
 
-The candidates differ in three choices: which of the tensor's mesh axes the loop goes over, while the other axes make
-one chunk (so that chunks are not too thin for the matrix unit); the schedule; and whether parts of the shards are sent
-round the axes in different orders (so that the links of all axes are busy).
+Rings differ in three choices: the mesh axes over which the loop goes, while the tensor's other axes form one chunk (so
+that chunks are not too thin for the matrix unit); the schedule; and whether parts of the shards are sent round the axes
+in different orders (so that the links of all axes are busy).
 
 Instead of rings, a dimension that no collective changes, such as the batch, can be cut into stripes: while one stripe
 is multiplied, the next is gathered and the previous one is reduce-scattered. Products then keep their whole contracted
@@ -43,14 +43,14 @@ predicted gain of 10%, and none in the compiled program).
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """The collectives to overlap, and the seconds of the whole equation if they overlap."""
+    """A choice of collectives that overlap, with the predicted seconds of the whole routine."""
 
     overlap: Overlap
     seconds: float
 
     @property
     def rank(self) -> float:
-        """The seconds, increased by the model's error for `halves`, which has twice as many products."""
+        """The seconds by which choices are compared: `halves`, with twice as many products, adds the model's error."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -68,7 +68,7 @@ def plan_overlap(
             `"looped:<schedule>"` uses this schedule; `"auto"` loops only where this is cheaper.
 
     Returns:
-        The overlap, and the seconds that it saves compared with `blocking`.
+        The overlap, and the seconds that it saves over `blocking`.
     """
     chooser = _Chooser(routine, environment, Costs(routine, inputs, outputs, environment), lowering)
     if not chooser.gathers and not chooser.scatters:
@@ -97,18 +97,18 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds, without loops, of all products and of all collectives that can be looped."""
+        """Return the seconds of all products and of all collectives that can be looped, if none of them is."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds of `blocking`, with the looped collectives timed as if they used the links of all axes.
+        """Return the seconds of `blocking`, if its looped collectives used the links of all their axes.
 
         On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all
-        axes, and the model of a loop assumes that they do, but in compiled programs they seldom do. For 14 products
-        with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains of 9 to
-        29% of `blocking`. In compiled programs four of them gain 5 to 15%, and the others lose 3 to 85%.
+        axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14
+        products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains
+        of 9 to 29% of `blocking`. In compiled programs four of them gain 5 to 15%, and the others lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -121,7 +121,7 @@ class _Chooser:
         return seconds
 
     def margin(self, overlap: Overlap) -> float:
-        """Return the share of blocking's time that a loop must save."""
+        """Return the fraction of the time of `blocking` that a loop must save to be chosen."""
         summed = any(
             dim not in product.einsum.after.dims
             for number, ring in overlap.gathers.items()
@@ -132,10 +132,10 @@ class _Chooser:
         return SUMMED_MARGIN if summed else MARGIN
 
     def choices(self) -> Iterator[OverlapChoice]:
-        """Yield the choice that uses rings, and a choice for every number of stripes.
+        """Yield the choice with the best rings, and a choice for every number of stripes.
 
         Under `looped` no operand may be gathered completely before its product. If both operands of a product are
-        gathered, and a ring can loop over only one of them, stripes are used instead, even thin ones.
+        gathered, and a ring can loop over only one of them, stripes are used, even thin ones.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         spans = (*self.gathers.values(), *self.scatters.values())
@@ -183,14 +183,14 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return the best ring of a tensor, None if no ring is faster, and the seconds of collectives and products."""
+        """Return a tensor's best ring, or None if it gains nothing, with the seconds of collectives and products."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Yield every choice of looped axes, schedule and axis orders; under `auto`, only if its program is short."""
+        """Yield the rings for every choice of looped axes, schedule and axis orders; under `auto` only short ones."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):
@@ -203,7 +203,7 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """Return the ring that gathers a whole tensor by permutes before its product, or scatters it afterwards.
+        """Return a ring that gathers a tensor by permutes before its products, or scatters it after them.
 
         By default its schedule is the requested one, or else the last of `SCHEDULES`.
         """
@@ -224,7 +224,7 @@ class _Chooser:
             yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """Return the ring that scatters a stripe's result: inside the products, unless they would become too thin."""
+        """Return the ring that scatters a stripe's result, inside the products unless they would become too thin."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))
@@ -232,7 +232,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts: if possible a free one that no collective changes."""
+    """Return the dimension along which shards are cut into parts, if possible a free one that no collective changes."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

@@ -1,4 +1,4 @@
-"""The chunks of a ring: their positions in the whole tensor, and the permutes that send them."""
+"""The chunks of a ring: their positions in the whole tensor, and the permutes by which they are sent."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ Region = Mapping[str, tuple[jax.Array | int, int]]
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
-    """Slice a region out of a local tensor; dimensions that the tensor lacks are ignored."""
+    """Slice a region out of a local array; dimensions that the array lacks are ignored."""
     for dim, (start, size) in region.items():
         if dim in dims and x.shape[dims.index(dim)] != size:
             at = dims.index(dim)
@@ -36,7 +36,7 @@ def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Arra
     """Prepare an operand from which `part_of` will slice several regions, along these dimensions.
 
     A TPU reorders one-byte elements before they are cut in a loop. The compiler makes one reordered copy for all
-    regions, and makes it of the array from which the operand was sliced. In a scan over layers every layer then copied
+    regions, but of the array from which the operand itself was sliced. In a scan over layers, every layer then copied
     the weights of all layers: 450 ms instead of 10 for a step of PaLM 62B. With a barrier, only the operand itself is
     copied.
     """
@@ -46,7 +46,7 @@ def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Arra
 
 
 def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, add: bool = False) -> jax.Array:
-    """Replace a region of a local tensor, or add to it."""
+    """Replace a region of a local array, or with `add` add to it."""
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return x + part if add else part
@@ -59,15 +59,15 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """The gather or reduce-scatter of a tensor by a ring: the sizes and positions of chunks, and the permutes.
+    """A gather or reduce-scatter of a tensor by a ring: sizes and positions of its chunks, and its permutes.
 
     Attributes:
         span: the collectives that the ring replaces.
         ring: the ring's axes and schedule.
         mesh: mesh axis sizes.
-        shard: local sizes of a shard, by dimension.
-        first: the number of the span's first step in its plan.
-        wire: the dtype on the wire.
+        shard: the size of each dimension of one shard.
+        first: the number, in the plan, of the first step that the ring replaces.
+        wire: the dtype in which the tensor is sent.
     """
 
     span: CollectiveSpan
@@ -79,19 +79,19 @@ class RingTransfer:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The dimensions, in the tensor's order."""
+        """The dimensions of the tensor in its order."""
         return self.span.shard.dims
 
     def whole(self, dim: str) -> int:
-        """Return the local size of a dimension of the whole tensor."""
+        """Return the size of a dimension after the gather, or before the reduce-scatter, on one device."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self.span.changed_axes.get(dim, ()))
 
     def chunk(self, dim: str) -> int:
-        """Return the local size of a dimension of a chunk of the loop."""
+        """Return the size of a dimension in one chunk of the loop, on one device."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
-        """Return the region, in the whole tensor, of the chunk from the devices at distance `offset`.
+        """Return the region, in the whole tensor, of the chunk that comes from the device at distance `offset`.
 
         `zero` is added to the indices, so that every use of the region waits for `zero`.
         """
@@ -100,7 +100,7 @@ class RingTransfer:
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Return the region of the part, which has this size, from the device at distance `offset` along one axis."""
+        """Return the region of a part of this size that comes from the device at distance `offset` along one axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
@@ -112,7 +112,7 @@ class RingTransfer:
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """Return part of a region, cut along the dimension along which shards are cut."""
+        """Return a part of a region, cut along the dimension along which the ring cuts shards."""
         split = self.ring.split
         if split is None:
             return region
@@ -123,18 +123,18 @@ class RingTransfer:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
-        """Return the index of a chunk along a dimension, from the coordinates on its axes, major first."""
+        """Return the index of a chunk along a dimension, from the coordinates on its mesh axes, major first."""
         index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)
         return index
 
     def hops(self, part: ShardPart) -> tuple[Hop, ...]:
-        """Return the hops of one part of the shards round the loop's axes."""
+        """Return the hops of one part of every shard round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """Permute an array by a hop, in the scope of the planned step that it replaces; an empty array is not sent."""
+        """Permute an array by a hop, in the scope of the planned step that it replaces, unless the array is empty."""
         if not x.size:
             return x
         number, size, by = self.span.step_number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
@@ -144,7 +144,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
-    """Gather a chunk, axis by axis: a shard, or part of a shard, together with the shards along the axes `within`."""
+    """Gather one chunk, axis by axis: the (part of a) shard together with those along the axes `within`."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)
@@ -174,16 +174,16 @@ def spread(transfer: RingTransfer, part: ShardPart, chunk: jax.Array) -> jax.Arr
 def reduce_back(
     transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: RingSchedule | None = None
 ) -> jax.Array:
-    """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
+    """Reduce-scatter round a ring: walk backwards, add a summand at every node, and send the sum on.
 
     Args:
-        summand: (offset, a zero for which the product waits) -> this device's summand for the device at distance
-            `offset`.
+        summand: a function (offset, a zero for which the product waits) -> this device's summand for the device at
+            distance `offset`.
         wire: the dtype in which sums are sent; they are added in the dtype of the summands.
-        schedule: the schedule of the ring if summands are products, which should be computed while sums are sent. A
-            compiler adds an arriving sum inside the next product, so this product waits for the sum. With two
-            directions one side is multiplied while the other side is sent. Only the last summand has no such partner:
-            it is computed after the last sum has been sent.
+        schedule: the schedule of the ring if summands are products, to be computed while sums are sent. A compiler adds
+            an arriving sum inside the next product, so this product waits for the sum. With two directions, one side is
+            multiplied while the other side is sent. Only the last summand has no such partner: it is computed after the
+            last sum has been sent.
     """
     partial: dict[int, list[jax.Array]] = {}
     sent, cut = None, schedule is not None and schedule.is_cut

@@ -1,6 +1,6 @@
-"""The cost of rings and stripes: products in chunks, the busiest link, and the parts of both that do not overlap.
+"""The cost of rings and stripes: products in chunks, the busiest link, and the time when these do not overlap.
 
-Not modelled: other equations that use the links at the same time, and overlap that the compiler's scheduler misses.
+Not modeled: other equations that use the links at the same time, and overlap that the compiler's scheduler misses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ Sent = tuple[float, Mapping[Link, int]]
 
 
 class Costs:
-    """Seconds of the parts of one routine."""
+    """The predicted seconds of the rings, stripes and products of one routine."""
 
     def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs
         self.sizes, self.mesh, self.chip = dict(environment.sizes), dict(environment.mesh), environment.chip
 
     def local(self, dim: str) -> int:
-        """Return the local size of a dimension during the einsums."""
+        """Return the size of a dimension on one device during the einsums."""
         specs = (spec for p in self.routine.products for spec in (p.einsum.before, p.einsum.other) if spec)
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
@@ -57,13 +57,13 @@ class Costs:
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a reduce-scatter by a ring with the `products` that no other ring overlaps."""
+        """Return the seconds of a reduce-scatter by a ring, with those `products` that no other ring overlaps."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
-        """Return the seconds to cut a chunk into parts, and to add the parts that arrive."""
+        """Return the seconds of cutting a chunk into parts and adding the parts that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.stream_bandwidth if ring.within else 0.0
 
@@ -83,9 +83,9 @@ class Costs:
     def _reordered(
         self, span: CollectiveSpan, ring: Ring, products: Sequence[Product], stripe: Mapping[str, int] | None = None
     ) -> float:
-        """Return the seconds to reorder operands of one-byte elements, or their stripes, before the ring cuts them.
+        """Return the seconds of reordering operands of one-byte elements, or their stripes, before the ring cuts them.
 
-        The operand that the ring gathers arrives in chunks and is not cut.
+        The operand that the ring gathers is not cut, as it arrives in chunks.
         """
         if self.chip.is_switch:  # only TPUs store tiles
             return 0.0
@@ -101,7 +101,7 @@ class Costs:
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Return the transfers along the axes within a chunk, axis by axis, minor first; the arrays grow on the way."""
+        """Return the transfers within a chunk, axis by axis, minor first; the arrays grow from one to the next."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))
@@ -135,7 +135,7 @@ class Costs:
         return chunk, count
 
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
-        """Return the seconds of all stripes, which are gathered, multiplied and scattered one after the other.
+        """Return the seconds of all stripes, each of which is gathered, multiplied and scattered.
 
         Stripes of a contracted dimension are summands: they are added up, and only their sum is scattered.
 
@@ -169,7 +169,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Return the seconds to compute one stripe's products, if they are scattered while they are computed."""
+        """Return the seconds of one stripe's products, if a ring scatters them while they are computed."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -184,19 +184,19 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Return the seconds to join gathered parts, which takes longer along the last dimension (along the lanes)."""
+        """Return the seconds of joining gathered parts, which is slower along the last dimension (the lanes)."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Return the seconds to add sums that arrive along several axes; along one axis, products add them."""
+        """Return the seconds of adding sums that arrive along several axes; along a single axis, products add them."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
         return whole * 4 * itemsize("float32") / self.chip.stream_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
-        """Return the seconds of one product whose dimensions are cut to the sizes of a chunk."""
+        """Return the seconds of one product, with the dimensions of a chunk cut to its sizes."""
         if found.passes_through:
             return 0.0
         left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
@@ -212,10 +212,10 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product: those to multiply, or those to read its operands if reading takes longer.
+        """Return the seconds of a product: to multiply, or to read its operands if that takes longer.
 
-        A TPU reads operands ahead, while it multiplies earlier operands, and keeps a small accumulator on the chip. On
-        a GPU cuBLAS does neither, so products take the same time as under `blocking`.
+        A TPU reads operands ahead while it multiplies earlier ones, and keeps a small accumulator on the chip. On a GPU
+        cuBLAS does neither, so products take the same time as under `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
@@ -234,7 +234,7 @@ class Costs:
         return multiplying if self.chip.is_switch else max(multiplying, read / self.chip.stream_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
-        """Return the seconds of walks that run together: the bytes of the busiest link, and the latency of its hops."""
+        """Return the seconds of transfers that run together: the busiest link's bytes, and the latency of its hops."""
         chip = self.chip
         busy: dict[Link, float] = {}
         hops: dict[Link, int] = {}
@@ -253,5 +253,5 @@ class Costs:
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """Return max(compute, communication + one product): no permute runs during the first, or the last, product."""
+    """Return max(compute, communication + one product): nothing is sent during the first, or the last, product."""
     return max(compute, loop + compute / steps)

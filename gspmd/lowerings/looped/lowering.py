@@ -1,4 +1,4 @@
-"""Lowering `looped`: a plan whose gathers and reduce-scatters run inside its einsums, by permutes between neighbours.
+"""Lowering `looped`: a plan whose gathers and reduce-scatters run inside its einsums, as permutes to neighbors.
 
     all-gather, then einsum      shards go round a ring; each chunk is multiplied while permutes bring the next
     einsum, then reduce-scatter  partial sums go round a ring; each device adds its product for the sum's target device
@@ -37,7 +37,7 @@ Value = Callable[[Region], jax.Array]
 
 
 def lower(call: Call) -> Passes:
-    """Run the steps of a plan; steps that overlap run chunk by chunk."""
+    """Return the passes that run the steps of a plan, in which overlapping steps run chunk by chunk."""
     plan = call.plan
 
     def executor(routine, inputs, outputs, overlap):
@@ -47,7 +47,7 @@ def lower(call: Call) -> Passes:
 
 
 class LoopedExecutor(Executor):
-    """An executor that runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
+    """An executor that runs the collectives of `overlap` inside the einsums, and all other steps as `blocking` does."""
 
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
         super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
@@ -60,7 +60,7 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the operands as they are kept: not gathered if a ring gathers them."""
+        """Return the shards of the outputs, and the operands for the gradient: as shards where a ring gathers them."""
         shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -69,7 +69,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return the value of every product, by number; `shards` may be stripes of the operands' shards."""
+        """Return the value of every product, by its number; `shards` may also be stripes of the operands' shards."""
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:
@@ -84,7 +84,7 @@ class LoopedExecutor(Executor):
         return values
 
     def _stop(self, number: int) -> int | None:
-        """Return the number of the step at which a move's looped gathers begin; None if no gather is looped."""
+        """Return the index of the first looped gather in a move, or None if no gather of the move is looped."""
         return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
@@ -96,10 +96,10 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Make the outputs; stripes of an output are reduced and then joined, or added up and then reduced.
+        """Compute the outputs stripe by stripe; an output's stripes are joined, or added up and then reduced.
 
-        If nothing is scattered, every stripe waits for the stripe two before it, since a compiler by itself would send
-        all stripes at once. Scattered stripes are ordered by their own permutes.
+        If nothing is scattered, every stripe waits for the stripe two before it, because a compiler would otherwise
+        send all stripes at once. Scattered stripes are ordered by their own permutes.
         """
         done: list[list] = []  # by stripe and output
         start = 0
@@ -131,7 +131,7 @@ class LoopedExecutor(Executor):
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
-        """Return the transfer that gathers the operand of a move; `shard` may be a stripe of the device's shard."""
+        """Return the transfer that gathers a move's operand from `shard`, which may also be a stripe of the shard."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
         before = len(self.routine.moves[number].steps) - len(span.steps)
         first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
@@ -153,7 +153,7 @@ class LoopedExecutor(Executor):
         return whole
 
     def _in_ring(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> dict[int, Value]:
-        """Multiply an operand while it goes round a ring; return its products."""
+        """Multiply an operand chunk by chunk while it goes round a ring; return the products."""
         transfer, products = self._transfer(number, shard), self._products_of(number)
         accumulators = [self._accumulator(product, number, transfer, held) for product in products]
         streams = self._streams(transfer, shard)
@@ -184,7 +184,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply complete operands; if a ring scatters the product's sum, the product is computed in parts later."""
+        """Multiply whole operands; if a ring scatters the product's sum, parts of it are computed later."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -198,13 +198,13 @@ class LoopedExecutor(Executor):
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:
-        """Return a finished product as a function of the region."""
+        """Return a finished product as a function from a region to that part of it."""
         return partial(part_of, value, self.routine.products[number].einsum.after.dims)
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
     def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Make an output or, if `stripe` gives the size of its dimension, a stripe of the output."""
+        """Compute an output, or a stripe of it if `stripe` gives the size of the striped dimension."""
         output = self.routine.outputs[number]
         if number in self.overlap.scatters:
             total = self._scattered(number, [values[product] for product in output.products], stripe)
@@ -217,7 +217,7 @@ class LoopedExecutor(Executor):
         return self.output(number, whole)
 
     def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Reduce-scatter products over devices, and run the steps after the reduce-scatter."""
+        """Reduce-scatter products by a ring, and run the steps after the reduce-scatter."""
         span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps

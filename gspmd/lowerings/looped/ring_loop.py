@@ -25,9 +25,9 @@ class RingLoop:
     both.
 
     Attributes:
-        streams: the streams with their directions; a stream that is sent in both directions is listed twice.
-        waves: the number of waves in which chunks arrive, without the chunk of an even ring that comes from one side
-            only.
+        streams: the streams of chunks with their directions; a stream sent in both directions is listed twice.
+        waves: the number of waves in which chunks arrive. On a ring of even size, the last chunk, which comes from one
+            side only, is not counted.
     """
 
     def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
@@ -41,7 +41,7 @@ class RingLoop:
         self.waves = (self.size - 1) // (2 if self.both_ways else 1)
 
     def run(self) -> None:
-        """Multiply every chunk: the device's own, those of every wave, and one that comes from one side only."""
+        """Multiply every chunk: the device's own, those of every wave, and any that comes from one side only."""
         own = [stream.arrived[0] for stream, _ in self.streams]
         chunks = self._send(own)
         for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.both_ways else None]:
@@ -86,12 +86,12 @@ class RingLoop:
         return sent
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send every chunk one device further."""
+        """Send every chunk to the next device in its direction."""
         hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply the chunks from `wave` devices away; those from both sides are multiplied together."""
+        """Multiply the chunks that come from `wave` devices away; those from both sides are multiplied together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

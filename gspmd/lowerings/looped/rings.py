@@ -1,6 +1,6 @@
-"""Ring schedules: the hops between neighbours that bring every shard to every device.
+"""Ring schedules: the hops between neighbors that bring every shard to every device.
 
-A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbour
+A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbor
 along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device at distance
 `offset` behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device at
 distance `offset` behind it, and sends the sum on towards the root.
@@ -24,14 +24,14 @@ Offset = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Hop:
-    """One permute: the shard that arrived by hop `source` (0: a device's own shard) moves on by `by` along `axis`.
+    """One permute: a shard that arrived by hop `source` (0 for the device's own) moves on by `by` along `axis`.
 
     Attributes:
         source: the number of the hop before this one; hops are numbered from 1.
-        axis: mesh axis.
-        by: +1 or -1.
-        places: the origin of the shard, as pairs (mesh axis, devices behind this one).
-        wave: the number of the wave; hops of one wave arrive together, from both sides.
+        axis: the mesh axis along which the hop goes.
+        by: the direction, +1 or -1.
+        places: where the shard comes from, as pairs (mesh axis, number of devices behind this one).
+        wave: the number of the wave to which the hop belongs; hops of one wave arrive together, from both sides.
     """
 
     source: int
@@ -42,7 +42,7 @@ class Hop:
 
     @property
     def offset(self) -> dict[str, int]:
-        """The distance from this device back to the shard's origin, in devices by mesh axis."""
+        """The distance from this device back to the shard's origin, as mesh axis -> number of devices."""
         return dict(self.places)
 
 
@@ -53,7 +53,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
         axes: the group's mesh axes, outermost first: shards that arrive along an axis are sent round all later axes.
         mesh: mesh axis sizes.
         schedule: one of `SCHEDULES`; each half of `"halves"` is sent in one direction.
-        sign: the direction, +1 or -1, if there is one.
+        sign: the direction, +1 or -1, of a schedule that has only one.
 
     Returns:
         The hops in order; there is one hop fewer than devices in the group.
@@ -69,7 +69,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` in each direction along each mesh axis; its time depends on nothing else.
+    """Count the hops of a `walk` in each direction of each mesh axis, on which alone its time depends.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]
@@ -86,7 +86,7 @@ def _hops_by_link(
 
 
 class _Tree:
-    """The builder of a walk, axis by axis: every shard that arrives along one axis is sent round all later axes."""
+    """Builds a walk, axis by axis: every shard that arrives along one axis is sent round all later axes."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
         self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign
@@ -111,7 +111,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Yield, for each wave of a ring, how many devices behind this one the arriving shards began, as in `RingLoop`."""
+    """Yield, for each wave of a ring, the distances behind this device from which its shards come, as in `RingLoop`."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -121,7 +121,7 @@ def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A part of every shard: the order of mesh axes in which the part is sent round, and the direction."""
+    """One of the parts into which every shard is cut: the order of axes round which it is sent, and its direction."""
 
     axes: tuple[str, ...]
     schedule: str
@@ -134,7 +134,7 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
     Args:
         axes: the group's mesh axes, outermost first.
         schedule: one of `SCHEDULES`; `"halves"` cuts each part in two.
-        orders: the number of orders in which axes are nested, to keep the links of all axes equally busy.
+        orders: the number of different orders of the axes, to keep the links of all axes equally busy.
 
     Example:
         >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]
@@ -146,6 +146,6 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[ShardPart, int, int]]:
-    """Return the parts of a shard that has `size` along the ring's `split`, each with its first index and length."""
+    """Cut a shard of length `size` along the ring's `split`: return its parts, each with its start and length."""
     parts = shard_parts(ring.axes, ring.schedule, ring.orders)
     return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

@@ -1,4 +1,4 @@
-"""The chunks of an operand that arrive round a ring, written out permute by permute, and the products of each wave."""
+"""The chunks of an operand that arrive round an unrolled ring, and the products of each wave of chunks."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,10 +17,10 @@ class ChunkStream:
 
     Args:
         transfer: the transfer of the operand.
-        shard: this device's shard, in the dtype on the wire.
+        shard: this device's shard, in the dtype in which it is sent.
         dtype: the dtype of the operand.
-        part: the part's order of mesh axes and its direction.
-        start, size: first index and length of the part along the dimension along which shards are cut.
+        part: the part of every shard that is sent: its order of mesh axes and its direction.
+        start, size: start and length of the part along the dimension along which shards are cut.
     """
 
     def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: ShardPart, start: int, size: int):
@@ -30,15 +30,15 @@ class ChunkStream:
         self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
 
     def region(self, offset: Offset) -> Region:
-        """Return the region, in the whole operand, of the chunk from the devices at distance `offset`."""
+        """Return the region, in the whole operand, of the chunk that comes from the device at distance `offset`."""
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
-        """Return a chunk in the form in which it is multiplied."""
+        """Return a chunk in the dtype in which it is multiplied."""
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
-        """Send the chunks of a wave, after everything in `before` is computed."""
+        """Send the chunks of a wave once everything in `before` is computed."""
         for number in self.waves[wave] if wave < len(self.waves) else ():
             hop = self.hops[number - 1]
             chunk = self.arrived[hop.source]
@@ -46,9 +46,9 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """Return the regions and the chunks of a wave, after everything in `before` is computed.
+        """Return the regions and the chunks of a wave once everything in `before` is computed.
 
-        Without this wait, the compiler multiplies all chunks first, holds all products, and adds them at the end.
+        Without this wait, the compiler would multiply all chunks first, hold all products, and add them at the end.
         """
         hops = self.waves[number] if number < len(self.waves) else []
         regions = [self.region(self.hops[hop - 1].offset if hop else {}) for hop in hops]
@@ -58,10 +58,10 @@ class ChunkStream:
 
 
 def multiply_wave_by_wave(streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]) -> None:
-    """Multiply the chunks of all streams as they arrive, with every step written out.
+    """Multiply the chunks of all streams as they arrive, with every hop written out.
 
-    The permutes of the next wave wait for the products of the previous wave: otherwise the compiler may send all chunks
-    first, and multiply afterwards.
+    The permutes of the next wave wait for the products of the previous wave; otherwise the compiler might send all
+    chunks first, and multiply afterwards.
     """
     for wave in range(max(len(stream.waves) for stream in streams)):
         before = [accumulator.latest for accumulator in accumulators if accumulator.latest is not None]

@@ -1,4 +1,4 @@
-"""Stripes of a routine: the dimension to cut, and the possible sizes; `cost` computes their costs."""
+"""Stripes of a routine: the dimension that is cut, and the possible sizes. Their costs are in `cost`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ def stripe_dim(
     scatters: Mapping[int, CollectiveSpan],
     local: Callable[[str], int],
 ) -> str | None:
-    """Find the longest dimension that can be cut into stripes, in a routine whose collectives can all be looped.
+    """Find the longest dimension that can be cut into stripes, if all collectives of the routine can be looped.
 
     Args:
         routine: the routine to run.
-        gathers: the gathers that can run stripe by stripe, by move.
-        scatters: the reduce-scatters that can run stripe by stripe, by output.
-        local: a function from a dimension to its local size.
+        gathers: the gathers that can run stripe by stripe, by the number of their move.
+        scatters: the reduce-scatters that can run stripe by stripe, by the number of their output.
+        local: a function from a dimension to its size on one device.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
     dims = dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ())))
@@ -32,9 +32,9 @@ def stripe_dim(
 
 
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
-    """Yield ways to cut a dimension evenly.
+    """Yield ways to cut a dimension into equal stripes.
 
-    With thinner first and last stripes more could overlap, but compilers do not schedule them so.
+    With thinner first and last stripes more could overlap, but compilers do not schedule it that way.
     """
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
@@ -52,7 +52,7 @@ class _Striping:
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
-        """Yield every chain of steps, the part of the chain that can be looped, and the dimensions of its tensor."""
+        """Yield every chain of steps, the collectives in it that can be looped, and the dimensions of its tensor."""
         for number, move in enumerate(self.routine.moves):
             yield move.steps, self.gathers.get(number), move.spec.dims
         for number, output in enumerate(self.routine.outputs):
@@ -66,7 +66,7 @@ class _Striping:
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _everywhere(self, dim: str) -> bool:
-        """Return whether all gathered operands and products have the dimension, and no product has steps of its own."""
+        """Return whether all gathered operands and products have the dimension, and only sums are reduced."""
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)

@@ -1,13 +1,12 @@
-"""A function with a planned gradient, made from its two passes, with the rules that JAX's transformations need.
+"""A function with a planned gradient, made from its two passes, and rules for JAX's transformations of it.
 
-JAX 0.10.2 batches a `jax.custom_vjp` with several results wrongly if one result has a batch dimension and another has
-none: the cotangent of the latter is summed over the batch before the backward pass, which broadcasts it over the batch
-and sums it again (N times the gradient for a batch of N). So either all results of a planned program have the batch
+JAX 0.10.2 wrongly batches a `jax.custom_vjp` with several results if only some of them have a batch dimension: the
+cotangent of a result without one is summed over the batch before the backward pass, which broadcasts it over the batch
+and sums it again (N times the gradient for a batch of N). So either all results of a planned program get the batch
 dimension, or none.
 
 A `jax.custom_vjp` cannot be differentiated in forward mode. JAX notices this only when it evaluates a tangent, after
-the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains the
-cause.
+the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +22,14 @@ from gspmd.lowerings.transformations.passing import passing
 
 
 def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], str] = str) -> Callable:
-    """Make a function that JAX differentiates by the given backward pass.
+    """Return a function whose gradient JAX computes by the given backward pass.
 
     Args:
         forward: (form, *arrays) -> (results, residuals): an array or a tuple of arrays, and the values that the
             backward pass needs.
         backward: (form, residuals, cotangents) -> a tuple with the cotangent of every array, or None for an array
             without a cotangent.
-        title: a function from a form to its name in errors.
+        title: a function from a form to its name in error messages.
 
     Returns:
         A function (form, *arrays) -> results. The form is hashable and contains no arrays. It has everything on which
@@ -71,7 +70,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """Return the results unchanged, except that under `jax.vmap` all get the batch dimension if one of them has it."""
+    """Return the results unchanged; under `jax.vmap` all get the batch dimension if one of them has it."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
@@ -96,9 +95,9 @@ _tangent = Primitive("gspmd_tangent")
 """The primitive for tangents, which can only be batched and transposed: reverse mode transposes it before it runs."""
 
 ENTERING = "gspmd_entering"
-_entering = passing(ENTERING)  # one primitive for all arrays of a program: one for each would slow down JAX
+_entering = passing(ENTERING)  # One primitive for all arrays of a program; one for each would slow down JAX.
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
-    list(arrays),  # without `_entering`: a derivative of the derivative may be forward
+    list(arrays),  # Without `_entering`: the derivative of this derivative may be in forward mode.
     [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],
 )
 batching.primitive_batchers[_entering] = lambda arrays, dims, *, title: (_entering.bind(*arrays, title=title), dims)

@@ -1,18 +1,18 @@
-"""Keep an equation whose result is a partial sum from being hoisted out of a loop.
+"""Keeping an equation whose result is a partial sum from being hoisted out of a loop.
 
 When a loop is differentiated, JAX 0.10.2 hoists loop-invariant operations: they are computed before the loop, and their
-results are passed in as constants. A partial sum that enters a loop as a constant is settled too early
+results are passed in as constants. A partial sum that enters a loop as a constant is reduced too early
 (docs/compiler.md), so its equation must stay inside.
 
-JAX hoists by partial evaluation: it evaluates the loop's body with the constants known and everything else unknown, and
-hoists the results that are then known. So the operands of the equation pass through the primitive below, whose results
-are unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results must be
-known. A parameter of the primitive distinguishes the two cases: its JVP rule sets `known=True`, and the partial
-evaluation of the JVP resets it. (A global flag would not work: all callers of a function share its cached jaxpr.)
+JAX hoists by partial evaluation: it evaluates the loop's body with only the constants known, and hoists the results
+that are then known. So the operands of the equation pass through the primitive below, whose results count as unknown.
+But JAX also separates primals from tangents by partial evaluation, and there the same results must be known. A
+parameter of the primitive distinguishes the two cases: its JVP rule sets `known=True`, and the partial evaluation of
+the JVP resets it. (A global flag would not work: all callers of a function share its cached jaxpr.)
 
 One unknown operand would be enough to prevent hoisting, but all operands pass through the primitive together, because
 JAX calls its JVP rule only if one of its operands has a tangent. If only other operands had tangents, `known` would
-stay False, and values without tangents would be among the tangents, where JAX cannot transpose them.
+stay False, and values without tangents would be treated as tangents, which JAX cannot transpose.
 """
 
 from typing import Any
@@ -40,18 +40,18 @@ batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (_never
 
 
 def _evaluated(trace: Any, *xs: Any, known: bool) -> list[Any]:
-    """Apply the rule of partial evaluation; `trace` and the tracers of unknown values are JAX's."""
+    """Apply the primitive's rule for partial evaluation, with JAX's `trace` and tracers of unknown values."""
     if known and all(x.is_known() for x in xs):
         return [trace.new_const(value) for value in never_hoisted(*(x.pval.get_known() for x in xs))]
     return trace.default_process_primitive(_never_hoisted, [*map(trace.instantiate_const, xs)], {"known": known})
 
 
 def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[bool], equation: Any) -> tuple:
-    """Apply the rule in partial evaluation of a `jax.checkpoint`, or of a loop in one.
+    """Apply the primitive's rule for partial evaluation of a `jax.checkpoint`, or of a loop in one.
 
     Returns:
-        The equation of the known part, if all operands are known; the equation that is recomputed; which results are
-        unknown; which results the second equation has; and the values that must be kept for it.
+        The equation that is computed now, if all operands are known; the equation that is recomputed; flags for the
+        results that are unknown, and for those of the recomputed equation; and the values to be kept for it.
     """
     hoists = not equation.params["known"] and is_hoisted_from_checkpoint()
     waits, count = hoists or any(unknown), len(unknown)

@@ -1,7 +1,7 @@
-"""Workarounds and refusals for partial sums that JAX cannot handle.
+"""Workarounds for partial sums that JAX cannot handle, and errors where there is none.
 
-JAX 0.10.2 cannot stack an unreduced array, so a loop cannot keep it as a residual, and `vmap` fails on its type
-(docs/compiler.md). As a constant of a loop such an array is counted wrongly; `hoisting` prevents this.
+JAX 0.10.2 cannot stack an unreduced array, so a loop cannot keep one as a residual, and `vmap` fails on its type
+(docs/compiler.md). As a constant of a loop such an array is counted wrongly, which `hoisting` prevents.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """A partial sum stored as an array with one more dimension, of summands, for each axis of the sum."""
+    """A partial sum stored as an ordinary array, with a further dimension of summands for each axis of the sum."""
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
 
 
 def storable(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """Return the two rules of a `jax.custom_vjp`, changed so that a loop can stack their residuals.
+    """Return both rules of a `jax.custom_vjp`, changed so that a loop can stack the residuals.
 
     Args:
         forward: arrays -> (results, residuals).
@@ -73,7 +73,7 @@ def _restored(x: Any) -> jax.Array:
 
 
 def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
-    """Return `f`, a shard_map of partial sums, such that `vmap` raises an error that says what to write instead."""
+    """Return `f`, a shard_map of partial sums, with an error under `vmap` that says what to write instead."""
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
@@ -110,7 +110,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Return cotangents times the number of summands of their arrays, to the `power` of 1 or -1."""
+    """Return cotangents times the number of summands of their partial sums, to the `power` of 1 or -1."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

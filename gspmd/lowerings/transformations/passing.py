@@ -1,4 +1,4 @@
-"""Primitives that return their operands, and exist only for their rules under JAX's transformations."""
+"""Primitives that return their operands unchanged; they exist for their rules under JAX's transformations."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def passing(name: str) -> Primitive:
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """Drop unused results; otherwise the primitive's other results would keep them alive in `gspmd.trace`."""
+    """Drop the unused results of the primitive; otherwise its other results keep them alive in `gspmd.trace`."""
     if not any(used):
         return used, None
     invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))

@@ -30,7 +30,7 @@ from gspmd.planner.steps import Step
 
 
 def lower(call: Call) -> Passes:
-    """Run plain einsums with annotations; JAX differentiates them, in forward and in reverse mode."""
+    """Return passes of plain einsums with annotations, which JAX differentiates in forward and reverse mode."""
     if call.wire_dtype is not None:
         raise PlanError(
             f"cannot send '{call.equation}' as {call.wire_dtype} under lowering 'xla': the compiler chooses what is "
@@ -67,10 +67,10 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """Define the gradient of an equation whose operands or result are partial sums by einsums without partial sums.
+    """Define the gradient of an equation with partial sums as operands or result, by einsums without partial sums.
 
-    JAX would transpose the conversion of partial sums to dimensions, and the partitioner sometimes sums the cotangent
-    of such a conversion over too few devices.
+    JAX would transpose the conversion of partial sums to dimensions of summands, and the partitioner sometimes sums the
+    cotangent of such a conversion over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
     # The gradient of a partial sum is replicated, and the gradient of a `reduced` array is a partial sum; both are
@@ -118,7 +118,7 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: ProductPlaces, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """Multiply, accumulating in float32; operands are cut along the dimensions of summands that only the result has."""
+    """Multiply in float32; operands are first cut along the dimensions of summands that only the result has."""
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)

@@ -1,4 +1,4 @@
-"""The placements of a plan's products, to which lowering `xla` constrains arrays.
+"""The placements of a plan's products, to which lowering `xla` constrains its arrays.
 
 XLA's partitioner multiplies operands correctly if each dimension has the same placement in all operands. If placements
 differ, it sometimes forgets one of two sums (docs/compiler.md). So operands are constrained to the placements of the
@@ -28,11 +28,11 @@ class ProductPlaces:
     """The placements of one product.
 
     Attributes:
-        operands: for each operand, by its number in the equation, the route to its placement in the product. Without a
-            plan some may be missing.
-        result: the route of the result, from the placement in which the local einsum leaves it to the placement in
-            which products are added. Empty without a plan.
-        output: the route from the sum of the products to the output.
+        operands: for each operand, by its number in the equation, the specs through which it reaches its placement in
+            the product. Without a plan some operands may be missing.
+        result: the specs of the result, from the placement in which the local einsum leaves it to that in which
+            products are added. Empty without a plan.
+        output: the specs from the sum of the products to the output.
     """
 
     operands: Mapping[int, Route]
@@ -42,16 +42,16 @@ class ProductPlaces:
 
 @dataclass(frozen=True)
 class Lift:
-    """The letters of the dimensions that stand for partial sums in an equation, by mesh axis.
+    """For each mesh axis of partial sums in an equation, the letter of the dimension of summands that stands for it.
 
-    An array is *lifted* if its partial sums have become dimensions of summands (see `summands`).
+    An array is *lifted* if its partial sums have been turned into dimensions of summands (see `summands`).
     """
 
     letters: Mapping[str, str]
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """Bring a lifted operand to its product; partial sums that the plan settles on the way are added up first."""
+        """Bring a lifted operand to its product; partial sums that the plan reduces on the way are added up first."""
         if not route:
             return spec, x
         settled = [
@@ -64,19 +64,19 @@ class Lift:
         return self.placed(spec.dims, route[-1]), self.along(spec.dims, x, route)
 
     def along(self, dims: Sequence[str], x: jax.Array, route: Iterable[Spec]) -> jax.Array:
-        """Constrain an array of these dimensions to each spec of a route, one after the other."""
+        """Constrain an array to each spec of a route, one after another; `dims` are the array's dimensions."""
         for place in route:
             x = jax.lax.with_sharding_constraint(x, self.placed(dims, place).partition_spec())
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """Return the spec of an array of these dimensions in placement `place`; summands are on their own devices."""
+        """Return the spec of an array in placement `place`, with each summand on its own devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
 
 def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
-    """Return, for each term, the operands of each of its products, by their numbers in the equation.
+    """Return, for each term, the operands of each of its products, as their numbers in the equation.
 
     >>> from gspmd.annotate import parse_equation
     >>> pairs(parse_equation("BE, (EF, EF) -> (BF, BF)"))
@@ -88,7 +88,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 
 def planned_places(plan: Plan) -> list[ProductPlaces]:
-    """Return the placements of all products of a plan, in the plan's order."""
+    """Return the placements of each product of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
@@ -108,6 +108,6 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
-    """Return the placements that `via` pins in an equation with an open dimension, and so without a plan."""
+    """Return the placements that `via` fixes in an equation with an open dimension, which has no plan."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

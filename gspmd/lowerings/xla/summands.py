@@ -1,8 +1,8 @@
-"""Partial sums as dimensions: annotations cannot express partial sums, which lowering `xla` accepts and returns.
+"""Partial sums as dimensions of summands, because annotations cannot express the partial sums of lowering `xla`.
 
-A partial sum over mesh axis x becomes an array with one more dimension, which has one summand per device along x. This
-conversion sends nothing; it comes before and after ordinary einsums. Gradients are ordinary einsums too, of cotangents
-without partial sums.
+A partial sum over mesh axis x becomes an array with a further dimension, which has one summand per device along x. This
+conversion sends nothing, and surrounds ordinary einsums. Gradients are ordinary einsums too, of cotangents without
+partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ Located = list[tuple[Spec, jax.Array]]
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """Return a free letter for every mesh axis over which an array or its gradient is a partial sum."""
+    """Return an unused letter for every mesh axis over which an array or its gradient is a partial sum."""
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
     return {axis: next(free) for axis in sorted({axis for spec in specs for axis in (*spec.partial, *spec.reduced)})}
 
 
 def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """Return the spec with its partial sums as leading dimensions, and without `reduced`.
+    """Return the spec with its partial sums as leading dimensions of summands, and without `reduced`.
 
     >>> str(lifted(Spec.parse("BF_y partialsum-x"), {"x": "A"}))
     'A_xBF_y'
@@ -46,13 +46,13 @@ def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """Turn an array with a dimension of summands for each mesh axis into a partial sum: undo `to_dimensions`."""
+    """Turn an array with a dimension of summands for each mesh axis into a partial sum; undo `to_dimensions`."""
     typed = spec.partial or spec.reduced
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if typed else x
 
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
-    """Add or drop leading dimensions of size 1 of every device's shard, without communication."""
+    """Add or drop leading dimensions of size 1 in every device's shard, without communication."""
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
     return lambda x: mapped(body, here, there)(x)  # made at each call, for the mesh in force
 
@@ -66,11 +66,11 @@ def gradients(
     arrays: Sequence,
     cotangents: Located,
 ) -> tuple[jax.Array, ...]:
-    """Return the cotangents of an equation's operands, each of its operand's shape, from those of its results.
+    """Return the cotangents of an equation's operands, with their shapes, from the cotangents of its results.
 
     Args:
         equation: the equation to differentiate.
-        ins: the specs of the operands, lifted.
+        ins: the specs of the operands, lifted, that is with dimensions of summands.
         places: the placements of the products' operands and results.
         lift: the letters of the dimensions of summands.
         outs: the specs of the operands' cotangents, lifted.
@@ -100,7 +100,7 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """Multiply the operands `held`, and sum to the dimensions of `spec`; broadcast those that no operand has."""
+    """Multiply the operands `held` and sum to the dimensions of `spec`; missing dimensions are broadcast."""
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))
@@ -109,7 +109,7 @@ def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[s
 
 
 def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
-    """Give the operands the dimensions of summands that `output` has and that their product would lack."""
+    """Give the operands those dimensions of summands of `output` that their product would lack."""
     for axis, letter in lift.letters.items():
         if letter in output.dims and not any(letter in spec.dims for spec, _ in pair):
             summed = _summed_over(axis, pair, output)
@@ -118,19 +118,19 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """Add a first dimension of size 1 to the first operand, for the single summand over a mesh axis of size 1."""
+    """Add a first dimension of size 1 to the first operand: the only summand over a mesh axis of size 1."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 
 
 def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any dimension or None."""
+    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any summed dimension."""
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
     return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
 
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
-    """Cut a summed dimension of both operands along one of the mesh axes that shard it, into one part per device.
+    """Cut a summed dimension of both operands along one of its mesh axes, into one part per device.
 
     For example E_yx, whose minor axis is x, is cut into [y, x, rest], and x becomes the first dimension. Nothing is
     sent.

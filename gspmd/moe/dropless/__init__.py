@@ -1,1 +1,1 @@
-"""Dropless dispatch: rows sorted by expert, and the grouped products of such rows."""
+"""Dropless dispatch: rows of tokens sorted by expert, and grouped products of such rows with the experts' weights."""

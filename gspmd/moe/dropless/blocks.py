@@ -1,4 +1,4 @@
-"""Grouped products where `lax.ragged_dot` is dense, as on CPUs: loops over experts and over blocks of their rows."""
+"""Grouped products for devices on which `lax.ragged_dot` is dense, such as CPUs: loops over blocks of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *,
 
 
 def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sum left ⊗ right over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
+    """Sum the outer products left ⊗ right over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
     ends, shape = jnp.cumsum(sizes), (left.shape[1], right.shape[1])
 
     def of_block(start, end, block):
@@ -59,7 +59,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Return pairs (block size, number of blocks) that together cover `size` rows; the last block may extend beyond."""
+    """Return pairs (block size, number of blocks) that together cover `size` rows; the last block may reach beyond."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
     cuts = []
     for block in large:
@@ -69,13 +69,13 @@ def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
 
 
 def _tails(rows: int) -> tuple[int, list[int]]:
-    """Return the large block, and the sizes to which the remaining rows of an expert are rounded up."""
+    """Return the size of a large block, and the sizes to which the remaining rows of an expert may be rounded up."""
     large, small = min(BLOCKS[0], rows), min(BLOCKS[-1], rows)
     return large, [*range(small, large, small), large]
 
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row to read for a block at `start`, and a mask [block, 1] of its rows in [start, end)."""
+    """Return the first row to read for a block from row `start`, and a mask [block, 1] of rows in [start, end)."""
     # dynamic_slice would silently clamp a start too near the end. It is clamped here, so that the mask fits.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)

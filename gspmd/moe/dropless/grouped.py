@@ -13,7 +13,7 @@ from gspmd.moe.dropless.blocks import rows_times_rows, rows_times_weights
 from gspmd.moe.platform import grouped_form
 
 FORMS = ("ragged", "blocks")
-# The gradient of ragged_dot's weights: [R, E], [R, F] -> [X, E, F], R being the ragged dimension.
+# The gradient of ragged_dot for its weights: [R, E], [R, F] -> [X, E, F], where R is the ragged dimension.
 _RAGGED_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -67,12 +67,12 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
 
 def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times transposed weights."""
+    """Return the gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times the transposed weights."""
     return _times(grouped_form(), cotangent, weights, sizes.astype(jnp.int32), back=True)
 
 
 def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the float32 gradient [X, E, F] of `grouped_matmul` for its weights, from rows and cotangents [R, F]."""
+    """Return the gradient [X, E, F] of `grouped_matmul` for its weights, float32, from rows and cotangents [R, F]."""
     return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
@@ -106,7 +106,7 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    """Multiply rows by their expert's weights [X, E, F]: [R, E] to [R, F], or with `back`, [R, F] to [R, E]."""
+    """Multiply rows by their expert's weights [X, E, F]: [R, E] to [R, F], or with `back` [R, F] to [R, E]."""
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
     product = (_ragged_back if back else _ragged)(rows, weights, sizes)
@@ -115,7 +115,7 @@ def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, 
 
 
 def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sum row ⊗ cotangent over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
+    """Sum the outer products row ⊗ cotangent over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
     if form == "blocks":
         return rows_times_rows(rows, cotangent, sizes)
     # A kernel may read rows that belong to no expert; these may be NaN, and 0 · NaN is not 0.
@@ -124,7 +124,7 @@ def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -
     return _ragged_rows(kept, answer, sizes)
 
 
-# Sequential under vmap, because JAX can batch a grouped product only if rows, weights and sizes all have the batch.
+# Sequential under vmap: JAX can batch a grouped product only if rows, weights and sizes all have the batch dimension.
 @jax.custom_batching.sequential_vmap
 def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""Rows of tokens sorted by expert: their positions in the send buffers, and their order in the grouped product.
+"""Rows of tokens sorted by expert: their positions in the send buffers, and their order for the grouped product.
 
-A group sends each shard one buffer of rows, sorted by expert, and the number of rows of each expert. The receiving
-shard sorts the buffers of all groups into one sequence by expert.
+A group sends each shard of the experts one buffer of rows, sorted by expert, with the number of rows of each expert.
+The receiving shard sorts the buffers of all groups into one sequence by expert.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """Return the largest number of rows that a group can send to one shard; a token goes to an expert at most once.
+    """Return the largest number of rows that a group may send to one shard; a token sends an expert at most one row.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -27,40 +27,41 @@ def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The sizes of buffers of rows, as a function of the number of shards of the experts.
+    """The sizes of buffers of rows, for any number of shards of the experts.
 
     Attributes:
-        sizes: the sizes of G, X, E and F, and the size of C if the experts are not sharded.
-        choices: the number of experts of each token, k.
+        sizes: the sizes of G, X, C, E and F, where C is the size of a buffer if the experts are not sharded.
+        choices: the number of experts to which each token is sent, k.
     """
 
     sizes: tuple[tuple[str, int], ...]
     choices: int
 
     def sent(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of buffers if `at` says how X is sharded; X in the result is the number of buffers."""
+        """Return the sizes of buffers if X is sharded as in `at`; in the result X is the number of buffers."""
         sizes = dict(self.sizes)
         shards, experts = prod(mesh[axis] for axis in at.axes_of("X")), sizes["X"]
         tokens = sizes["C"] // most_rows(1, self.choices, experts, 1)
         return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
 
     def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of the products of rows, as if every expert had the same number of rows, rounded up."""
+        """Return the sizes for products of rows, as if every expert had the same number of rows, rounded up."""
         sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
         return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
 
 def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Place every choice in the send buffers of its group, sorted by expert within shard and chunk.
+    """Return the row of every choice in its group's send buffers, in which rows are sorted by expert.
 
     Args:
-        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or its row stays 0.
-        experts, shards: the number of experts X, and the number of devices over which X is sharded.
-        tokens: the number of tokens in each chunk; they add up to L.
+        routing: expert, slot and kept, [G, L, k]; a choice that is not kept has no row, or a row of zeros.
+        experts, shards: the number of experts, X, and the number of devices over which X is sharded.
+        tokens: the number of tokens in each chunk; all together are L.
 
     Returns:
-        place: [G, L, k] int32, the row of each choice among the [shards · C] of its group; shards · C without a row.
-        counts: [G, X, chunks] int32, the rows of each expert in each chunk.
+        place: [G, L, k] int32, the row of each choice among the shards · C rows of its group; shards · C if it has
+            none.
+        counts: [G, X, chunks] int32, the number of rows of each expert in each chunk.
     """
     choices = routing.expert.shape[-1]
     capacities = [most_rows(size, choices, experts, shards) for size in tokens]
@@ -80,7 +81,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Place the rows of all groups together if nothing is sent, sorted by expert: [1, G · L, k]; see `place_rows`."""
+    """Return rows like `place_rows` if nothing is sent: those of all groups together, by expert, [1, G · L, k]."""
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
@@ -89,7 +90,7 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """Invert `place`: return token · k + choice for each row, L · k for an empty row; [G, L, k] to [G, rows] int32."""
+    """Invert `place`, [G, L, k] to [G, rows] int32: for each row token · k + choice, or L · k if the row is empty."""
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
     return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)
@@ -115,12 +116,12 @@ def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """The rows received by a shard, [G, 1, C, E], and their order sorted by expert over all groups.
+    """The rows that a shard has received, [G, 1, C, E], and their order by expert over all groups.
 
     Attributes:
-        counts: [G, X] int32, the rows of each group for each of the shard's experts.
-        capacity: C, the rows of a buffer.
-        sorted_already: whether nothing was sent, so that the rows are sorted already.
+        counts: [G, X] int32, the number of rows of each group for each expert of the shard.
+        capacity: C, the number of rows in a buffer.
+        sorted_already: whether the rows are sorted already, because nothing was sent.
     """
 
     counts: jax.Array
@@ -133,7 +134,7 @@ class ReceivedRows:
         return jnp.sum(self.counts, axis=0, dtype=jnp.int32)
 
     def sort(self, x: jax.Array) -> jax.Array:
-        """Sort received rows [G, 1, C, E] by expert; unused rows come last and are 0."""
+        """Sort received rows [G, 1, C, E] by expert; unused rows come last and are zero."""
         if self.sorted_already:
             return x
         group, expert, slot, real = self.origin()
@@ -141,7 +142,7 @@ class ReceivedRows:
         return _gathered(x, jnp.where(real, group * self.capacity + first[group, expert] + slot, len(group)))
 
     def unsort(self, y: jax.Array) -> jax.Array:
-        """Restore sorted rows to the order in which they were received."""
+        """Bring sorted rows back into the order in which they were received."""
         if self.sorted_already:
             return y
         ends = jnp.cumsum(self.counts, axis=1)
@@ -152,7 +153,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return each sorted row's local group, expert, position in the expert's queue, and whether the row is used."""
+        """Return, for each sorted row: local group, expert, position in the expert's queue, and whether it is used."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)
@@ -163,6 +164,6 @@ class ReceivedRows:
 
 
 def _gathered(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Gather rows of [G, 1, C, ·] by their flat index; an index past the end gives 0."""
+    """Gather rows of [G, 1, C, ·] by flat indices; an index past the end gives a row of zeros."""
     flat = x.reshape(-1, x.shape[-1])
     return flat.at[index].get(mode="fill", fill_value=0).reshape(x.shape)

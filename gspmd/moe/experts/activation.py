@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers; for their gradients, some keep only their inputs."""
+"""Activation functions of feed-forward layers, some of which keep only their inputs for the gradient."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -13,8 +13,8 @@ _LIMIT = 7.0
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
-    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, one more [X, C, F],
-    from the first use to the last. Optimization barriers prevent this: they hide that the forward pass and the gradient
+    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, a further [X, C, F],
+    from the first use to the last. Optimization barriers prevent this, because they hide that forward pass and gradient
     have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
@@ -79,7 +79,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """Compute x · Φ(x) with the exact normal distribution Φ; "gelu" approximates it by tanh."""
+    """Compute x · Φ(x), where Φ is the exact normal distribution; "gelu" approximates it by tanh."""
     return jax.nn.gelu(x, approximate=False)
 
 

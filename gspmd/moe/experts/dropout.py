@@ -1,4 +1,4 @@
-"""Expert dropout: training sets hidden activations of experts to 0, at random, and the same ones on every mesh."""
+"""Expert dropout: in training, random hidden activations of experts are set to 0, the same ones on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,8 +22,8 @@ class Dropout:
     the same in every layout and for every form of dispatch.
 
     Attributes:
-        rate: the share of hidden activations that become 0; the others are divided by 1 - rate.
-        tokens: the number of tokens of a group, which is the largest length of a queue.
+        rate: the fraction of hidden activations that become 0; the others are divided by 1 - rate.
+        tokens: the number of tokens in a group, which is the longest that a queue can be.
         features: F, the width of the hidden activations.
 
     Source: Fedus et al., *Switch Transformers*, arXiv 2101.03961, §2.4 (expert dropout).
@@ -38,11 +38,11 @@ class Dropout:
 
         Args:
             key: the two words of a threefry key.
-            group, expert, slot: the group, expert and slot of each row: three arrays of equal shape.
+            group, expert, slot: the group, the expert and the slot of each row, as three arrays of equal shape.
             first, size: the first feature, and the number of features.
 
         Returns:
-            The factors, float32, in the shape of the rows with a further dimension of `size` at the end.
+            The factors, float32, in the shape of the rows with a further last dimension of `size`.
         """
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
 
@@ -61,7 +61,7 @@ class Dropout:
         return (h.astype(jnp.float32) * factors).astype(h.dtype)
 
     def of_slots(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], start: int = 0) -> jax.Array:
-        """Draw the factors of a device's shard [G, X, C, F] of slots sharded as `spec`, inside a shard_map.
+        """Draw the factors for a device's shard [G, X, C, F] of slots with spec `spec`, inside a shard_map.
 
         Args:
             key: the two words of a threefry key.
@@ -80,7 +80,7 @@ class Dropout:
             key: the two words of a threefry key.
             spec: the spec of the hidden activations.
             shape: the shape of the rows on this device.
-            counts: the numbers of groups and experts of a device.
+            counts: the numbers of groups and of experts on a device.
             origin: the local group and expert of each row, and the row's position in the expert's queue.
         """
         group, expert, slot = origin
@@ -95,7 +95,7 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def drop(ctx: Context, h: jax.Array, spec: Spec, words: jax.Array, dropout: Dropout) -> jax.Array:
-    """Apply dropout to hidden activations [G, X, C, F]; nothing is sent, and only `words` is kept for the gradient."""
+    """Apply dropout to hidden activations [G, X, C, F]; nothing is sent, and the gradient only needs `words`."""
     return _drop(ctx, spec, dropout, h, words)
 
 

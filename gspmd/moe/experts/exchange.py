@@ -1,4 +1,4 @@
-"""The all-to-alls before and after the experts, chunk by chunk: they send slots to the experts, and outputs back."""
+"""The all-to-alls before and after the experts, chunk by chunk: slots to the experts, and outputs back."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
-    """The steps of both all-to-alls for every chunk; they are the first steps of the experts' program."""
+    """The steps of both all-to-alls for every chunk; they come first among the steps of the experts' program."""
 
     def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks
@@ -25,7 +25,7 @@ class Exchange:
 
 
 class ChunkedExchange:
-    """The chunks of one array; each is sent to the experts and then brought back, in order."""
+    """The chunks of an array, each of which is sent to the experts and then brought back, in order."""
 
     def __init__(self, exchange: Exchange, chunks: list[jax.Array]):
         self.exchange, self.chunks = exchange, chunks
@@ -34,9 +34,9 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts, after the previous chunk has arrived and the one before it has been multiplied.
+        """Send a chunk to the experts once the one before has arrived and the one before that has been multiplied.
 
-        Without this order the compiler sent all chunks first and then multiplied, so that nothing overlapped.
+        Without this order the compiler sent all chunks first and multiplied afterwards, so that nothing overlapped.
         """
         before, x = [*self.received[-1:], *self.answers[-2:-1]], self.chunks[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x
@@ -44,7 +44,7 @@ class ChunkedExchange:
         return self.received[-1]
 
     def combine(self, number: int, answer: jax.Array) -> None:
-        """Send the experts' outputs for a chunk back."""
+        """Send the experts' outputs for a chunk back to where its slots came from."""
         self.answers.append(answer)
         self.returned.append(emit(self.exchange.chains[number][1], answer, self.exchange.mesh))
 

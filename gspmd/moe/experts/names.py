@@ -1,4 +1,4 @@
-"""The names of activation functions, which settings read without JAX."""
+"""The names of activation functions, which settings can read without importing JAX."""
 
 GATED = ("swiglu", "swiglu_clamped", "geglu")
 """Activation functions of two arrays, a gate and a product."""

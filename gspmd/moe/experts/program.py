@@ -38,17 +38,17 @@ def run_experts(
 
     Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
     all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
-    once. So a compiler's scheduler can send one chunk while another is multiplied. All chunks together send as many
+    once. So a compiler's scheduler can send one chunk while it multiplies another. All chunks together send as many
     bytes as a single all-to-all of all slots.
 
     Args:
         ctx: the context of the call.
-        work: the work to do.
-        slots: [G, X, C, E]; for dropless, rows [G, shards, C, E].
+        work: the specs, sizes, chunks and dtypes of the experts' work.
+        slots: the slots [G, X, C, E]; for dropless, rows [G, shards, C, E].
         weights: the weights, sharded as `work.weights`.
-        biases: the float32 biases of the weights' products, sharded as `work.biases`; may be empty.
-        extras: for dropless the counts [G, X, chunks] int32; for int8 weights their scales; for dropout the two words
-            of a key.
+        biases: the float32 biases of the weights' products, sharded as `work.biases`; empty if there are none.
+        extras: for dropless the counts of rows [G, X, chunks] int32; for int8 weights their scales; for dropout the two
+            words of a random key.
 
     Returns:
         The outputs, in the shape and sharding of the slots.
@@ -92,7 +92,7 @@ def _program(work: ExpertWork, ctx: Context) -> "_Program":
 
 
 class _Program:
-    """The program that computes the experts' outputs, and the program that computes their gradients."""
+    """The program that computes the experts' outputs, and the one that computes their gradients."""
 
     def __init__(self, work: ExpertWork, ctx: Context):
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
@@ -120,7 +120,7 @@ class _Program:
         return ChunkedEquation(equation, dict(self.work.sizes), self.mesh, shares, program, executor)
 
     def _executors(self, ctx: Context) -> list[type[Executor]]:
-        """Return the executors of both equations and of their gradients."""
+        """Return the executor classes of both equations, and those of their gradients."""
         if not is_unknown(ctx.mesh):
             return [Executor] * 4
         from gspmd.moe.experts.unknown import (
@@ -136,16 +136,16 @@ class _Program:
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """The specs of the counts, the scales and the key."""
+        """The specs of those of counts, scales and key that are among the inputs."""
         counts, key = (self.work.counts[0],) * (self.work.rows is not None), (KEY,) * (self.work.dropout is not None)
         return counts + self.work.scales + key
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """The specs of the tensors that are kept for the gradient of every chunk.
+        """The specs of the tensors kept for the gradient, for every chunk.
 
-        They are the slots after their move to the weights, the hidden activations before the nonlinearity, the hidden
-        activations after it if they are moved, and the counts.
+        They are the slots after their move to the weights, the hidden activations before the nonlinearity, those after
+        it if they are moved, and the counts of rows.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
@@ -154,21 +154,21 @@ class _Program:
 
     @property
     def moved_specs(self) -> tuple[Spec, ...]:
-        """The specs of the moved weights."""
+        """The specs of those weights that are moved, after their moves."""
         return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
 
     @property
     def held_specs(self) -> tuple[Spec, ...]:
-        """The specs of the weights in the gradient, in the order of the moves."""
+        """The specs of the weights as the gradient uses them, in the order of the moves."""
         return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the weights for the gradient: the moved weights, or the weights that need no move."""
+        """Return the weights for the gradient: after the move if a weight is moved, and otherwise as given."""
         moved = iter(moved)
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """List the moves of weights in both equations: (number, number of the weight, spec, whether it moves)."""
+        """List the moves of weights in both equations: (number of the move, of the weight, spec, whether it moves)."""
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
@@ -176,7 +176,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """Compute the outputs, the tensors to keep for every chunk, and the moved weights, from one device's arrays."""
+        """Compute one device's outputs, the tensors to keep for every chunk, and the moved weights."""
         count = len(self.work.weights)
         weights, biases, extras = rest[:count], rest[count : count + len(self.biases)], rest[count + len(self.biases) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
@@ -227,7 +227,7 @@ class _Program:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """Compute the cotangents of slots, weights and biases, from the outputs' cotangent and the kept tensors."""
+        """Compute the cotangents of slots, weights and biases from those of the outputs and the kept tensors."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
@@ -253,11 +253,11 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute the cotangent of a chunk's slots from that of its outputs, and the chunk's part of other gradients.
+        """Compute the cotangent of a chunk's slots from that of its outputs, and its contribution to other gradients.
 
         Returns:
-            The cotangent, and three mappings: the products for the weight gradients of the two equations, and the
-            gradients of the biases.
+            The cotangent, and three mappings: products for the weight gradients of each of the two equations, and the
+            gradients of biases.
         """
         rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
@@ -279,7 +279,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; without `always`, return only those that were moved."""
+    """Return slots, or hidden activations, after their moves; without `always`, only those that a move has changed."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

@@ -1,6 +1,6 @@
-"""The equations of the experts' feed-forward layer as stages of one planned program, which runs in chunks of slots.
+"""The equations of the experts' feed-forward layer as stages of one planned program that runs in chunks of slots.
 
-Weights are moved once, and their gradients are added up over the chunks and reduced once. Tokens move with their chunk.
+Weights are moved once; their gradients are added up over the chunks and reduced once. Tokens move with their chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ Arrays = dict[int, jax.Array]
 
 @dataclass(frozen=True)
 class StageEquation:
-    """A routine with its tensors; all chunks share some of these.
+    """A routine with its tensors, and which of them all chunks share.
 
     Attributes:
         routine: the routine.
         inputs, outputs: the tensors of the routine.
-        weights: the indices of the inputs that are moved once.
-        sums: the indices of the outputs that are added up over the chunks and then reduced once.
+        weights: the indices of those inputs that are moved only once, for all chunks.
+        sums: the indices of those outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine
@@ -41,10 +41,10 @@ class ChunkedEquation:
 
     Args:
         equation: the equation to compute.
-        sizes, mesh: the sizes of the equation's dimensions and of the mesh axes.
-        shares: the share of the slots in every chunk.
+        sizes, mesh: the sizes of the equation's dimensions, and of the mesh axes.
+        shares: the fraction of the slots that is in each chunk.
         program: the program to which the equation's steps are added.
-        executor: the class that runs the equation.
+        executor: the executor class that runs the equation.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ChunkedEquation:
         self.last = self._last_chains(program)
 
     def _chunk_chains(self, program: NumberedSteps, share: float) -> RoutineChains:
-        """Add the steps of one chunk: all except the moves of weights and the steps that reduce sums over chunks."""
+        """Add the steps of one chunk: all but the moves of weights and the reductions of sums over chunks."""
         routine, sums = self.equation.routine, self.equation.sums
         moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
         einsums, products = {}, {}
@@ -75,37 +75,37 @@ class ChunkedEquation:
         return RoutineChains(self.once | moves, einsums, products, outputs)
 
     def _last_chains(self, program: NumberedSteps) -> RoutineChains:
-        """Add the steps that reduce the sums over the chunks."""
+        """Add the steps that reduce the sums over chunks."""
         routine = self.equation.routine
         products = {p: program.add(routine.products[p].steps) for p in sorted(self.late)}
         outputs = {n: program.add(routine.outputs[n].steps) for n in sorted(self.equation.sums)}
         return RoutineChains({}, {}, products, outputs)
 
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
-        """Return an executor of these steps, which multiplies each sorted row by the weights of its own expert."""
+        """Return an executor of these steps; given `rows`, it multiplies sorted rows by their own expert's weights."""
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
         return self._runs(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply
         )
 
     def weights(self, pieces: Arrays) -> Arrays:
-        """Move the weights among the inputs, and return them by the index of the move."""
+        """Move those inputs that are weights; return them by the indices of their moves."""
         executor = self._executor(RoutineChains(self.once, {}, {}, {}))
         return dict(zip(self.once, executor.move_all(self.once, pieces)))
 
     def chunk(
         self, number: int, pieces: Arrays, weights: Arrays, rows: jax.Array | None = None
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """Run the equation on a chunk.
+        """Run the equation on one chunk.
 
         Args:
             number: the index of the chunk.
-            pieces: the inputs other than weights.
-            weights: the moved weights that `weights` returned.
+            pieces: the inputs that are not weights, by index.
+            weights: the moved weights, as the method `weights` returned them.
             rows: [X] int32, the number of rows of each expert if slots are rows sorted by expert; otherwise None.
 
         Returns:
-            The chunk's outputs by number, the products of outputs that are sums, and all moved operands.
+            The chunk's outputs by index, the products for outputs that are sums over chunks, and all moved operands.
         """
         chains, routine = self.chunks[number], self.equation.routine
         executor = self._executor(chains, rows)
@@ -120,7 +120,7 @@ class ChunkedEquation:
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
-        """Return the outputs that are sums, from their products, which have been added up over the chunks."""
+        """Reduce the outputs that are sums over chunks, given their products, added up over the chunks."""
         executor = self._executor(self.last)
         values = {n: executor.send_product(n, value) for n, value in products.items()}
         return {n: executor.output(n, values) for n in self.equation.sums}
@@ -132,10 +132,10 @@ def _grouped(rows: jax.Array, einsum: Step, left: jax.Array, right: jax.Array) -
 
 
 def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Array) -> jax.Array:
-    """Compute an einsum of sorted rows [G, X, C, ·], in which X stands for the shard, and weights [X, ·, ·].
+    """Compute an einsum of sorted rows [G, X, C, ·], where X stands for shards, with weights [X, ·, ·].
 
     Args:
-        left, right: rows and weights in either order; or two arrays of rows, for the gradient of weights.
+        left, right: rows and weights in either order; or two arrays of rows, for a gradient of weights.
         left_dims, right_dims, dims: the dimensions of the operands and of the result.
         sizes: [X] int32, the number of rows of each expert.
     """
@@ -159,7 +159,7 @@ def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Ar
 
 
 def _flat(rows: jax.Array, dims: Sequence[str]) -> jax.Array:
-    """Flatten [G, X, C, ·] to rows, one after the other."""
+    """Flatten [G, X, C, ·] to a list of rows."""
     feature = next(dim for dim in dims if dim not in "GXC")
     ordered = rows.transpose([dims.index(dim) for dim in ("G", "X", "C", feature)])
     return ordered.reshape(-1, ordered.shape[-1])

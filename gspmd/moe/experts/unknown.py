@@ -1,4 +1,4 @@
-"""Marks in the experts' program for a search, in which placements are unknown, and so is the number of rows to send."""
+"""Marks in the experts' program for a search, while placements and the number of rows to send are unknown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 
 @dataclass(frozen=True)
 class StageMarks:
-    """The marks of every move, product and output of a stage; None if nothing is moved."""
+    """The marks of every move, product and output of a stage; None for a move that does nothing."""
 
     moves: tuple[Unknown | None, ...]
     products: tuple[Unknown, ...]
@@ -33,7 +33,7 @@ class StageMarks:
 
 
 def marking(marks: StageMarks) -> type[Executor]:
-    """Return a class of executors that add these marks."""
+    """Return an executor class that adds these marks to the program."""
 
     class Marking(Executor):
         def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
@@ -50,7 +50,7 @@ def marking(marks: StageMarks) -> type[Executor]:
 
 
 def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> tuple[StageMarks, StageMarks]:
-    """Return the marks of an equation of rows and weights, and the marks of its gradient.
+    """Return the marks of an equation of rows and weights, and those of its gradient.
 
     Raises:
         PlanError: the equation has no via, or the gradient of its rows has summands with different specs.
@@ -112,7 +112,7 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the moves of rows that have arrived, which must not leave their device.
+    """Return the moves of rows after their arrival, during which they must not leave their device.
 
     Raises:
         PlanError: the rows would leave their device.
@@ -123,10 +123,10 @@ def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Cont
 
 
 def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that send rows to their experts, send outputs back, and send the numbers of rows.
+    """Return the steps that send rows to their experts, outputs back, and the counts of rows.
 
     Raises:
-        PlanError: C is sharded, which would cut the rows of one expert.
+        PlanError: C is sharded, which would divide the rows of one expert between devices.
     """
     if there.axes_of("C"):
         raise PlanError(f"'{there}' shards C, and the rows of one expert cannot be cut.")
@@ -141,13 +141,13 @@ def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: C
 
 
 def multiplied(*asked: Any) -> dict[str, tuple[Step, ...]]:
-    """Return the local products of an equation whose operands and results are not moved."""
+    """Return the local products of an equation whose operands and results do not move."""
     plan = _plan_of(*asked)
     return {f"product {n}": (each.einsum,) for n, each in enumerate(plan.routine.products)}
 
 
 def multiplied_back(*asked: Any) -> dict[str, tuple[Step, ...]]:
-    """Return the local products of the gradient of such an equation."""
+    """Return the local products of the gradient of an equation whose operands and results do not move."""
     plan = _plan_of(*asked)
     return {f"backward {n}": (each.einsum,) for n, each in enumerate(plan.backward.products)}
 

@@ -1,4 +1,4 @@
-"""The work of the experts on slots of tokens: specs, sizes, chunks, and plans."""
+"""The work of a layer's experts on slots of tokens: specs, sizes, chunks and plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +25,11 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of rows sorted by expert; an expert may have any number of the rows of a buffer.
+    """Buffers of rows sorted by expert, in which an expert may have any number of rows.
 
     Attributes:
-        shards: the number of buffers that a group sends, one for each shard of the experts.
-        choices: the number of experts of each token, k.
+        shards: the number of buffers that a group sends: one for each shard of the experts.
+        choices: the number of experts to which each token is sent, k.
     """
 
     shards: int
@@ -38,22 +38,22 @@ class Buffers:
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """The work of a layer's experts.
+    """The work of a layer's experts: everything on which their program depends.
 
     Attributes:
-        dispatched: the spec of slots before they are sent.
-        there: the spec of slots at their experts.
+        dispatched: the spec of slots before they are sent to the experts.
+        there: the spec of slots after they have been sent to their experts.
         hidden: the spec of the hidden activations.
-        w_in, w_out: the specs of the weights before and after the activation; of `w_in`, the gate's spec is first.
+        w_in, w_out: the specs of the weights before and after the activation; the first of `w_in` is the gate's.
         in_via, out_via: the vias of the layout, or None.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
-        sizes: the sizes of G, X, C, E and F; C is the capacity, or the rows of a buffer.
+        sizes: the sizes of G, X, C, E and F, where C is the capacity, or the number of rows in a buffer.
         dtype: the dtype of slots.
-        weight_dtype: the dtype of the weights: the dtype of slots, or int8.
+        weight_dtype: the dtype of the weights: that of slots, or int8.
         chunks: the sizes of the chunks into which C is cut.
-        rows: the buffers of rows if dispatch is dropless; otherwise None.
-        dropout: the dropout of training, or None.
-        biases: the specs of the biases of all weights' products, in the order of the weights; may be empty.
+        rows: the buffers of rows if dispatch is dropless, and otherwise None.
+        dropout: the expert dropout of training, or None.
+        biases: the specs of the biases of all weights' products, in the order of the weights; empty if there are none.
     """
 
     dispatched: Spec
@@ -74,7 +74,7 @@ class ExpertWork:
 
     @property
     def capacity(self) -> int:
-        """C, the slots of an expert or the rows of a buffer."""
+        """C: the number of slots of an expert, or of rows in a buffer."""
         return dict(self.sizes)["C"]
 
     @property
@@ -89,7 +89,7 @@ class ExpertWork:
 
     @property
     def scales(self) -> tuple[Spec, ...]:
-        """The specs of the scales of int8 weights where they multiply products, in the order of the weights."""
+        """The specs of the scales of int8 weights when they multiply the products, in the order of the weights."""
         return self.vector_specs if self.quantized else ()
 
     @property
@@ -99,28 +99,28 @@ class ExpertWork:
 
     @property
     def vector_specs(self) -> tuple[Spec, ...]:
-        """The specs of biases and scales where they apply to the weights' products, in the order of the weights."""
+        """The specs of biases and scales when they are applied to the weights' products, in order of the weights."""
         return tuple(product.without("G", "C") for product in self.product_specs)
 
     @property
     def equation_in(self) -> Equation:
-        """The product of slots with the first weights, as one group if there are several."""
+        """The product of slots with the first weights: a group if there are several weights."""
         if len(self.w_in) == 1:
             return Equation.product(self.there, self.w_in[0], self.hidden)
         return Equation.product(self.there, self.w_in, (self.hidden,) * len(self.w_in))
 
     @property
     def counts(self) -> tuple[Spec, Spec]:
-        """The specs of the counts of rows [G, X, chunks], before and after they are sent."""
+        """The specs of the counts of rows [G, X, chunks] before and after they are sent."""
         before, after = (spec.without("C").without("E") for spec in (self.dispatched, self.there))
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """Return the sizes of slots; or of rows, where X is the number of buffers."""
+        """Return the sizes of slots with this capacity; of rows, with X as the number of buffers."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that send `capacity` slots to their experts, and the steps that send the outputs back."""
+        """Return the steps that send `capacity` slots to their experts, and those that send the outputs back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -128,7 +128,7 @@ class ExpertWork:
         return there, move(self.there, self.dispatched, sizes, ctx.mesh, width, ctx.chip, "answers")
 
     def counted(self, ctx: Context) -> tuple[Step, ...]:
-        """Return the steps that send the counts."""
+        """Return the steps that send the counts of rows; there are none for slots."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("counts", ctx)
         sizes = dict(self.sizes) | {"N": len(self.chunks)}
@@ -139,7 +139,7 @@ class ExpertWork:
         return [self._bias_steps(ctx, held, used) for held, used in zip(self.biases, self.vector_specs)]
 
     def biases_summed(self, ctx: Context) -> list[tuple[Step, ...]]:
-        """Return the steps that sum each bias's gradient over the devices of its rows, and move it to the bias."""
+        """Return the steps that sum each bias's gradient over the devices of its rows and move it to its spec."""
         summed = [
             used.with_partial((*product.axes_of("G"), *product.axes_of("C")))
             for product, used in zip(self.product_specs, self.vector_specs)
@@ -157,12 +157,12 @@ class ExpertWork:
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of rows for any sharding of the experts; the experts must not be sharded in this work."""
+        """The sizes of buffers of rows under any sharding of the experts; in this work they must not be sharded."""
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 
     def stays(self, ctx: Context) -> bool:
-        """Return whether a device has all experts for its own groups, so that rows are sorted without being sent."""
+        """Return whether a device has all experts for its groups, so that rows are sorted without being sent."""
         before, after = (spec.without_trivial(ctx.mesh) for spec in (self.dispatched, self.there))
         return not after.axes_of("X") and before.axes_of("G") == after.axes_of("G")
 
@@ -175,9 +175,9 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
     """Multiply products with int8 weights, [G, X, C, F], by their scales [X, F] in float32.
 
     Args:
-        x: the products.
-        scale: the scales; None returns x unchanged.
-        expert: the expert of each row, if x are rows [G, 1, C, F] sorted by expert; otherwise None.
+        x: the products [G, X, C, F].
+        scale: the scales [X, F]; with None x is returned unchanged.
+        expert: the expert of each row if x are rows [G, 1, C, F] sorted by expert, and otherwise None.
     """
     if scale is None:
         return x
@@ -190,8 +190,8 @@ def biased(x: jax.Array, bias: jax.Array | None, origin: Sequence[jax.Array] | N
 
     Args:
         x: the products.
-        bias: the biases; None returns x unchanged.
-        origin: for rows [G, 1, C, F] sorted by expert, `ReceivedRows.origin`; unused rows stay 0.
+        bias: the biases [X, F]; with None x is returned unchanged.
+        origin: `ReceivedRows.origin` if x are rows [G, 1, C, F] sorted by expert; unused rows stay 0.
     """
     if bias is None:
         return x
@@ -202,11 +202,11 @@ def biased(x: jax.Array, bias: jax.Array | None, origin: Sequence[jax.Array] | N
 
 
 def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
-    """Sum the cotangents of products [G, X, C, F] for each expert, in float32: [X, F].
+    """Sum the cotangents of products [G, X, C, F] over the rows of each expert, in float32: [X, F].
 
     Args:
         g: the cotangents.
-        sizes: the number of rows of each expert, [X] int32, if g has rows [G, 1, C, F] sorted by expert.
+        sizes: the number of rows of each expert, [X] int32, if g are rows [G, 1, C, F] sorted by expert.
     """
     if sizes is None:
         return jnp.sum(g.astype(jnp.float32), axis=(0, 2))
@@ -216,11 +216,11 @@ def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """One equation of the experts, with its gradient; operand 0 is the slots, the others are weights.
+    """An equation of the experts and its gradient; operand 0 is the slots, and the others are weights.
 
     Attributes:
         plan: the plan of the equation.
-        buffers: the sizes of buffers of rows, which are moved instead of slots; empty for slots.
+        buffers: the sizes of buffers if rows are moved instead of slots; empty for slots.
     """
 
     plan: Plan
@@ -228,7 +228,7 @@ class Products:
 
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
-        """For every move, its source, the resulting spec, and whether it changes the operand."""
+        """For every move, the index of its input, the resulting spec, and whether the move changes the operand."""
         moves = is_unknown(self.plan.mesh)  # while placements are unknown, any operand may be moved
         return tuple(
             (m.source, spec, moves or bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept)
@@ -236,14 +236,14 @@ class Products:
 
     @cached_property
     def forward(self) -> StageEquation:
-        """The equation as a stage."""
+        """The equation as a stage of the program."""
         inputs, outputs = self._tensors
         routine = self._moving(self.plan.routine, inputs, outputs)
         return StageEquation(routine, inputs, outputs, frozenset(range(1, len(inputs))))
 
     @cached_property
     def backward(self) -> StageEquation:
-        """The gradient as a stage; its inputs are the cotangents, then the moved operands in the order of the moves."""
+        """The gradient as a stage: its inputs are the cotangents, then the moved operands in order of their moves."""
         inputs, outputs = self._tensors
         moves, first = self.plan.routine.moves, len(outputs)
         weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
@@ -252,7 +252,7 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """Return the routine with its moves planned for whole buffers of rows, whose X is not the X of the weights."""
+        """Return the routine with moves planned for buffers of rows, whose X is not the X of the weights."""
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan
@@ -281,7 +281,7 @@ class Products:
 
 @lru_cache(maxsize=256)
 def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
-    """Plan slots, w_in -> hidden, and hidden, w_out -> outputs.
+    """Plan both equations: slots, w_in -> hidden, and hidden, w_out -> outputs.
 
     Raises:
         LayoutError: an equation would exchange rows between devices.
@@ -309,14 +309,14 @@ def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None
 
 
 def _pins(plan: Plan) -> Via:
-    """Return the specs to which a plan brings its operands, as a via."""
+    """Return as a via the specs to which a plan brings its operands."""
     specs = {found.source: found.spec for found in plan.routine.moves}
     first, *others = (specs[n] for n in sorted(specs))
     return Via.of(first, others if len(others) > 1 else others[0])
 
 
 def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
-    """Refuse a plan that moves rows after they have arrived, or that shards the rows of an expert."""
+    """Raise an error if a plan moves rows to other devices after their arrival, or shards the rows of an expert."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
     einsums = [product.einsum for product in plan.routine.products]
     operands = [spec for einsum in einsums for spec in (einsum.before, einsum.other) if spec is not None]

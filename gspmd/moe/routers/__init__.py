@@ -1,4 +1,4 @@
-"""Routers: the experts of each token, the weights of their outputs, and load-balancing losses."""
+"""Routers: they choose the experts of each token and the weights of their outputs, with load-balancing losses."""
 
 from gspmd.moe.routers.routing import Routing, assigned
 from gspmd.moe.routers.rule import Router, router

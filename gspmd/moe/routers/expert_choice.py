@@ -14,8 +14,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
-    A token's experts depend on the whole group, including later tokens. So a decoder that is trained with this router
-    sees the future, and cannot generate; `config.causal` is False.
+    A token's experts depend on the whole group, including later tokens. So a decoder trained with this router sees the
+    future, and cannot generate text; `config.causal` is False.
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -24,8 +24,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         mask: [G, L] bool, False for padding, which takes no slot; None if every token is real.
 
     Returns:
-        Routing of arrays [G, L, X]: choice i of every token is expert i, and its slot is the token's rank for this
-        expert, or -1 if the expert does not take it. The only loss is the z-loss, if the config has one.
+        Routing of arrays [G, L, X]: choice i of every token is expert i. Its slot is the token's rank for this expert,
+        or -1 if the expert does not take the token. The only loss is the z-loss, if the config has one.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
@@ -36,8 +36,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Zhou et al., *Mixture-of-Experts with Expert Choice Routing*, arXiv 2202.09368, §3.2, equations 1 and 2.
 
     Differs: experts choose within a group. Ties go to the first token. Tokens are ranked by log S/(1 - S), which has
-        the
-    order of S without ties due to rounding. The variant that bounds the experts per token is not implemented.
+        the order of S without ties due to rounding. The variant that bounds the experts per token is not implemented.
     """
     capacity = config.capacity(logits.shape[1])
     rank = _ranks(logits, mask, capacity)
@@ -48,7 +47,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
-    """Rank tokens for each expert: [G, L, X] int32; tokens beyond the capacity have rank C, and padding is last."""
+    """Rank the tokens for each expert: [G, L, X] int32; ranks from the capacity C on become C; padding comes last."""
     odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
     # Make -0.0 equal to 0.0: lax.top_k orders 0.0 before -0.0.
     odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)

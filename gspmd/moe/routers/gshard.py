@@ -35,7 +35,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
 
-    Differs: where the paper and the authors' later public layer disagree, this function follows
+    Differs: where the paper and its authors' later public layer disagree, this function follows
       - the paper for a second choice that the draw rejects: it still advances its expert's count, and its slot stays
         empty (the later layer drops it before counting);
       - the paper for gates: they are normalised once, before capacity is applied, even if one of the two overflows;

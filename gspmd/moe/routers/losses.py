@@ -1,4 +1,4 @@
-"""Load-balancing losses and the z-loss of each group, over its real tokens."""
+"""Load-balancing losses and the z-loss of each group, computed over its real tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from gspmd.moe.routers.routing import counts
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Compute Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 for balanced experts.
 
-    f_i is the share of tokens whose first choice is expert i, with or without a slot; P_i is the mean probability of i.
-    If all k choices are given, f_i is the share of choices that are expert i.
+    f_i is the fraction of tokens whose first choice is expert i, with or without a slot; P_i is the mean probability of
+    i. If all k choices are given, f_i is the fraction of choices that are expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -18,7 +18,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, before the factor α. 0 for a group of padding only.
+        [G] float32, before the factor α; 0 for a group with padding only.
 
     Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; for k choices, Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14.
@@ -44,7 +44,7 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, without the paper's coefficient k. 0 for a group of padding only.
+        [G] float32, without the paper's coefficient k; 0 for a group with padding only.
 
     Source: Lepikhin et al., arXiv 2006.16668, Algorithm 1, line 13.
     """
@@ -59,7 +59,7 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, before the factor c_z. 0 for a group of padding only.
+        [G] float32, before the factor c_z; 0 for a group with padding only.
 
     Source: Zoph et al., *ST-MoE*, arXiv 2202.08906, §3.3, equation 5.
 
@@ -89,12 +89,12 @@ def squared_variation(values: jax.Array) -> jax.Array:
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
-    """Count the real tokens of each group, at least 1: [G]."""
+    """Count the real tokens of each group, but at least 1: [G]."""
     return jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))
 
 
 def _overlap(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute Σ_e (share of choices of e) · (mean gate of e) over the real tokens of each group."""
+    """Compute Σ_e (fraction of choices of e) · (mean gate of e) over the real tokens of each group."""
     tokens, choices = _tokens(mask)[:, None], expert if expert.ndim > mask.ndim else expert[..., None]
     chosen = [counts(choices[..., k], mask, gates.shape[-1]) for k in range(choices.shape[-1])]
     share = sum(chosen) / (len(chosen) * tokens)

@@ -1,4 +1,4 @@
-"""The result of a router, and the queue of each expert, which decides the tokens that get a slot."""
+"""The result of a router, and the queues of the experts, which decide the tokens that get a slot."""
 
 from dataclasses import dataclass, field
 
@@ -13,16 +13,16 @@ _MOST = 1e15
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token, and the weights of their outputs.
+    """The experts that each token is sent to, and the weights of their outputs.
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the position in the expert's queue; positions from the capacity on overflow. -1 for
-            padding, and in expert choice for tokens that the expert does not take.
+        slot: [G, L, k] int32, the position in the expert's queue; a position that is not below the capacity gets no
+            slot. -1 for padding, and in expert choice for tokens that the expert does not take.
         gate: [G, L, k] float32, the weight of the expert's output, 0 if the choice is not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: a mapping from name to [G] float32, the losses of each group, weighted by the config's coefficients.
-        experts, capacity: X and C for which tokens were routed; None in a Routing made by hand.
+        experts, capacity: X and C with which tokens were routed; None in a Routing made by hand.
     """
 
     expert: jax.Array
@@ -42,8 +42,7 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums; None if there are
-            none.
+        rest: [..., X], finite numbers by which equal logits are ranked, such as the rounding errors of sums, or None.
 
     Returns:
         [..., k] int32.
@@ -63,7 +62,7 @@ def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
     """Return the index of the largest value and, among equal values, of the largest rest: [..., X] to [...].
 
     This is a single reduction. If the maximum were compared with the values in a second loop, a compiler might compute
-    the values again there, with another vectorised exponential, and might find no value that is equal.
+    the values again there, with another vectorized exponential, and find none that is equal.
     """
 
     def better(one, other):
@@ -81,9 +80,9 @@ def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    Masked sums are used, whose gradient is a masking again; the gradient of a gather would be a scatter. Each choice
-    has a sum of its own: the gradient of one sum for all choices would be a sum over [..., k, X], for which the TPU
-    compiler estimates many passes over [..., X].
+    This uses masked sums, whose gradient is another masking; the gradient of a gather would be a scatter. Each choice
+    has a sum of its own: the gradient of a single sum for all choices would be a sum over [..., k, X], for which the
+    TPU compiler estimates many passes over [..., X].
     """
     choices = [expert[..., k] for k in range(expert.shape[-1])]
     return jnp.stack(
@@ -99,7 +98,7 @@ def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rounded sum of two arrays, and its rounding error; added, these are exactly x + y.
+    """Return the rounded sum of two arrays, and the rounding error: together they are exactly x + y.
 
     Example:
         >>> total, error = exact_sum(jnp.float32(12.0), jnp.float32(1e-8))
@@ -114,7 +113,7 @@ def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
-    """Return the logarithms of all experts' scores, up to a constant; their softmax is the scores over their sum.
+    """Return the logarithms of all experts' scores, up to a constant: their softmax is the normalized scores.
 
     For sigmoid scores this is log(sigmoid(logit)), and for softmax scores the logit itself.
     """
@@ -146,11 +145,11 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight of the output if the choice gets a slot.
-        logits: [G, L, X] float32, or `log_scores`; the largest of a token is its confidence.
+        logits: [G, L, X] float32, or `log_scores`; a token's largest is its confidence.
         config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.
-        granted: [G, L, k] bool, False for a choice that has a position in the queue but leaves its slot empty.
+        granted: [G, L, k] bool, False for a choice that gets a position in the queue but leaves its slot empty.
 
     Returns:
         The routing.
@@ -180,7 +179,7 @@ def surest_first(logits: jax.Array) -> jax.Array:
 
 
 def log_odds_against(logits: jax.Array) -> jax.Array:
-    """Compute log((1 - p) / p) of each expert's probability p, which has no ties due to rounding of p near 1.
+    """Compute log((1 - p) / p) from each expert's probability p, without ties due to rounding of p near 1.
 
     Args:
         logits: [..., X] float32, finite.
@@ -223,12 +222,12 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
 def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
     """Return the position of each choice in its expert's queue; all first choices precede all second choices.
 
-    Choices of one rank are in the order of the tokens. Except for one sort, the time is linear in the number of tokens,
-    and independent of the number of experts.
+    Choices of the same rank (first, second, ...) are in the order of the tokens. Except for one sort, the time is
+    linear in the number of tokens, and independent of the number of experts.
 
     Args:
         expert: [G, L, k] int32.
-        waiting: [G, L, k] bool, False for choices that take no position.
+        waiting: [G, L, k] bool, False for choices that get no position.
         experts: number of experts X.
         order: [G, L] int32, the tokens in the order in which they queue; None for their order in the sequence.
 
@@ -252,13 +251,13 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Cast logits to float32 and clip them to bounds whose squares can be summed, so that no router has inf - inf."""
+    """Cast logits to float32 and clip them to bounds whose squares can be summed, so that no inf - inf arises."""
     low, high = jnp.float32(-_MOST), jnp.float32(_MOST)
     return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # jnp.clip's gradient needs three masks
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Return the mask [G, L] of real tokens; all True if it is None."""
+    """Return the mask [G, L] of real tokens, all True if no mask is given."""
     return jnp.ones(logits.shape[:-1], bool) if mask is None else mask.astype(bool)
 
 
@@ -267,7 +266,7 @@ def _is_chosen(experts: int, expert: jax.Array) -> jax.Array:
 
 
 def _places(keys: jax.Array, experts: int) -> jax.Array:
-    """Return the rank of each key among equal keys: [n] in [0, experts] to [n] int32."""
+    """Return the rank of each key among the keys equal to it: [n] in [0, experts] to [n] int32."""
     order, ranked = _stable_sort(keys, experts)
     place = jnp.arange(keys.size, dtype=jnp.int32)
     begins = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])

@@ -37,9 +37,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     (z-loss, equations 5 and 6) and appendix A (load balance).
 
     Differs: the gates in the paper's text are p itself. The authors' public layer (Mesh TensorFlow, top-2) divides the
-        two
-    p by their sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop the second
-    expert, at random or by a threshold on its gate; here every token has both experts.
+        two p by their sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop the
+        second expert, at random or by a threshold on its gate; here every token has both experts.
     """
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}

@@ -22,14 +22,14 @@ def route(
         aux = α · X · Σ_i f_i · P_i, over all k choices          α = config.aux_weight, P_i the mean of s_i / Σ s
         C = (k L / X) · capacity_factor
 
-    With `expert_groups`, only experts of the best `kept_groups` groups can be chosen, as if s were -∞ for others. The
-    score of a group is the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that
-    even with a large bias the scores count. With softmax, renormalized gates are the softmax of the chosen logits
+    With `expert_groups`, only experts of the best `kept_groups` groups can be chosen, as if s were -∞ for the others.
+    The score of a group is the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that
+    scores count even if the bias is large. With softmax, renormalized gates are the softmax of the chosen logits
     (Mixtral, gpt-oss).
 
     Args:
         logits: [G, L, X]; cast to float32.
-        config: the settings above are used.
+        config: the settings named above are used.
         key: not used.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
         bias: [X], if the config has `choice_bias`; the bias has no gradient.
@@ -81,7 +81,7 @@ def _choices(logits: jax.Array, scores: jax.Array, config: MoEConfig, bias: jax.
 
 
 def _in_best_groups(high: jax.Array, low: jax.Array | None, config: MoEConfig) -> jax.Array:
-    """Return whether each expert is in one of the best groups: [..., X], from scores high + low."""
+    """Return whether each expert is in one of the best groups, [..., X], by scores given as the sum high + low."""
     apart = lambda x: x.reshape(*x.shape[:-1], config.expert_groups, -1)  # noqa: E731
     high, low = apart(high), None if low is None else apart(low)
     best = top_choices(high, config.group_best, low)

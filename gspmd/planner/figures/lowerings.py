@@ -1,4 +1,4 @@
-"""The figure of several lowerings as a Gantt chart: when the links and the matrix unit of a device are busy."""
+"""A Gantt chart of several lowerings: the times when the links and the matrix unit of a device are busy."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ _WIDE, _BAR, _BETWEEN, _ROW, _LEFT = 460.0, 15.0, 3.0, 54.0, 82.0
 
 
 def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
-    """Draw the plans of one equation under several lowerings, all to the same scale.
+    """Draw the plans of one equation under several lowerings, all on the same time scale.
 
     Args:
         plans: the plans, by the name of the lowering.

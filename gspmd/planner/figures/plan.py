@@ -37,7 +37,7 @@ _NARROW = 330.0
 
 @dataclass
 class _Chain:
-    """A spec in its box, then steps, each with its number and with the spec after the step."""
+    """A column of the figure: a spec in its box, then steps, each with its number and the spec after it."""
 
     start: Spec
     steps: Sequence[tuple[int, Step]]
@@ -124,7 +124,7 @@ def as_html(plan: Plan) -> str:
 
 
 def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
-    """Draw one plan from y downwards, with its heading on the left; return the y at which the plan ends."""
+    """Draw one plan from y downwards, with its heading at the left; return the y at which the drawing ends."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
@@ -140,7 +140,7 @@ def _words(parts: Sequence[str], between: str = " · ") -> list[list[Run]]:
 
 
 def _equation(equation: Equation) -> list[list[Run]]:
-    """Return an equation as words; a line may be broken before each word."""
+    """Return an equation as a list of words, between which a line may be broken."""
     words: list[list[Run]] = []
     for number, term in enumerate(equation.terms):
         words += [[Run("+ ")]] if number else []
@@ -157,7 +157,7 @@ def _operand(specs: Sequence[Spec], group: bool) -> list[Run]:
 
 
 class _Routine:
-    """The chains of steps of one routine, the nodes of its einsums, and their positions from left to right."""
+    """The chains of steps of one routine, the nodes of its einsums, and their horizontal positions."""
 
     def __init__(self, plan: Plan):
         routine, numbers = plan.routine, iter(range(len(plan.steps)))
@@ -176,10 +176,10 @@ class _Routine:
         self._place()
 
     def _place(self) -> None:
-        """Choose the horizontal middle of every lane, product and output.
+        """Choose the horizontal center of every chain, product and output.
 
         An operand that several products share is drawn to the left of the operands that belong to one product each. A
-        single node spans the lanes of all these products, so that no two lines cross.
+        single node spans the columns of all these products, so that no lines cross.
         """
         products = self.routine.products
         uses = [sum(lane in product.operands for product in products) for lane in range(len(self.lanes))]
@@ -237,7 +237,7 @@ class _Routine:
         return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield the lanes and products of each node: products that share an operand are drawn as one node."""
+        """Yield, for each node, the chains and products it joins: products that share an operand are one node."""
         left = [number for number, einsum in enumerate(self.einsums) if einsum is not None]
         while left:
             together, lanes = [left[0]], set(self.routine.products[left[0]].operands)

@@ -48,7 +48,7 @@ def steps_figure(plan: Plan) -> Figure:
 
 
 def _draw_step(canvas: Canvas, y: float, plan: Plan, number: int, step: Step, size: CellSize) -> float:
-    """Draw one step as a row below y: the tensors before it, an arrow, the tensor after it; return the y of its end."""
+    """Draw one step as a row: the tensors before it, an arrow, the tensor after it; return the y where it ends."""
     tensors = [("before", step.before), *([("other", step.other)] if step.other is not None else [])]
     head = canvas.text(0, y + 12, f"{number + 1}  {step.name}", f"strong {step.kind}")
     moved = "" if step.kind == "einsum" else step.operand

@@ -1,8 +1,9 @@
 """All joint placements in which two operands can be multiplied, and their costs, as numpy arrays.
 
 In a joint placement each mesh axis shards a dimension of either operand, or nothing, or belongs to the partial sum of
-one of them (a product is linear in one factor at a time). Dimensions that both operands have are sharded alike. This
-determines the result, which is a partial sum over the axes of the operands' partial sums and of contracted dimensions.
+one of them (a product is linear in each factor, so only one may be partial over an axis). Dimensions that both operands
+have are sharded alike. This determines the placement of the result: it is a partial sum over the mesh axes of the
+operands' partial sums and of contracted dimensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ joint = lru_cache(maxsize=16)(placements)
 
 @dataclass(frozen=True)
 class ContractionChoice:
-    """One way to run a contraction: the moves of its right operand, its local einsum, its result and the reduction."""
+    """One way to run a contraction: the right operand's moves, the local einsum, its result, and the reduction."""
 
     right: Spec | None
     right_steps: tuple[Step, ...]
@@ -35,7 +36,7 @@ class ContractionChoice:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """An operand or the result of a contraction.
+    """An operand or the result of a contraction, with its placement in each row of a `ContractionTable`.
 
     Attributes:
         tensor: the operand as given, or the result as requested.
@@ -48,7 +49,7 @@ class PlacedTensor:
     nodes: np.ndarray
 
     def costs(self) -> np.ndarray:
-        """Return the cost of bringing an operand to its placement, by row."""
+        """Return, for each row, the cost of bringing an operand to its placement."""
         return self.paths.costs_from(self.paths.number(self.tensor.spec))[self.nodes]
 
     def spec(self, row: int) -> Spec:
@@ -62,7 +63,7 @@ class PlacedTensor:
 
 
 class ContractionTable:
-    """A table with one row for each joint placement of the left operand and a contraction.
+    """A table of all joint placements for a contraction with the left operand: one row for each.
 
     Args:
         added: whether the result will be added to other results, which may be partial sums over other axes too.
@@ -98,7 +99,7 @@ class ContractionTable:
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:
-        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has these axes by row."""
+        """Return a tensor with its placements by row; `partial` has the axes, out of `over`, of its partial sum."""
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
@@ -106,12 +107,12 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each row, a number that is equal for rows that differ only in the order of the axes of a dimension."""
+        """For each row, a number; rows have the same number if they differ only in the order of a dimension's axes."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Cost of the right operand's path and the local einsum, by row; infinite for rows that a pin rules out."""
+        """Cost of moving the right operand plus the local einsum, by row; infinite for rows that a pin rules out."""
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]
         shapes = numbered([np.zeros(len(levels), int), *levels.T])
@@ -127,18 +128,18 @@ class ContractionTable:
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Cost of everything except the left operand's path, by row: `costs`, and the result's path to its target."""
+        """Cost of everything but moving the left operand, by row: `costs`, plus moving the result to its target."""
         number = self._target_number
         return self.costs + (self.result.paths.costs_to(number)[self.result.nodes] if number >= 0 else FAR)
 
     @property
     def _target_number(self) -> int:
-        """The index of the placement to which the result is brought before any dimension is broadcast."""
+        """The index of the result's target placement, before any dimension is broadcast."""
         spec = self.result.tensor.spec
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand at `held`; among equal `rows`, the first spec as text is used."""
+        """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first spec as text."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
             row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand
@@ -155,7 +156,7 @@ class ContractionTable:
         return ContractionChoice(spec, steps, einsum, result, settle)
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
-        """Return the operations and seconds of a local einsum, from the local sizes of the dimensions."""
+        """Return the FLOPs and seconds of a local einsum, from the local sizes of the dimensions."""
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)

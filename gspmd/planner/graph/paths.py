@@ -2,9 +2,9 @@
 
     cost(head) = min over arcs of cost(tail) + price(arc)
 
-The algorithm is Bellman-Ford, vectorized: each round relaxes, with one addition and one minimum, all arcs out of nodes
+The algorithm is a vectorized Bellman-Ford: each round relaxes, with one addition and one minimum, all arcs out of nodes
 that became cheaper in the round before. Paths have few steps, so few rounds are enough. Permutes, which are most of the
-arcs, are relaxed only when the other arcs change nothing any more.
+arcs, are relaxed only when the other arcs no longer change anything.
 
 Costs are ordered by seconds, then bytes, then steps. They are complex numbers, picoseconds + i · (bytes · 2⁶ + steps),
 which numpy compares by the real part and then by the imaginary part. Both parts are whole numbers that floats represent
@@ -77,11 +77,11 @@ class ShortestPaths:
     # -- placements as specs -------------------------------------------------------------------------------------------
 
     def mask(self, axes: Iterable[str]) -> int:
-        """Return a set of mesh axes as a mask."""
+        """Return a set of mesh axes as a bit mask."""
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """Return the index of a placement; -1 if the axes of the placement do not divide the sizes."""
+        """Return the index of a placement, or -1 if its mesh axes do not divide the sizes."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )
@@ -94,7 +94,7 @@ class ShortestPaths:
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each placement, a number that is equal for placements that differ only in the order of axes."""
+        """For each placement, a number that is shared by placements that differ only in the order of axes."""
         nodes = self.nodes
         return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
@@ -117,7 +117,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place: every placement may also be reached by steps from other placements."""
+        """Relax the costs in place: every placement may also be reached by steps from other placements."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -135,7 +135,7 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
-        Among paths of equal cost, the path is chosen whose early steps send nothing or else little. Further ties are
+        Among paths of equal cost, the one is chosen whose early steps send nothing, or else little. Further ties are
         decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
         """
         rows = self.nodes.rows
@@ -161,7 +161,7 @@ class ShortestPaths:
         return self.path(rest, start)
 
     def _arcs(self, arcs: Arcs, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the arcs of one placement: their codes, and the placements at their other ends."""
+        """Return the arcs at one placement: their codes, and the placements at their other ends."""
         some, permutes = arcs.of(number), self.graph.permutes.of(number)
         code = np.concatenate([arcs.code[some], self.graph.permutes.code[permutes]])
         return code, np.concatenate([arcs.tail[some], self.graph.permutes.tail[permutes]])
@@ -184,13 +184,13 @@ class ShortestPaths:
         return tuple(axis for number, axis in enumerate(self.axes) if mask >> number & 1)
 
     def _figures(self, kind: str, mask: int, parts: int) -> tuple[float, int]:
-        """Return the seconds of a step, and the bytes that a device sends in it."""
+        """Return the seconds of a step, and the bytes that one device sends in it."""
         buffer = self._whole // parts
         seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip, self._whole)
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Refuse a tensor that has no path, if steps that were left out as too large might be part of one."""
+        """Raise an error if a tensor has no path and steps that were left out as too large might be part of one."""
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(
@@ -200,7 +200,7 @@ class ShortestPaths:
             )
 
 
-#: The latest entry is last. A plain dict, because an OrderedDict can raise a KeyError after an interrupt during a hash.
+#: The latest entry is last. A plain dict, because an OrderedDict can raise KeyError if a hash is interrupted.
 _kept: dict[tuple, ShortestPaths] = {}
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 _lock = Lock()

@@ -2,8 +2,8 @@
 
 A placement gives each mesh axis a role: it shards a dimension, at some position in the order of that dimension's axes,
 or belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
-numbered, and a placement is a row with the index of a sequence for each dimension. Sets of axes are bit masks. For n
-axes and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
+numbered, and a placement is a row of numbers, one sequence for each dimension. Sets of axes are bit masks. For n axes
+and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
 15,120 for 5 axes.
 """
 
@@ -22,10 +22,10 @@ class Sequences:
 
     Attributes:
         axes: the axes of each sequence, major first.
-        mask: the axes of each sequence as a set.
-        rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
-        append: the sequence with one more axis at its end, by sequence and axis; -1 if it already has this axis.
-        prefix, suffix: the sequence without its last j axes, and the sequence of its last j axes, by sequence and j.
+        mask: the set of axes of each sequence, as a bit mask.
+        rank: [sequence, axis] the number of axes before this axis; -1 if the sequence lacks the axis.
+        append: [sequence, axis] the sequence with this axis added at its end; -1 if it already has this axis.
+        prefix, suffix: [sequence, j] the sequence without its last j axes, and the sequence of its last j axes.
     """
 
     def __init__(self, count: int):
@@ -40,7 +40,7 @@ class Sequences:
         self._padded = np.array([(*axes, *[-1] * (count - len(axes))) for axes in self.axes])
 
     def joined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the sequences `left` with the axes of `right` appended, none of which `left` may contain already."""
+        """Return the sequences `left` with the axes of `right` appended; they must have no axis in common."""
         for axis in self._padded[right].T:
             left = np.where(axis < 0, left, self.append[left, axis])
         return left
@@ -50,7 +50,7 @@ sequences = lru_cache(maxsize=16)(Sequences)
 
 
 def parts_of(sizes: Sequence[int]) -> list[int]:
-    """Return the number of parts into which a set of axes cuts a dimension, for each set by its mask."""
+    """Return, for each set of axes by its bit mask, the number of parts into which it cuts a dimension."""
     parts = [1]
     for size in sizes:
         parts += [count * size for count in parts]
@@ -58,7 +58,7 @@ def parts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
-    """Return the sets of mesh axes that divide a dimension of this size."""
+    """Return the bit masks of the sets of mesh axes that divide a dimension of this size."""
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
 
 
@@ -69,12 +69,12 @@ def placements(
 
     Args:
         count: the number of mesh axes.
-        allowed: for each dimension, the sets of axes that may shard it.
-        partial: for each partial sum, the axes over which it may extend.
+        allowed: for each dimension, the bit masks of the sets of axes that may shard it.
+        partial: for each partial sum, the bit mask of the axes over which it may extend.
 
     Returns:
-        The sequence of each dimension, by placement and dimension; the axes that shard any dimension, by placement; and
-        the axes of each partial sum, by placement and sum.
+        Three arrays: [placement, dimension] the sequence; [placement] the axes that shard any dimension; and
+        [placement, sum] the axes of each partial sum.
     """
     subsets, masks = np.arange(1 << count), sequences(count).mask
     table, taken = np.zeros((1, 0), int), np.zeros(1, int)
@@ -88,7 +88,7 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by each choice for one more column that reuses no axis; return the rows and their used axes."""
+    """Extend every row by every choice of one more column that reuses no axis; return rows and their used axes."""
     free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -99,7 +99,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers, column after column, so that 64 bits are enough."""
+    """Number the distinct rows of a table of small numbers; it goes column by column, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
@@ -109,21 +109,21 @@ def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
 class Nodes:
     """The placements of one tensor, numbered in the order of their keys.
 
-    A key is a number with a digit for each axis: 0 if the axis is unused, 1 if it is in the partial sum, 2 + count · d
-    + r if it shards dimension d after r other axes. So a step changes the key by differences of entries of `on` and
+    A key is a number with a digit for each mesh axis: 0 if the axis is unused, 1 if it is in the partial sum, 2 + count
+    · d + r if it shards dimension d after r other axes. So a step changes the key by differences of entries of `on` and
     `partial_keys`.
 
     Args:
         sizes: the sizes of the mesh axes, all above 1.
-        allowed: for each dimension, the sets of axes that may shard it.
-        partial: the axes over which the tensor may be a partial sum.
+        allowed: for each dimension, the bit masks of the sets of axes that may shard it.
+        partial: the bit mask of the axes over which the tensor may be a partial sum.
 
     Attributes:
         rows, used, partial: the results of `placements`, by node.
         keys: the key of each node.
-        on: the number that a sequence adds to the key, by dimension and sequence.
-        partial_keys: the number that the axes of the partial sum add to the key, by mask.
-        parts: the number of parts into which a set of axes cuts a dimension, by mask.
+        on: [dimension, sequence] the number that the sequence adds to the key.
+        partial_keys: by bit mask, the number that the axes of the partial sum add to the key.
+        parts: by bit mask, the number of parts into which a set of axes cuts a dimension.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
@@ -146,12 +146,12 @@ class Nodes:
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the index of the placement with each of these keys; -1 for a key that no placement has."""
+        """Return the index of the placement with each of these keys, or -1 if no placement has the key."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return a placement's index; -1 if its axes do not divide the sizes, or its partial sum is not allowed."""
+        """Return a placement's index, or -1 if its axes do not divide the sizes or its partial sum is not allowed."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 

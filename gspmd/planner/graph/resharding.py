@@ -1,4 +1,4 @@
-"""The cheapest chain of collectives that brings a tensor from one spec to another: a shortest path.
+"""The cheapest chain of collectives from one spec of a tensor to another, found as a shortest path.
 
 Nodes of the graph are all placements of the tensor, and arcs are all slices and collectives between them
 (`transitions`). So the path contains a slice, a scatter or a detour wherever this makes the chain cheaper.
@@ -30,10 +30,10 @@ def move(
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
     A move never costs more than two moves through a third placement, nor more than the same move of a larger tensor
-    that the same mesh axes divide.
+    whose dimensions the same mesh axes divide.
 
     Args:
-        src, dst: the present spec of the tensor, and the target spec. Both have the same dimensions, and `dst` may be a
+        src, dst: the current spec of the tensor, and the target spec. Both have the same dimensions, and `dst` may be a
             partial sum only over axes over which `src` is one.
         sizes, mesh: the size of each dimension of the whole tensor, and of each mesh axis.
         itemsize: bytes per element on the wire.
@@ -67,7 +67,7 @@ def move(
 
 @lru_cache(maxsize=1 << 14)
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
-    """Plan a move from hashable arguments; `dst` has the order of `src`, and there are no mesh axes of size 1."""
+    """Plan a move from hashable arguments: `dst` has the dimension order of `src`, and no mesh axis has size 1."""
     if not set(dst.partial) <= set(src.partial):
         missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  the source is not a partial sum over mesh axis {missing}.")

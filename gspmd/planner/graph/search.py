@@ -1,4 +1,4 @@
-"""The exact search for every plan: it chooses the dimension that each mesh axis shards while an einsum runs.
+"""The exact search behind every plan: it chooses the dimension that each mesh axis shards during an einsum.
 
 One left operand is contracted with one or several right operands. If d is the cost of a shortest path (`paths`), the
 plan has the least value, over all placements p of the left operand, of
@@ -6,8 +6,8 @@ plan has the least value, over all placements p of the left operand, of
     d(left → p) + Σ over contractions  min over q  d(right → q) + einsum(p, q) + d(result of (p, q) → target)
 
 where q runs over the placements of the right operand that shard the common dimensions as p does. All d of a tensor come
-from one computation of shortest paths, so the cost of a joint placement (p, q) takes three look-ups and a sum, and the
-search is linear in the number of joint placements (`contractions`). For steps that do not overlap the search is exact.
+from one shortest-path computation, so the cost of a joint placement (p, q) is the sum of three looked-up numbers, and
+the search is linear in the number of joint placements (`contractions`). If no steps overlap, the search is exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from gspmd.planner.steps import Contraction, Environment, Step, Tensor
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """The left operand's spec during the einsums, the steps that bring it there, and a choice for each contraction."""
+    """Result of the search: the left operand's spec, the steps that bring it there, a choice for each contraction."""
 
     left: Spec
     left_steps: tuple[Step, ...]
@@ -35,7 +35,7 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """The costs of a group for every placement of one contraction's result, with the other results at their targets."""
+    """Costs of a group of contractions by placement of one result, while the other results reach their targets."""
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -43,7 +43,7 @@ class ResultCosts:
 
 
 class NoPlacement(PlanError):
-    """The error for operands that have no placement from which the targets can be reached."""
+    """The error if the operands have no joint placement from which the targets can be reached."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -75,10 +75,10 @@ def search(
 def ranked(
     environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], count: int
 ) -> tuple[PlacedGroup, ...]:
-    """Find the cheapest way for each choice that `search` compares, and return the `count` cheapest, in order of cost.
+    """Find the cheapest plan for each choice that `search` compares, and return the `count` cheapest, in order.
 
-    A choice says which dimension each mesh axis shards while the einsums run, without the order of axes in a dimension.
-    With several contractions, the choice is only about the left operand, which they share.
+    A choice says which dimension each mesh axis shards during the einsums, regardless of the order of axes in a
+    dimension. With several contractions, it is about the left operand only, which they share.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
     first, own = tables[0], _left_costs(tables[0], None)
@@ -123,7 +123,7 @@ def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequ
 def result_costs(
     environment: Environment, left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, aimed: int = 0
 ) -> ResultCosts:
-    """Find the cost of the cheapest group for every placement that the result of contraction `aimed` can have."""
+    """Find the cost of the cheapest group for every placement of one result: that of contraction `aimed`."""
     tables = [ContractionTable(environment, left, each, n == aimed) for n, each in enumerate(contractions)]
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):
@@ -141,7 +141,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """Return the lowest cost for each index from 0 to `count` - 1; `at` gives the index of each cost."""
+    """Return the lowest cost for each index from 0 to `count` - 1, where `at` has the index of each cost."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))

@@ -19,12 +19,12 @@ from gspmd.annotate.errors import PlanError
 from gspmd.planner.graph.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
-_MOST = 1 << 26  # permutes: about 1 GB of memory
+_MOST = 1 << 26  # Largest number of permutes; they take about 1 GB of memory.
 _CHUNK = 1 << 21  # arcs that are processed together, to bound the memory that a large graph needs
 
 
 class Arcs:
-    """Arcs grouped by head, with the tail and the price code of each; in a reversed graph head and tail are swapped."""
+    """Arcs grouped by head, with the tail and the price code of each; a reversed graph swaps head and tail."""
 
     def __init__(self, tail: np.ndarray, head: np.ndarray, code: np.ndarray, nodes: int, in_order: bool = False):
         if not in_order:
@@ -74,11 +74,11 @@ class Graph:
 
     Attributes:
         nodes: the placements.
-        coming, going: all arcs except permutes, grouped by the node where they end, and by the node where they begin.
+        coming, going: all arcs except permutes, grouped by their end node, and by their start node.
         permutes: the permutes; they are the same in both directions, since every permute has an inverse.
         arcs: the number of arcs.
-        codes: the steps to price: code, kind, the axes as a mask, and the number of parts into which the tensor is cut
-            before or after the step, whichever is less.
+        codes: the steps to be priced: code, kind, axes as a bit mask, and the number of parts into which the tensor is
+            cut before or after the step, whichever is smaller.
         size: a number above all codes.
     """
 
@@ -96,7 +96,7 @@ class Graph:
         self.arcs = 2 * len(code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
-        """Return the kind, the axes as a mask, and the number of parts, as in `codes`."""
+        """Return the kind, the axes as a bit mask, and the number of parts, as in `codes`."""
         step, level = divmod(code, len(self._parts))
         kind, mask = divmod(step, self._masks)
         return KINDS[kind], mask, int(self._parts[level])
@@ -106,11 +106,11 @@ class Graph:
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:
-        """Return the codes of steps; `holder` is the placement before or after the step, whichever holds more."""
+        """Return the codes of steps; `holder` is the placement, before or after the step, with the larger shards."""
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Yield the steps that add minor axes to a dimension or remove them; `full` has the axes, `bare` does not."""
+        """Yield the steps that add minor axes to a dimension, or remove them."""
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))
@@ -139,7 +139,7 @@ class Graph:
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
-        """Return the arcs between every two placements with shards of the same shape and the same partial sum."""
+        """Return the permutes: arcs between placements with the same local shape and the same partial sum."""
         nodes, sequences = self.nodes, self.nodes.sequences
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # puts placements of the same shape together
@@ -174,8 +174,8 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
     """Return the graph of a tensor.
 
-    Of the sizes of a tensor the graph depends only on which sets of mesh axes divide them, so tensors of different
-    sizes share it.
+    The graph depends on the sizes of a tensor only through the sets of mesh axes that divide them, so tensors of
+    different sizes share it.
     """
     key = sizes, allowed, partial
     found = _graphs.get(key)

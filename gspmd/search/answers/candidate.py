@@ -1,6 +1,7 @@
-"""A mesh with its problem and answer.
+"""A candidate of a search: one mesh, the problem of the best layout on it, and the answer.
 
-The problem is first bounded without a limit on memory, and it is solved only if it may win.
+The problem is first solved without a limit on memory, which gives a lower bound. It is solved with the limit only if
+this bound does not already rule the mesh out.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ answer; without one, since no layout fits; or without one yet, since it was inte
 
 
 def to_beat(seconds: float, microbatches: int) -> float:
-    """Return the seconds below which a step in several microbatches is better than a known step."""
+    """Return the seconds that a step in several microbatches must stay below to be preferred to a known step."""
     return seconds * (1 - GAIN) if microbatches == 1 else seconds
 
 
 class Candidate:
-    """A mesh, the problem on it, and its answer.
+    """A mesh, the problem of the best layout on it, and the answer of that problem.
 
     Args:
-        phase: the problem.
+        phase: the problem: the layouts of one phase of a model on this mesh, with their costs.
         limit: bytes that a device may hold.
 
     Attributes:
@@ -86,11 +87,11 @@ class Candidate:
         self.outcome: Outcome = "not solved"
 
     def within(self, limit: float) -> Problem:
-        """Return the problem with a different limit."""
+        """Return the same problem with this limit on the bytes of a device."""
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:
-        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds few bytes.
+        """Find a layout within the limit that is at most `NEAR` slower than the cheapest, and that holds few bytes.
 
         Raises:
             NothingFits: no layout fits within the limit.
@@ -107,7 +108,7 @@ class Candidate:
         return self.answer
 
     def _holding_less(self, cheapest: Answer) -> Answer:
-        """Find by bisection the answer of the smallest limit on memory under which an answer is (almost) as cheap."""
+        """Find by bisection the lowest memory limit at which some layout is almost as cheap; return this layout."""
         found, least = cheapest, self.least.bytes
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
@@ -137,14 +138,14 @@ class Candidate:
 
     @cached_property
     def options(self) -> Options:
-        """The options of the problem's choices, as text."""
+        """The lines of a layout that each option of each choice stands for."""
         return Options(self.phase)
 
     def best(self, without: Mapping[str, Collection[int]]) -> Answer:
-        """Find the cheapest fitting answer without some options; it is not `complete` if the search was cut short.
+        """Find the cheapest layout that fits and avoids some options; `complete` is false if the search was cut short.
 
         Raises:
-            NothingFits: no layout fits without these options.
+            NothingFits: no layout that avoids these options fits.
         """
         self.budget.left = MOST
         return self.search.best(without=without)
@@ -152,7 +153,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """Find the cheapest answer as `best` does, or with some options fixed, by a search that gives up sooner.
+        """Find the cheapest layout that avoids some options or has some fixed, in fewer steps than `best` may take.
 
         Raises:
             NothingFits: nothing was found.
@@ -161,16 +162,16 @@ class Candidate:
         return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
-        """Find the cheapest fitting answer with a different option of one choice, by more than the names of mesh axes.
+        """Find the cheapest fitting layout in which the lines of one choice differ by more than the names of mesh axes.
 
-        If that takes long, return the best answer found so far, which is not `complete`.
+        If that takes long, the result is the best layout found so far, and is not `complete`.
         """
         self.budget.left = LESS
         return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
 
     @cached_property
     def least(self) -> Answer:
-        """Find the layout that holds the fewest bytes."""
+        """The layout that holds the fewest bytes."""
         try:
             return Search(self.within(-1.0)).best()
         except NothingFits as fault:
@@ -183,7 +184,7 @@ class Candidate:
 
     @property
     def remat(self) -> str:
-        """The choice of remat, as in `Case`."""
+        """The activations that the backward pass recomputes: the field `remat` of `Case`."""
         return self.phase.case.remat
 
     @property

@@ -2,9 +2,9 @@
 
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
-The seconds are the sum of all terms of the cost that depend on the choice: the moves and the update of a weight, the
-products and moves of an activation, and all of these for a via. The next best is the cheapest fitting layout with a
-different option of this choice; the options of all other choices are then the best for it.
+The seconds of a line are the sum of all terms of the cost that depend on its choice: the moves and the update of a
+weight, the products and moves of an activation, and all of these for a via. The next best option is that of the
+cheapest fitting layout in which the line has a different spec, and all other lines the best specs beside it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LineCost:
 
     Attributes:
         seconds: the seconds of the terms that depend on the choice.
-        next: the text of the next best option, with its section if that overrides a part of the model; empty if no
-            other option of the choice fits.
-        more: the fraction of a step's seconds by which the next best is slower.
-        other: the layout with the next best option; if it is not complete, there may be a cheaper layout with such an
-            option.
+        next: the line with the next best option, as text, with its section if it overrides a part of the model; empty
+            if no other option of the choice fits.
+        more: the slowdown of a step with the next best option, as a fraction of the step's seconds.
+        other: the layout with the next best option. If it is not complete, the search was cut short, and a cheaper
+            layout with a different option may exist.
         alone: whether the choice has only one option, as on one device.
     """
 
@@ -55,7 +55,7 @@ class LineCost:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
-    """Yield the comment on each choice that has lines; each comment needs a search."""
+    """Yield the name of each choice that has lines, and the comment on it, which takes one search each."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
         if not any(candidate.options.texts[choice.name]):
@@ -71,7 +71,7 @@ def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCos
 
 
 def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> str:
-    """Return the first line of a choice that differs in the other answer."""
+    """Return, as text, the first line of a choice that differs in the other answer."""
     (section, key), text = next(changed(candidate, name, answer, other))
     first = next(iter(candidate.options.texts[name][answer.picks[name]]))
     before = f"{section} " if section else "" if key == first[1] else f"{key.partition('.')[2]} "
@@ -91,7 +91,7 @@ def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> I
 
 
 def _percent(fraction: float) -> str:
-    """Return how much slower a step is, in percent.
+    """Return the slowdown of a step, a fraction, as text in percent.
 
     >>> [_percent(each) for each in (0.0, 0.014, -0.00047, 0.996, 2.345, 75.25, 123456.7)]
     ['the same', '+1.4%', '-0.047%', '+100%', '+230%', '+7,500%', '+12,000,000%']
@@ -110,8 +110,8 @@ def document(
     Args:
         candidate: the mesh and its problem.
         answer: the answer found on it.
-        header: lines of the comment at the top.
-        said: the comment on each choice; choices that are missing here have no comment.
+        header: lines of the comment at the top of the file.
+        said: the comment on each choice, by its name; a choice without an entry gets no comment.
         lowering: the lowering that the file sets; `lowering_of` if not given.
 
     Returns:
@@ -130,14 +130,14 @@ def of_lines(
     lowering: str = PRICED,
     mesh: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """Return the text of a layout file from its lines, for example for a pipeline, which is not a candidate.
+    """Return the text of a layout file from its lines alone, for answers that have no `Candidate`, such as pipelines.
 
     Args:
         lines: the lines, in any order; lines of a custom model are written in the order given.
-        case: the phase of a model.
+        case: the phase and the sizes of the model.
         header, said: as in `document`.
         lowering: the lowering that the file sets.
-        mesh: sizes of the mesh axes, if they are not those of the case.
+        mesh: sizes of the mesh axes, if they differ from those of the case.
     """
     kept = ordered(lines)
     return writing.document(
@@ -155,7 +155,7 @@ def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
 
 
 def lowering_of(phase: str) -> str:
-    """Return the lowering that a layout sets if lowerings have not been compared by compiling them.
+    """Return the default lowering of a layout, for when lowerings have not been compared by compiling them.
 
     For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error.
     Compiled, PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The cost model covers
@@ -167,7 +167,7 @@ def lowering_of(phase: str) -> str:
 
 
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
-    """Yield the comment of each line: the cost, or a reference to the first line of the same choice, which has it."""
+    """Yield each line's name and comment: its cost, or which earlier line of the same choice has the cost."""
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:

@@ -1,4 +1,4 @@
-"""Expected errors of planned seconds, from planned and compiled steps, by phase and chip."""
+"""Expected relative errors of planned step times, measured on compiled steps, by phase and chip."""
 
 import tomllib
 from functools import lru_cache

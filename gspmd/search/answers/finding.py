@@ -1,6 +1,6 @@
 """The best layout over several meshes, choices of remat and numbers of microbatches.
 
-A combination of these is solved only if it may win.
+A combination of these is solved only if its lower bound does not already rule it out.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Space:
     """A part of the search space: one mesh, and in training one choice of remat.
 
     Attributes:
-        phase: a function that makes the problem of this part.
-        several: a function that makes the range of numbers of microbatches above one, given the bytes that a device may
-            hold; None if the batch is not divided.
+        phase: a function without arguments that makes the problem of this part.
+        several: a function from the bytes that a device may hold to the range of numbers of microbatches above one;
+            None if the batch is not divided.
     """
 
     phase: Callable[[], PhaseProblem]
@@ -95,7 +95,7 @@ class SearchResult(Printed):
         return sheet
 
     def figure(self) -> Figure:
-        """Draw a bar for every mesh: the seconds of its cheapest layout, or a pale bar for a lower bound."""
+        """Draw a bar for every mesh: the seconds of its cheapest layout or, in a pale color, a lower bound on them."""
         from gspmd.figures.bars import Bar, bars_figure
 
         bars = []
@@ -149,7 +149,7 @@ class SearchResult(Printed):
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
-        """Return the search with a different one of its layouts as the answer, and the bound proved for that layout."""
+        """Return this result with another of its layouts as the answer, and with the bound proved for that layout."""
         bound = self.bound
         if best.microbatches > 1 and self.best.microbatches == 1:  # bounds of several are incomplete
             bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
@@ -212,7 +212,7 @@ def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) 
 
 
 class BestFirstSearch:
-    """The state of `find`."""
+    """The state of `find`: candidates and ranges so far, and the best answer among them."""
 
     def __init__(self, limit: float, tell: Tell):
         self.limit, self.tell = limit, tell
@@ -222,7 +222,7 @@ class BestFirstSearch:
         self._best: Candidate | None = None
 
     def gather(self, spaces: Iterable[Space]) -> None:
-        """Build the candidate of each space, with a lower bound: its cost without the limit on memory.
+        """Build the candidate of each space and solve it without the limit on memory, which gives a lower bound.
 
         Raises:
             LayoutError, PlanError: no space can be searched.
@@ -249,7 +249,7 @@ class BestFirstSearch:
             self._try(each)
 
     def divide(self, spaces: Iterable[Space]) -> None:
-        """Bound ranges of numbers of microbatches; halve those that may win until one number is left, and solve it."""
+        """Bound ranges of numbers of microbatches; halve those that may win until each has one number; solve these."""
         heap: list[tuple[float, int, int, int, Range]] = []
 
         def push(each: Range) -> None:
@@ -287,7 +287,7 @@ class BestFirstSearch:
             self._best = candidate
 
     def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
-        """Return whether a candidate is cheaper than the best, or as cheap and with fewer axes or microbatches."""
+        """Return whether a lower bound is below the best cost, or ties with it for fewer axes or microbatches."""
         if self._best is None:
             return True
         if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
@@ -297,11 +297,11 @@ class BestFirstSearch:
 
     @property
     def _to_beat(self) -> float:
-        """The seconds below which several microbatches are better than the best known answer."""
+        """The seconds that a layout with several microbatches must stay below to replace the best known answer."""
         return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
 
     def finding(self) -> SearchResult:
-        """Return the result.
+        """Return the result of the search.
 
         Raises:
             NoneFits: no layout fits on any mesh.
@@ -319,7 +319,7 @@ class BestFirstSearch:
         return SearchResult(best, answer, tuple(every), bound, several, tuple(self.ranges), refused=self.refused)
 
     def so_far(self) -> SearchResult | None:
-        """Return the best result so far, after an interrupt; None if nothing that fits is known."""
+        """Return the best result so far, after an interrupt, or None if no layout that fits is known."""
         every = sorted(self.candidates, key=_rank)
         known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
         one = min((each for each in known if each[2] == 1), default=None)
@@ -335,7 +335,7 @@ class BestFirstSearch:
 
 
 def _proved(candidate: Candidate, answer: Answer) -> float:
-    """Return a lower bound on the cost on a mesh, which may be below the priced seconds; infinite if none is known."""
+    """Return a lower bound on the cost of a candidate's layouts, less any overestimate; infinite if none fits."""
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
     # The mesh was left out because of its lower bound, or because nothing fits.
@@ -348,5 +348,5 @@ def _rank(candidate: Candidate) -> tuple[float, int, int]:
 
 
 def _order(candidate: Candidate) -> tuple[int, int]:
-    """Return the key by which candidates of the same cost are ordered."""
+    """Return the sort key that decides between candidates of equal cost: fewer axes, then fewer microbatches."""
     return candidate.axes, candidate.microbatches

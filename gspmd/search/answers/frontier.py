@@ -1,4 +1,4 @@
-"""Seconds against bytes: the cheapest layout for every limit on memory, approximated by a few searches."""
+"""Seconds against bytes: the cheapest layout for every limit on memory, sampled by a few searches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SEEN = 3.0
 
 @dataclass(frozen=True)
 class Point:
-    """A layout that is the cheapest for all limits from its own bytes to `limit`.
+    """A layout that is the cheapest for all memory limits from its own bytes to `limit`.
 
-    No layout within these limits costs less than `answer.bound`. Unless the search was stopped early, this bound is the
+    No layout within such a limit costs less than `answer.bound`. Unless the search was stopped early, this bound is the
     layout's own seconds, up to `TOLERANCE`.
     """
 
@@ -34,9 +34,9 @@ def frontier(
 ) -> list[Point]:
     """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
-    The limit of each search lies between the bytes of two known layouts, in the interval where the most is unknown.
-    Between the limit of one point and the bytes of the next, there may be layouts whose seconds lie between those of
-    the two points. The candidate's own answer, if it is known, is one of the points.
+    Each search takes a memory limit between the bytes of two known layouts, where the gap between them is largest.
+    Between the limit of one point and the bytes of the next there may be layouts whose seconds lie between those of the
+    two points. The candidate's own answer, if it is known, is one of the points.
 
     Returns:
         Points by ascending bytes, each cheaper than all points before it.
@@ -68,7 +68,7 @@ def _within(candidate: Candidate, limit: float) -> Point:
 
 
 def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
-    """Return the size of the unknown part between two points: the area of the rectangle between them, in logarithms."""
+    """Return the area of the rectangle between two points, in logarithms: unknown layouts may lie in it."""
     ratio = min(after.answer.bytes, largest) / before.limit
     slower = min(before.answer.seconds, slowest) / after.answer.seconds
     return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0

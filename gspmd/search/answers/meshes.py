@@ -1,4 +1,4 @@
-"""The meshes of a slice whose axes consist of whole torus axes, and all meshes of a number of devices."""
+"""The meshes of a TPU slice whose axes consist of whole torus axes, and all meshes of a number of devices."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
@@ -44,7 +44,7 @@ def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield the partitions of the torus axes into groups, each in order, sorted by their first axes."""
+    """Yield the partitions of the torus axes into groups; in each group the axes are in order, as are the groups."""
     if not sizes:
         yield []
         return

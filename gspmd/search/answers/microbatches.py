@@ -1,4 +1,4 @@
-"""Numbers of microbatches, bounded many at a time: one bound may exclude many numbers, without their tables."""
+"""Ranges of numbers of microbatches: one lower bound may rule out many numbers, without a cost table for each."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Range:
     """A range of numbers of microbatches on one mesh, with one choice of remat.
 
     Args:
-        phase: the problem that bounds all these numbers.
-        options: the options of its choices, as text.
-        counts: the numbers, ascending.
-        make: makes the problem of one number.
+        phase: the problem from which a bound for all these numbers is computed.
+        options: the layout lines that each option of each choice stands for.
+        counts: the numbers of microbatches, ascending.
+        make: a function from one number to its problem.
         limit: bytes that a device may hold.
 
     Attributes:
@@ -56,12 +56,12 @@ class Range:
 
     @cached_property
     def search(self) -> Search:
-        """The search of a relaxed problem: with any of these numbers, a layout costs and holds at least as much."""
+        """The search of a relaxed problem: its seconds and bytes are lower bounds for every number in the range."""
         return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Size of every dimension in one microbatch; in the whole batch while the number of microbatches is open."""
+        """Size of every dimension: in one microbatch if the range is a single number, otherwise in the whole batch."""
         return (self.make(*self.counts) if len(self.counts) == 1 else self.phase).case.sizes
 
     @cached_property
@@ -74,7 +74,7 @@ class Range:
 
     @cached_property
     def halves(self) -> list[Range | Candidate]:
-        """Return the lower and the upper half; for one number its candidate, or nothing if no picks are allowed."""
+        """The lower and the upper half of the range; for a single number its candidate, if any layout is possible."""
         if len(self.counts) == 1:
             try:
                 return [Candidate(self.make(*self.counts), self.limit)]
@@ -95,7 +95,7 @@ class Range:
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
-    """Return the candidate, from ranges too, with the layout that holds the fewest bytes; None if there is none."""
+    """Return the candidate, including those of the ranges, whose layouts need the least memory, if there is one."""
     heap: list[tuple[float, int, Candidate | Range]] = []
 
     def push(each: Candidate | Range) -> None:

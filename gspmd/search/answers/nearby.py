@@ -1,4 +1,4 @@
-"""Layouts that cost little more than the cheapest: one of them may run faster, by effects that are not priced."""
+"""Layouts that cost little more than the cheapest: costs that are not priced may make one of them faster."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ KINDS = 3
 
 
 def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
-    """Yield, for every tensor of the layers and each way to shard it, the cheapest layout that fits.
+    """Yield, for every tensor in the layers and every way to shard it, the cheapest such layout that fits.
 
     The cheapest layout of all is left out.
 
     Args:
         candidate: the mesh.
-        most: seconds; layouts that cost more are left out.
+        most: a limit in seconds; layouts that cost more are left out.
 
     Yields:
-        The choice and the answer; of several answers with the same seconds and bytes, only the first.
+        The name of the tensor's choice, and the answer. Of several answers with the same seconds and bytes, only the
+        first is yielded.
 
     Raises:
         NothingFits: no layout fits.
@@ -43,15 +44,15 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
 
 
 def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, Answer]]:
-    """Find, for every choice that has lines, the cheapest layout that changes only these lines.
+    """Find, for every choice that has lines, the cheapest layout that differs from a given one in these lines only.
 
     Args:
         candidate: the mesh.
         picks: the layout, which fits.
 
     Returns:
-        The choices with their cheapest layouts that fit, the cheapest first; gains of less than 0.05% of a step are
-        left out.
+        The name of each choice that improves the layout, with the cheapest layout that fits, the cheapest first. Gains
+        of less than 0.05% of a step are left out.
     """
     enough = with_picks(candidate, picks).seconds * (1 - NEAR)
     found = [
@@ -61,7 +62,7 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
 
 
 def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[str] = ()) -> Answer:
-    """Find the cheapest fitting layout with these options; the free choices and those without lines are not fixed.
+    """Find the cheapest fitting layout with these picks for all choices that have lines, except the free choices.
 
     Raises:
         NothingFits: no such layout fits.
@@ -71,7 +72,7 @@ def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[
 
 
 def in_ends(key: str) -> bool:
-    """Return whether a line, or a choice, belongs to a part that a step has once, outside the layers.
+    """Return whether a line, or a choice, belongs to the embedding or the output, which a step computes once.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -1,4 +1,4 @@
-"""The options of every choice as a layout writes them, and which options are equal up to the names of mesh axes."""
+"""The options of every choice as lines of a layout, and a test of equality up to the names of mesh axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Texts = Mapping[tuple[str, str], str]
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
-    """Return the text that an option gives to a line; by default that of the line that the section overrides."""
+    """Return the text of a line under an option; in an overriding section it may be the text that is overridden."""
     if (section, key) in texts or not section:
         return texts.get((section, key))
     text = texts.get(("", key))
@@ -22,7 +22,7 @@ def written(texts: Texts, section: str, key: str) -> str | None:
 
 
 def cached(text: str) -> str:
-    """Return the spec of the cache for keys with this spec.
+    """Return the spec of the cache of keys, given the spec of the keys.
 
     >>> cached("B_xLK_yD")
     'B_xTK_yD'
@@ -57,7 +57,7 @@ class Options:
         return {where: name for name, lines in self.lines.items() for where in lines}
 
     def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
-        """Find the options of a choice that give a line these specs: one spec, or both specs of a via."""
+        """Return the indices of a choice's options that give a line these specs: one spec, or both specs of a via."""
         where = name, section, key
         if where not in self._having:
             found: dict[tuple[Spec, ...], set[int]] = {}
@@ -68,16 +68,16 @@ class Options:
         return self._having[where].get(specs, frozenset())
 
     def alike(self, name: str, number: int) -> list[int]:
-        """Find the options equal to this one up to the order of axes on a dimension, or swaps of axes of one size.
+        """List the options equal to this one up to the order of a dimension's axes, or a swap of axes of the same size.
 
-        Such options differ only in relation to other tensors, so as the next best option they would not be a different
-        way to shard.
+        Such options differ only in relation to other tensors: in a list of next best options they would not show a
+        different way to shard.
         """
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]
 
     def kinds(self, name: str) -> list[list[int]]:
-        """Group the options of a choice by `alike`; no groups if the choice has no lines."""
+        """Group the options of a choice that are equal in the sense of `alike`; return no groups if it has no lines."""
         kinds: dict[tuple, list[int]] = {}
         for number, shape in enumerate(self._shapes[name]):
             kinds.setdefault(shape, []).append(number)
@@ -91,7 +91,7 @@ class Options:
         }
 
     def _shape(self, text: str) -> tuple:
-        """Return for each dimension the sizes of its mesh axes, in order."""
+        """Return, for each dimension of the specs in a text, the sorted sizes of its mesh axes."""
         mesh, shape = self.phase.case.mesh, []
         for spec in map(Spec.parse, text.split(", ")):
             shape.append(tuple(tuple(sorted(mesh[axis] for axis in axes)) for axes in (*spec.axes, spec.partial)))

@@ -1,4 +1,4 @@
-"""Layouts that people wrote, placed in a search's space, so that their costs can be compared term by term."""
+"""Layouts written by people, located among the layouts that a search considers, to compare their costs by term."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Where = tuple[str, str]
 
 @dataclass(frozen=True)
 class Placed:
-    """A layout on a mesh.
+    """A preset or a layout file as a point of the search on one mesh.
 
     Attributes:
         name: the name of the layout.
         candidate: the mesh.
         mesh: sizes of the layout's own mesh axes.
-        answer: the layout as an answer, with its cost; None if it is not in the space.
-        reason: why it is not in the space, or cannot be used.
+        answer: the layout as an answer, with its cost; None if the search does not consider this layout.
+        reason: why the search does not consider it, or why it cannot be used.
         usable: whether the sizes allow the layout on this mesh.
-        traced: seconds of the layout by `gspmd.trace`, if it is not in the space and was traced.
+        traced: seconds of the layout by `gspmd.trace`, if the search does not consider it and it was traced.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Placed:
 def placed_presets(
     candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str | Layout] | None = None
 ) -> list[Placed]:
-    """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
+    """Place every preset on its best mesh, with its best order of mesh axes: those that fit first, then by cost.
 
     Two presets that are the same layout both appear.
 
     Args:
         candidates: the meshes.
-        ranges: further numbers of microbatches, which are searched for presets that fit.
+        ranges: numbers of microbatches above one, which are tried for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
     # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
@@ -77,7 +77,7 @@ def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
 
 
 def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
-    """Return the best of the known placement and of the layout with all numbers of microbatches with which it fits."""
+    """Return the best placement: the known one, or the layout with any number of microbatches with which it fits."""
     heap: list[tuple[float, int, Range]] = []
     number = count()
 
@@ -98,26 +98,28 @@ def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Know
 
 
 def _enough(best: Placed) -> float:
-    """Return the seconds below which several microbatches are better than the known placement."""
+    """Return the seconds that a step in several microbatches must stay below to beat the known placement."""
     return to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
-    """Return a lower bound on a layout's cost over these numbers of microbatches; infinite if the layout does not fit.
-    See `Search.at_least`."""
+    """Return a lower bound on a layout's cost over a range of numbers of microbatches; infinite if it does not fit.
+
+    The bound is `Search.at_least`.
+    """
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if the mesh has fewer axes."""
+    """Yield every assignment of a layout's axes to those of the mesh: the sizes of its axes, and their order."""
     mesh = of.phase.case.mesh
     for names in permutations(layout.axes, len(mesh)):
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
 def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[Placed]:
-    """Yield the layout under every assignment of its mesh axes to those of the mesh."""
+    """Yield a `Placed` for every assignment of a layout's mesh axes to those of the candidate's mesh."""
     if len(layout.axes) < len(candidate.phase.case.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
     for own, names in _orders(candidate, layout):
@@ -133,14 +135,14 @@ def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[P
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can use the layout."""
+    """The reason why the search does not consider a layout or, if not `usable`, why no such mesh can use it."""
 
     reason: str
     usable: bool
 
 
 class _Known:
-    """The layouts read so far, which are the same for all choices of remat."""
+    """A cache of layouts read so far: what was read holds for all choices of remat."""
 
     def __init__(self) -> None:
         self._checked: dict[tuple, Layout | _Refused] = {}
@@ -149,7 +151,7 @@ class _Known:
     def asked(
         self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
     ) -> Mapping[str, Collection[int]] | _Refused:
-        """Return the options that a preset, with its axes in this order, excludes, or why it is outside the space."""
+        """Return the options that a preset, with its axes in this order, rules out, or why it is not considered."""
         case = of.phase.case
         checked = self._layout(layout, own, of.sizes)
         if isinstance(checked, _Refused):
@@ -183,18 +185,18 @@ def _short(error: LayoutError) -> str:
 
 
 def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
-    """Find the picks of a layout, with the best options for lines that it does not have.
+    """Find the cheapest answer with the lines of a layout; lines that the layout lacks are chosen freely.
 
-    Scales of norms, biases and token ids are not compared: they are small, and are sharded like the activations.
+    Scales of norms, biases and token ids are not compared: they are small, and sharded like the activations.
 
     Args:
-        candidate: the candidate with the space.
+        candidate: the mesh and its problem.
         search: the search of its problem.
-        layout: the layout, resolved.
+        layout: the layout, resolved for the mesh.
         renamed: mesh axis of the layout -> mesh axis of the candidate; all other axes of the layout have size 1.
 
     Raises:
-        LayoutError: a line is not in the space.
+        LayoutError: the search does not consider some line of the layout.
     """
     mesh = candidate.phase.case.mesh
     names = dict(zip(mesh, mesh)) if renamed is None else renamed
@@ -210,10 +212,10 @@ def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
 
 
 def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return the options that a layout excludes.
+    """Return, by choice, the options that disagree with a layout.
 
     Raises:
-        LayoutError: a line is not in the space.
+        LayoutError: the search does not consider some line of the layout.
     """
     mesh, parts = of.phase.case.mesh, of.phase.case.microbatches
     names = {own: axis for own, axis in names.items() if mesh[axis] > 1}
@@ -236,7 +238,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
-    """Describe the first line whose text no option has; or all lines, if each text occurs in some option."""
+    """Describe the first line whose text no option has or, if every text occurs in some option, all lines together."""
     alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
     odd = next(([where] for where in alone), list(wanted))
     return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)
@@ -245,7 +247,10 @@ def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tup
 def _wanted(
     layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
 ) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
-    """Yield these lines with the layout's specs, in the candidate's mesh axes; `loss` has the gradients of its step."""
+    """Yield section and key of each line, and the layout's specs for it in the candidate's mesh axes.
+
+    `loss` is the layout from which specs of gradients are read.
+    """
     for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
         text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
         if text and not _follows(key):
@@ -266,7 +271,7 @@ def _follows(key: str) -> bool:
 
 
 def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
-    """Return the specs in the candidate's mesh axes, without axes of size 1."""
+    """Parse specs, written in the axes of a layout, and return them in the candidate's axes, without axes of size 1."""
     return tuple(_renamed(Spec.parse(part), names) for part in text.split(", "))
 
 

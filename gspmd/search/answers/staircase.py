@@ -1,4 +1,4 @@
-"""The figure of seconds against bytes: the cheapest layout for every amount of memory, as a staircase of points."""
+"""The figure of seconds against bytes: the cheapest layout for every amount of memory, as a stepped line."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,7 +21,7 @@ def frontier_figure(front: Sequence[Point], beside: Sequence[tuple[str, Answer]]
 
     Args:
         front: the points of `frontier`.
-        beside: other layouts with their names; the layout named "found" stands out.
+        beside: other layouts with their names, drawn as marks; the one named "found" is emphasized.
         limit: bytes that a device may hold.
         where: the mesh, for the title.
 
@@ -71,7 +71,7 @@ def _dot(canvas: Canvas, x: float, y: float, name: str, held: float, took: float
 
 
 class _Scale:
-    """A map from values to positions on an axis, from 0 to 1 with room at both ends, and back."""
+    """An axis of the figure: maps values to positions from 0 to 1, with margins at both ends, and back."""
 
     def __init__(self, least: float, most: float, logarithmic: bool):
         self._log = logarithmic
@@ -83,6 +83,6 @@ class _Scale:
         return ((log(value) if self._log else value) - self._low) / self._span
 
     def at(self, share: float) -> float:
-        """Return the value at a position."""
+        """Return the value at a position from 0 to 1."""
         value = self._low + share * self._span
         return exp(value) if self._log else max(value, 0.0)

@@ -1,4 +1,4 @@
-"""One layout for all phases of serving: weights and cache are those best for decoding, and texts are read with them."""
+"""One layout for all phases of serving: weights and cache stay as is best for decoding, and prefill runs with them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gspmd.search.writing import block
 
 @dataclass(frozen=True)
 class Reading:
-    """The reading of texts with the weights and the cache of a layout for decoding.
+    """The best layout for reading texts (prefill or encoding) that stores weights and cache as decoding does.
 
     Attributes:
         candidate: the problem of reading, on the mesh of the layout.
-        answer: the cheapest layout with the same stored arrays.
+        answer: the cheapest layout that stores the same arrays in the same way.
         lines: its activations and vias, as key -> text.
-        tied: the lines without a tensor in the program, which are only sharded like other lines.
+        tied: lines whose tensors the program does not have; they only follow the sharding of other lines.
     """
 
     candidate: Candidate
@@ -32,7 +32,7 @@ class Reading:
     tied: frozenset[str] = frozenset()
 
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
-        """Return the lines of both readings; lines of tensors in this reading's program take precedence."""
+        """Merge the lines of another reading with these, which win if their tensors are in this reading's program."""
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 
@@ -43,17 +43,17 @@ def read_beside(
     limit: float,
     kept: Mapping[str, str] = MappingProxyType({}),
 ) -> Reading:
-    """Find how to read texts with the weights and the cache of a layout for decoding.
+    """Find the best layout for reading texts that stores weights and cache as a layout for decoding does.
 
     Args:
         phase: the problem of the reading phase, on the mesh of decoding.
         decode: the problem of decoding.
-        answer: the answer of decoding.
+        answer: the layout found for decoding.
         limit: bytes that a device may hold.
-        kept: activations that a different reading phase has decided, as key -> text.
+        kept: activations that another reading phase has already decided, as key -> text.
 
     Raises:
-        NoneFits: no layout that stores the same arrays fits.
+        NoneFits: no layout that stores these arrays in this way fits.
     """
     candidate = Candidate(phase, limit)
     wanted = {(line.section, line.key): line.text for line in decode.lines(answer.picks)}
@@ -76,7 +76,7 @@ def read_beside(
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
-    """Return whether a line is that of a weight or the cache; vectors are sharded like the tensors that they change."""
+    """Return whether a line is of a weight matrix or the cache; vectors follow the tensors that they modify."""
     section, key = at
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
@@ -88,7 +88,7 @@ def activations(phase: PhaseProblem, answer: Answer) -> dict[str, str]:
 
 
 def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Return an overriding section as TOML, to be added to a layout's file; empty if the file needs no lines.
+    """Return an overriding section as TOML, to append to a layout's file, or an empty text if nothing differs.
 
     Args:
         name: the name of the section.

@@ -1,4 +1,4 @@
-"""The cost of a different spec for one line of a layout, with the best choice of all other lines for it."""
+"""The cost of giving one line of a layout a different spec, if all other lines are then chosen anew."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Why:
-    """The best answer with one line given, compared with the best answer of all.
+    """The best layout with one line given, compared with the best layout of all.
 
     Attributes:
-        key, text: the given line.
+        key, text: the given line: its key, and its spec or via.
         candidate: the mesh.
-        best: the best answer.
-        answer: the best answer with this line; if `over` is not 0, the best without a limit on memory.
+        best: the best layout of all.
+        answer: the best layout with this line; if `over` is not 0, the best without a limit on memory.
         over: the bytes by which every layout with this line exceeds the limit; 0 if some layout fits.
     """
 
@@ -41,7 +41,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """The terms that differ: name, seconds in `best` and in `answer`; the greatest change first."""
+        """The terms of the cost that differ: name, seconds in `best` and in `answer`, ordered by size of the change."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
@@ -49,23 +49,23 @@ class Why:
 
     @property
     def lines(self) -> list[tuple[str, str, str]]:
-        """The lines that differ: key, text in `best` and in `answer`; empty if an answer lacks the line."""
+        """The lines that differ: key, text in `best`, text in `answer`; a text is empty if there is no such line."""
         ours, theirs = (self.candidate.phase.written(answer.picks) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
 
 
 def why(candidate: Candidate, key: str, text: str) -> Why:
-    """Find the best answer with one line given, and compare it with the best answer of all.
+    """Find the best layout with one line given, and compare it with the best layout of all.
 
     Args:
-        candidate: the mesh, solved.
-        key: such as `ffn.w_in` or `optimizer.ffn.w_in`.
+        candidate: the mesh, whose problem has been solved.
+        key: the key of the line, such as `ffn.w_in` or `optimizer.ffn.w_in`.
         text: its spec; for a via, both specs.
 
     Raises:
-        LayoutError: the line does not exist, or the text is not one of its options; the message names the fault and the
-            options.
+        LayoutError: the line does not exist, or the text is not one of its options. The message names the fault and
+            lists the options.
     """
     options, best = candidate.options, candidate.solve()
     section, name = _line(candidate, key)
@@ -86,7 +86,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
 
 
 def _line(candidate: Candidate, key: str) -> tuple[str, str]:
-    """Return section and key of a line.
+    """Return the section and the key of a line.
 
     Raises:
         LayoutError: the search has no such line.
@@ -114,7 +114,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """Return a message with every fault of a text that is not an option, and the possible options."""
+    """Return a message that lists every fault of a text that is not an option, and the possible options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
     fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not fit the other lines of this part"
     distinct = list(dict.fromkeys(texts))
@@ -137,7 +137,7 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
 
 
 def _alike(option: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> int:
-    """Return the number of mesh axes that shard the dimension that was asked for."""
+    """Return how many of the wanted mesh axes shard the same dimension in this option."""
     return sum(
         spec.dims == other.dims and axis in other.axes_of(dim)
         for spec, other in zip(option, wanted)

@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written last, and compared with what is on disk before anything is read.
 
 The first line of the file `checksums` is the SHA-256 of all other lines, and these are `SHA256 BYTES PATH`, one for
-every other file. So a flipped byte in any file, this one included, is noticed. Orbax writes no such checksums:
-TensorStore's format has CRCs of its indices, but not of the arrays.
+every other file. So a flipped byte in any file, this one included, is noticed. Orbax writes no such checksums, and
+TensorStore's format has CRCs for its indices, but not for the arrays.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ def write(folder: Path) -> None:
 
 
 def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
-    """Describe the first file of a checkpoint that differs from what was saved; None if there is none.
+    """Describe the first file of a checkpoint that differs from what was saved; return None if no file differs.
 
     Args:
         folder: the checkpoint.
-        process: the number of this process; each reads the contents of its share of the files.
+        process: the index of this process; each process reads the contents of its share of the files.
         processes: number of processes.
 
     Example:

@@ -1,4 +1,4 @@
-"""Saves of a run: in the background, complete or absent, the newest ones kept."""
+"""The checkpoints of a run: saved in the background, each complete or absent; only the newest are kept."""
 
 import errno
 import os
@@ -23,24 +23,24 @@ from gspmd.training.checkpoints import checksums, restore, saved
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
-# Endings of folders that are not checkpoints: half written, half removed, or newer than the resumed one.
+# Endings of folders that are no checkpoints: half written, half removed, or newer than the step resumed from.
 _PARTIAL, _ASIDE = ".partial", ".aside"
 
-# Python's message for an array that orbax has not begun to write.
+# Python's warning about an array whose write orbax has not begun.
 _NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
 
 class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
-    A save is written to a temporary folder, given checksums, and renamed. So if the process is killed during a save,
-    earlier checkpoints are unchanged, and nothing is left that could be mistaken for a checkpoint. As a context
-    manager, it waits at the end for the save in progress.
+    A save is written to a temporary folder, given checksums, and then renamed. So if the process is killed during a
+    save, earlier checkpoints are unchanged, and nothing is left that could be mistaken for a checkpoint. As a context
+    manager, it waits at its end for the save in progress.
 
     Args:
         out: the run's folder.
-        keep: number of the newest checkpoints to keep.
-        tell: called with a line for every complete save, by `check`, `wait` and the next `save`.
+        keep: number of checkpoints to keep, the newest ones.
+        tell: a function that gets a line for every complete save, from `check`, `wait` or the next `save`.
     """
 
     def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):
@@ -60,11 +60,11 @@ class Checkpoints:
         self._steps = set(saved.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
-        """Save the state and the position of the data iterator, in the background, once the previous save is complete.
+        """Save the state and the position of the data iterator in the background; first wait for the previous save.
 
         Args:
             state: the state after a step, whose number names the checkpoint.
-            data: the position, and everything else that the run needs to go on, as JSON values.
+            data: the position, and everything else that a resumed run needs, as JSON values.
 
         Raises:
             OSError: this or the previous save could not be written.
@@ -85,13 +85,13 @@ class Checkpoints:
         self._saving = self._thread.submit(self._complete, step, folder, began)
 
     def check(self) -> None:
-        """Raise OSError if a save has failed or the folder is missing, without waiting for a save in progress."""
+        """Raise OSError if a save has failed or the folder is gone, without waiting for a save in progress."""
         self._check_there()
         if self._saving is not None and self._saving.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in progress is complete. Raises OSError if it could not be written."""
+        """Wait until the save in progress is complete, or raise OSError if it could not be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             self._tell(saving.result())
@@ -102,9 +102,9 @@ class Checkpoints:
         """Restore a state, sharded like `like`, and the data that was saved with it.
 
         Args:
-            like: a state of the model, possibly abstract, on any mesh.
-            step: the step of the checkpoint; None for the newest that is intact.
-            tell: called with a line for every newer checkpoint that is damaged.
+            like: a state of the same model, abstract or not, on any mesh.
+            step: the step of the checkpoint, or None for the newest intact one.
+            tell: a function that gets a line for every newer checkpoint that is damaged.
 
         Raises:
             ConfigError: there is no checkpoint, it cannot be read, or it is from a model of different sizes.
@@ -113,7 +113,7 @@ class Checkpoints:
         return restore.read_state(self._out, self.intact(step, tell), like)
 
     def intact(self, step: int | None = None, tell: Callable[[str], None] = print) -> int:
-        """Return the step whose checkpoint `restore` would read, with the same arguments and errors."""
+        """Return the step of the checkpoint that `restore` would read; arguments and errors are the same."""
         self.wait()
         if step is None:
             step = restore.newest_intact(self._out, tell)
@@ -127,7 +127,7 @@ class Checkpoints:
         return restore.read_data(self._out, step)
 
     def continue_from(self, step: int) -> None:
-        """Rename checkpoints newer than a step to `<step>.aside`; the next save removes them."""
+        """Rename checkpoints newer than a step to `<step>.aside`, for the next save to remove."""
         newer = {other for other in self._steps if other > step}
         self._steps -= newer
         for other in newer if self._primary else ():
@@ -167,7 +167,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Remove the files of a save that fails, and report the operating system's reason."""
+        """On failure of a save inside the block, remove its files and report the operating system's reason."""
         try:
             yield
         except Exception as error:
@@ -184,10 +184,9 @@ class Checkpoints:
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
     def _check_there(self) -> None:
-        """Raise OSError if the folder was deleted or replaced: orbax would recreate it, without its earlier contents.
+        """Raise OSError if the folder was deleted or replaced; orbax would silently create a new one.
 
-        The files with the run's figures are in the same folder, and data written to a deleted file is lost without an
-        error.
+        The run's metrics files are in the same folder, and data written to a deleted file is lost without an error.
         """
         if _identity(self._folder) != self._identity:
             reason = f"its folder {self._folder.name} was deleted or replaced while the run went on"
@@ -199,7 +198,7 @@ class Checkpoints:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity that changes if a new folder takes the place of the old one; None if there is no folder."""
+    """Return what identifies a folder on disk, even if another takes its path; None if there is no folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -208,11 +207,11 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _silence_unfinished_writes() -> None:
-    """Hide the errors of arrays that have not been written yet when the write of another array fails.
+    """Hide errors about arrays not yet written when the write of another array has failed.
 
-    Orbax has closed its event loop when the write fails. The array writer reports to the closed loop, in a thread where
-    nothing can catch the error; a write that has not begun is a coroutine never awaited, about which Python warns on
-    collection.
+    Orbax closes its event loop when the write fails. The array writer then reports to the closed loop, in a thread
+    where nothing can catch the error; and Python warns about writes that have not begun, which are coroutines never
+    awaited.
     """
     warnings.filterwarnings("ignore", message=_NOT_BEGUN, category=RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _show_unless_unfinished:

@@ -1,4 +1,4 @@
-"""Find the newest intact checkpoint of a run, and read it onto any mesh and layout."""
+"""Finding the newest intact checkpoint of a run, and reading it onto any mesh and layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -15,17 +15,17 @@ from gspmd.training.checkpoints.saved import ANEW, check_step, folder_of, saved_
 from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
-# The most arrays of an optimizer that a message names.
+# Largest number of optimizer arrays that a message names.
 _SHOWN = 3
 
 
 def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "cannot resume:") -> int:
-    """Return the step of the newest checkpoint whose files are as they were saved.
+    """Return the step of the newest checkpoint whose files match their checksums.
 
     Args:
         out: the run's folder, which is only read.
-        tell: called with one line for each newer checkpoint, which names what is damaged.
-        doing: the beginning of an error message.
+        tell: a function that gets a line for each newer checkpoint, with the damaged file.
+        doing: the first words of the error message.
 
     Raises:
         ConfigError: there is no checkpoint, or none is intact.
@@ -46,7 +46,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
 
 
 def check_intact(out: str | Path, step: int) -> None:
-    """Refuse a checkpoint whose files are not as they were saved.
+    """Raise an error if a checkpoint is missing, or its files do not match their checksums.
 
     Raises:
         ConfigError: the step has no checkpoint, or a damaged one.
@@ -63,7 +63,7 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     """Read a state, sharded like `like`, and the data that was saved with it, from an intact checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is from a model or an optimizer of a different form.
+        ConfigError: the checkpoint was saved by a model or an optimizer with other arrays.
     """
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
@@ -96,8 +96,8 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
 
     Args:
         out: the run's folder, which is only read.
-        step: the step of the checkpoint, such as `newest_intact` returns.
-        like: maps a path to an array or `jax.ShapeDtypeStruct` with its sharding.
+        step: the step of an intact checkpoint, for example from `newest_intact`.
+        like: path -> array, or `jax.ShapeDtypeStruct` with its sharding.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or is from a model of different sizes.
@@ -118,7 +118,7 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
-    """Return the parts of a state by name, as they are saved."""
+    """Return the parts of a state by name, in the form in which they are saved."""
     return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
@@ -129,7 +129,7 @@ def shapes_of(tree: Any) -> dict[str, list[int]]:
 
 
 def _fault_of(folder: Path) -> str | None:
-    """Return the fault of a checkpoint, if any, the same in all processes; each of them reads a share of the files."""
+    """Return the fault of a checkpoint, or None, the same in all processes; each process reads a share of the files."""
     own = checksums.fault_of(folder, processes.index(), processes.count())
     # The answers are not exchanged over devices: one process may finish long before another, and Gloo does not wait.
     damages = processes.gathered(own or "")
@@ -143,7 +143,7 @@ def _fault_of(folder: Path) -> str | None:
 
 
 def _fault_of_name(folder: Path) -> str | None:
-    """Return a fault if the folder of an intact checkpoint is not named after its step, otherwise None."""
+    """Return a fault if the folder of an intact checkpoint is not named after its step, and None otherwise."""
     step = _read_run(folder).get("step")
     return None if step is None or step == int(folder.name) else _misnamed(step)
 
@@ -153,7 +153,7 @@ def _misnamed(step: int) -> str:
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    """Return the data that was saved with the state; raise ConfigError if it was not written by a run."""
+    """Return the data that was saved with the state; raise ConfigError if no training run wrote it."""
     try:
         run = read_json(folder / "run" / "metadata")
     except ReadError as error:

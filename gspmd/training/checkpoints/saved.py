@@ -1,4 +1,4 @@
-"""The steps of a run that have a checkpoint, from the names of folders: nothing is read, and JAX is not needed."""
+"""The checkpointed steps of a run, from the names of folders, without reading files or importing JAX."""
 
 import os
 import re
@@ -12,14 +12,14 @@ _FOLDER = "checkpoints"
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
-    """Return the folder of a run's checkpoints, or of one of them."""
+    """Return the folder with all checkpoints of a run, or that of the checkpoint of one step."""
     # Like Path.resolve, which has an error of its own for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
 
 
 def saved_steps(out: str | Path) -> list[int]:
-    """Return the steps of a run's checkpoints in ascending order, from folder names; damaged ones are included."""
+    """Return the steps with a checkpoint, ascending, from the names of folders; damaged ones are included."""
     folder = folder_of(out)
     if not os.path.isdir(folder):  # Raises no error for a name that no file can have.
         return []
@@ -28,15 +28,15 @@ def saved_steps(out: str | Path) -> list[int]:
 
 
 def newest(out: str | Path) -> int | None:
-    """Return the step of the newest complete checkpoint of a run, or None, from folder names."""
+    """Return the step of a run's newest checkpoint from the names of folders, or None."""
     return max(saved_steps(out), default=None)
 
 
 def check_step(out: str | Path, step: int) -> None:
-    """Refuse a step without a checkpoint.
+    """Raise an error if a step has no checkpoint.
 
     Raises:
-        ConfigError: the step has no checkpoint; lists the steps that have one.
+        ConfigError: the step has no checkpoint; the message lists the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
         fault = f"there is no checkpoint of this step under {str(folder_of(out))!r}."

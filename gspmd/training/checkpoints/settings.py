@@ -1,4 +1,4 @@
-"""The settings of a run, saved with a checksum in its folder, so that the run can be resumed by naming the folder."""
+"""The settings of a run, saved in its folder with a checksum, so that naming the folder is enough to resume it."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings that a resumed run needs, with absolute paths, and without settings of a single start."""
+    """Return the settings that a resumed run needs, with absolute paths; those that hold for one start are left out."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):
@@ -37,7 +37,7 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
 
     Args:
         out: the run's folder.
-        doing: the beginning of the message, which names what needs the settings.
+        doing: the first words of the error message, which say what needs the settings.
 
     Raises:
         ConfigError: the folder holds no run, or its settings were changed after the run wrote them.

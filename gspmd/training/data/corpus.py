@@ -1,4 +1,4 @@
-"""A corpus: the tokens of texts, a part of them held out, batched by grain."""
+"""A corpus: the tokens of texts, with a part of them held out for validation, batched by grain."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -25,10 +25,10 @@ class Batches(Protocol):
     def __next__(self) -> Any: ...
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position of the iterator."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Set the position of the iterator."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,16 @@ class Corpus:
         name: a description of its source.
         train: the tokens of the training texts, joined, [N].
         validation: the tokens of the held-out texts, joined, [N].
-        files: number of texts in each part; a file that is split near its end is in both.
-        gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each compressed by itself.
-        vocabulary: number of ids that tokens can have.
-        bytes_per_token: bytes of the held-out texts for each of their tokens; the separator of two texts counts as one
-            byte.
-        tokenizer: digest of the tokenizer; empty if tokens are bytes.
+        files: number of texts in each part; a file that is cut near its end counts in both.
+        gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each text compressed by itself.
+        vocabulary: size of the vocabulary: the number of ids that tokens can have.
+        bytes_per_token: bytes of held-out text per held-out token, counting the separator of two texts as one byte.
+        tokenizer: a hash that identifies the tokenizer; empty if tokens are bytes.
         unit: the kind of text, "file" or "record".
-        digest: the hash that `identity` returns, if it is known.
-        objective: makes rows of the texts; None for windows of the joined texts.
-        starts: for both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
-            objective needs them.
+        digest: the hash that `identity` returns, if it is already known.
+        objective: the objective that makes rows of the texts; None for windows of the joined texts.
+        starts: for both parts, the index of each text's first token, followed by the end of the last text, [texts + 1];
+            None if the objective does not need them.
     """
 
     name: str
@@ -66,14 +65,14 @@ class Corpus:
     starts: tuple[np.ndarray | Tokens, np.ndarray | Tokens] | tuple[None, None] = (None, None)
 
     def describe(self) -> str:
-        """Return one line: source, size and number of texts of both parts."""
+        """Return a line with the source, and the size and number of texts of both parts."""
         sizes = [f"{len(part):,} tokens" if self.tokenizer else amount_of_bytes(len(part)) for part in self._parts]
         train, held_out = (f"{size} in {count_of(count, self.unit)}" for size, count in zip(sizes, self.files))
         ratio = f", {self.bytes_per_token:.2f} bytes per token" if self.tokenizer else ""
         return f"{self.name}: {train}, and {held_out} held out{ratio}"
 
     def identity(self) -> str:
-        """Return a hash of the tokens and of their split."""
+        """Return a hash of the tokens and of their split into parts."""
         kept = (part for part in (*self._parts, *self.starts) if part is not None)
         parts = (hashlib.sha256(np.asarray(part).tobytes()).hexdigest() for part in kept)
         return self.digest or digest_of(*parts)
@@ -81,18 +80,18 @@ class Corpus:
     def batches(self, batch: int, length: int, seed: int, process: int = 0, processes: int = 1) -> Batches:
         """Return an endless iterator over training batches, [B / processes, L+1], reshuffled every epoch.
 
-        Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; the
-        rest after the last whole window is dropped. With an objective, a batch is a dictionary of int32 arrays (see
-        `gspmd.training.data.objectives`), and spans and splits are drawn again in every epoch. A batch may span two
+        Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; tokens
+        after the last whole window are dropped. With an objective, a batch is a dictionary of int32 arrays (see
+        `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
         epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
         checkpoints. It does not depend on the number of processes.
 
         Args:
-            batch: sequences of a batch, of all processes together.
-            length: tokens that a sequence predicts.
-            seed: seed of the order, and of spans and splits.
-            process: which rows to read: 0 for the first batch / processes rows, 1 for the next, and so on.
-            processes: the number of processes that read the rows of a batch.
+            batch: number of sequences in a batch, over all processes.
+            length: number of tokens that a sequence predicts.
+            seed: seed of the order of sequences, and of random spans and splits.
+            process: the index of this process, which reads its share of every batch: batch / processes rows.
+            processes: the number of processes that share a batch.
 
         Raises:
             ConfigError: `processes` does not divide the batch.
@@ -115,7 +114,7 @@ class Corpus:
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
-        """Return the number of batches in the held-out part, or `limit` if that is smaller and not 0."""
+        """Return the number of batches in the held-out part, but at most `limit` if that is not 0."""
         sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
@@ -125,14 +124,14 @@ class Corpus:
     ) -> Iterator[Batch]:
         """Yield the held-out part as full batches, [B / processes, L+1].
 
-        Without a limit every token except the first is predicted. Sequences overlap as needed to fill all batches; the
-        tokens of an overlap count twice. With an objective every row appears once, and the last batch is filled with
+        Without a limit every token except the first is predicted. Sequences overlap as needed to fill all batches, and
+        tokens in an overlap count twice. With an objective every row appears once, and the last batch is filled up with
         rows of padding; spans and splits are the same in every validation.
 
         Args:
-            batch: sequences of a batch, of all processes together.
-            length: tokens that a sequence predicts.
-            limit: the largest number of batches, whose sequences are spread evenly over the part; 0 for all.
+            batch: number of sequences in a batch, over all processes.
+            length: number of tokens that a sequence predicts.
+            limit: the largest number of batches, whose sequences are spread evenly over the held-out part; 0 for all.
             process, processes: see `batches`.
         """
         mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
@@ -151,7 +150,7 @@ class Corpus:
             yield {name: np.stack([row[name] for row in made]) for name in padding}
 
     def training_rows(self, length: int, most: int) -> int:
-        """Return the number of different training rows of a corpus with an objective, at most `most`."""
+        """Return the number of distinct training rows if the corpus has an objective, at most `most`."""
         assert self.objective is not None
         examples = self.objective.examples(Part(self.train, self.starts[0]), length)
         return count_rows(examples, most) if isinstance(examples, Items) else min(len(examples), most)
@@ -167,7 +166,7 @@ class Corpus:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens, such as those of prompts, are read but not predicted: they are stored as `~t` < 0."""
+        """Whether some tokens, such as those of prompts, are read but not predicted, and stored as `~t`, below 0."""
         return self.train.dtype.kind == "i"
 
     @property
@@ -184,7 +183,7 @@ class Corpus:
 
     @cached_property
     def _held_out(self) -> dict[int, Rows]:
-        """The held-out rows by their length; they are packed only once, not for every validation."""
+        """A cache of the held-out rows by their length, so that they are packed only once."""
         return {}
 
     @property
@@ -193,12 +192,12 @@ class Corpus:
 
 
 def digest_of(*parts: str) -> str:
-    """Return the identity of a corpus from the SHA-256 of its parts."""
+    """Return a short hash of a corpus, given the SHA-256 hashes of its parts."""
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def rows_of(batch: int, process: int, processes: int) -> range:
-    """Return the rows of a batch that a process reads.
+    """Return the indices of the rows of a batch that a process reads.
 
     >>> rows_of(8, 1, 4)
     range(2, 4)
@@ -211,10 +210,10 @@ def rows_of(batch: int, process: int, processes: int) -> range:
 
 
 def check_size(corpus: Corpus, batch: int, length: int) -> None:
-    """Refuse text that is too short for one training batch or one held-out sequence.
+    """Raise an error if a text is too short for one training batch or one held-out sequence.
 
     Raises:
-        ConfigError: the text is too short; the message has the length of the text, and the length that is needed.
+        ConfigError: the text is too short; the message states its length and the length that is needed.
     """
     faults, unit = [], "tokens" if corpus.tokenizer else "bytes"
     if corpus.objective is not None:
@@ -237,14 +236,14 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
 
 
 def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
-    """Return the settings that determine the order of training batches, for `check_stream`."""
+    """Return the settings that determine the sequence of training batches, to be compared by `check_stream`."""
     wanted = {"text": corpus.identity(), "batch": config.batch, "length": config.length, "seed": config.seed}
     wanted |= corpus.objective.identity() if corpus.objective else {}
     return wanted | ({"tokenizer": corpus.tokenizer} if corpus.tokenizer else {})
 
 
 def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse to resume a run if its batches would differ from those before.
+    """Raise an error if a resumed run would see other batches than the run before.
 
     Raises:
         ConfigError: the batches would differ; the message names every setting that differs.
@@ -260,7 +259,7 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 class _Windows:
-    """Sequences of length + 1 tokens, each starting with the last token of its predecessor."""
+    """Sequences of length + 1 tokens, each of which starts with the last token of the one before."""
 
     def __init__(self, tokens: np.ndarray | Tokens, length: int):
         self._tokens, self._length = tokens, length

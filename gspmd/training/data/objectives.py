@@ -1,9 +1,9 @@
-"""Training objectives whose rows are not windows of text: packed documents, span corruption, prefixes and pairs.
+"""Training objectives other than windows of text: packed documents, span corruption, prefixes and pairs.
 
-A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1], for an
-encoder–decoder also `source` [T] and `source_segments` [T]; `tokens` is then the row of the decoder. Segments number
-the documents of a row, from 1; padding, which comes last, has 0. Source segment s belongs to target segment s. A
-token is predicted from the previous one if both are in one segment.
+A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1]; for an
+encoder–decoder `tokens` is the row of the decoder, and there are also `source` [T] and `source_segments` [T]. Segments
+number the documents of a row from 1; padding, which comes last, has segment 0. Source segment s belongs to target
+segment s. A token is predicted from the one before if both are in the same segment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,21 +20,21 @@ from gspmd.training.toml import ConfigError
 
 
 class Rows(Protocol):
-    """Training rows, by index."""
+    """Training rows, accessed by index."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int, random: np.random.Generator) -> Row:
-        """Return a row, whose random choices are drawn from `random`."""
+        """Return a row, drawing its random choices from `random`."""
 
 
 class Objective(Protocol):
-    """An objective, which makes training rows of a part of a corpus.
+    """A training objective: it makes rows from a part of a corpus.
 
     Attributes:
-        borders: whether the borders of texts are kept.
-        paired: whether texts form pairs.
-        predicts_texts: whether whole texts, or whole targets, are predicted, not only spans of them.
+        borders: whether it needs to know where texts begin and end.
+        paired: whether texts form pairs of a source and a target.
+        predicts_texts: whether it predicts all of a text, or of a target, and not only spans.
     """
 
     borders: ClassVar[bool]
@@ -42,23 +42,23 @@ class Objective(Protocol):
     predicts_texts: ClassVar[bool]
 
     def examples(self, part: "Part", length: int) -> Rows | Items:
-        """Return the rows of a part of the corpus, or the items that are packed into rows."""
+        """Return the rows of a part of the corpus, or items to be packed into rows."""
 
     def text_share(self, length: int) -> float:
-        """Return the mean share of the predicted tokens that come from texts; sentinels and ends stand for no bytes."""
+        """Return the mean fraction of predicted tokens that are text; sentinels and end tokens stand for no bytes."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the rows; they must not change when a run is resumed."""
+        """Return the settings that determine the rows, which a resumed run must not change."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a corpus.
+    """The training part or the held-out part of a corpus.
 
     Attributes:
         tokens: the tokens of its texts, joined, [N].
-        starts: the index of each text's first token, and the end of the last text, [texts + 1]; a source and its target
-            are two texts. None if borders are not kept.
+        starts: the index of each text's first token, followed by the end of the last text, [texts + 1]; a source and
+            its target are two texts. None if the objective does not need them.
     """
 
     tokens: np.ndarray | Tokens
@@ -67,9 +67,9 @@ class Part:
 
 @dataclass(frozen=True)
 class PackedText:
-    """Next-token prediction, with documents packed into rows.
+    """Next-token prediction on documents, several of which are packed into a row.
 
-    A document longer than a row is cut into pieces; each piece begins with the last token of the previous one.
+    A document longer than a row is cut into pieces; each piece begins with the last token of the one before.
     """
 
     borders: ClassVar[bool] = True
@@ -88,14 +88,14 @@ class PackedText:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Span corruption: the source is a window of text in which sentinels replace spans; the target has the spans.
+    """Span corruption (T5): the source is a window of text with sentinels in place of spans; the target has the spans.
 
     Attributes:
-        source_length: tokens of a source, which determines the window.
-        start: the token before a target.
-        end: the token after a source and after a target.
-        sentinel: the first sentinel; the next one has the id below it.
-        noise_density: share of the window's tokens that are noise.
+        source_length: number of tokens of a source, which determines the size of the window.
+        start: the token that is put before a target.
+        end: the token that is put after a source and after a target.
+        sentinel: the id of the first sentinel; each further one has the id below the last.
+        noise_density: the fraction of a window's tokens that belong to spans.
         mean_span: mean number of tokens of a span.
     """
 
@@ -111,12 +111,12 @@ class SpanCorruption:
 
     @property
     def noise(self) -> SpanNoise:
-        """The distribution of the spans."""
+        """The random distribution of spans."""
         return SpanNoise(self.noise_density, self.mean_span)
 
     @property
     def window(self) -> int:
-        """The tokens of text that fill a source."""
+        """The number of tokens of text whose corruption fills a source."""
         return self.noise.window(self.source_length)
 
     def examples(self, part: Part, length: int) -> Rows:
@@ -137,9 +137,9 @@ class Prefix:
     """Prefix language modeling: a window of text is split at a random token into source and target.
 
     Attributes:
-        source_length: tokens of a source.
-        start: the token before a target.
-        end: the token after a source and after a target.
+        source_length: number of tokens of a source.
+        start: the token that is put before a target.
+        end: the token that is put after a source and after a target.
     """
 
     borders: ClassVar[bool] = False
@@ -165,7 +165,7 @@ class Prefix:
         return {"objective": "prefix", **asdict(self)}
 
     def _window(self, length: int) -> int:
-        """Return the size of the largest window whose two parts fit into source and target, wherever it is split."""
+        """Return the size of the largest window whose parts fit into source and target wherever it is split."""
         return min(self.source_length, length)
 
 
@@ -174,9 +174,9 @@ class Pairs:
     """Pairs of a source and a target, such as a text and its translation.
 
     Attributes:
-        source_length: tokens of a source.
-        start: the token before a target.
-        end: the token after a source and after a target.
+        source_length: number of tokens of a source.
+        start: the token that is put before a target.
+        end: the token that is put after a source and after a target.
         pack: whether several pairs share a row.
     """
 
@@ -200,16 +200,16 @@ class Pairs:
 
 
 def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None) -> Objective | None:
-    """Return the objective of a run; None for windows of next-token prediction.
+    """Return the objective of a run, or None for next-token prediction on windows of text.
 
     Sentinels are the tokenizer's `<extra_id_0>`, `<extra_id_1>`, ... if it has them, and otherwise the last ids of the
-    vocabulary, counted down. A byte is its own id, and 256 ends a source or a target.
+    vocabulary, counted down. If tokens are bytes, a byte is its own id, and 256 ends a source or a target.
 
     Args:
-        config: a `TrainingConfig`.
-        vocabulary: the vocabulary of the model.
-        start: the model's start token.
-        tokenizer: see `load`; None if tokens are bytes.
+        config: the `TrainingConfig` of the run.
+        vocabulary: the vocabulary size of the model.
+        start: the model's start token, which is put before a target.
+        tokenizer: the tokenizer, as for `load`; None if tokens are bytes.
 
     Raises:
         ConfigError: the vocabulary has no room for these tokens, a row has no room for a target, or the tokenizer adds
@@ -252,10 +252,10 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
 
 
 def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
-    """Return a tokenizer's first sentinel; None if it has no sentinels.
+    """Return the id of a tokenizer's first sentinel, or None if it has no sentinels.
 
     Raises:
-        ConfigError: it has fewer sentinels than a window has spans.
+        ConfigError: the tokenizer has fewer sentinels than a window has spans.
     """
     first = backend.token_to_id("<extra_id_0>")
     if first is None:
@@ -269,7 +269,7 @@ def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The rows of an encoder–decoder, each made from pairs of a source and a target."""
+    """Makes rows for an encoder–decoder from pairs of a source and a target."""
 
     source_length: int
     length: int
@@ -288,7 +288,7 @@ class _Sides:
 
 
 def _joined(texts: Iterable[Any], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row of texts, one after another, and their segments, both int32 [length], with zeros at the end."""
+    """Return a row of several texts and its segments, both int32 [length], padded with zeros at the end."""
     tokens, segments = np.zeros((2, length), np.int32)
     at = 0
     for number, text in enumerate(texts, 1):
@@ -298,7 +298,7 @@ def _joined(texts: Iterable[Any], length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Split:
-    """Windows of text, each split into a source and a target; the rest after the last whole window is dropped."""
+    """Windows of text, each split into source and target; tokens after the last whole window are dropped."""
 
     def __init__(self, tokens: np.ndarray | Tokens, window: int, split: Any, sides: _Sides):
         self._tokens, self._window, self._split, self._sides = tokens, window, split, sides
@@ -312,7 +312,7 @@ class _Split:
 
 
 class _Pieces:
-    """Documents, cut into pieces that fit into a row. A document of one token has no piece: nothing is predicted."""
+    """Documents cut into pieces that fit into a row; a document of one token has no piece, as it predicts nothing."""
 
     def __init__(self, part: Part, length: int):
         self._tokens, self._length, self.rooms = part.tokens, length, (length + 1,)
@@ -359,7 +359,7 @@ class _PairItems:
 
 
 class _Single:
-    """Rows with one item each."""
+    """Rows of one item each, without packing."""
 
     def __init__(self, items: Items):
         self._items = items

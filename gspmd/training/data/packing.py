@@ -1,4 +1,4 @@
-"""Packing: several documents, or pairs, share a row, by first-fit among a limited number of items."""
+"""Packing: several documents, or pairs, share a row, chosen by first-fit from a limited number of items."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-#: Number of items that are packed together: enough that the last rows, which are less full, hardly matter.
+#: Number of items packed together: so many that the last rows, which are less full, hardly matter.
 WINDOW = 4096
 
 Row = dict[str, np.ndarray]
@@ -14,27 +14,27 @@ Row = dict[str, np.ndarray]
 
 @runtime_checkable
 class Items(Protocol):
-    """Documents, or pairs, that are packed into rows."""
+    """Items to be packed into rows: documents, or pairs of a source and a target."""
 
     @property
     def rooms(self) -> Sequence[int]:
-        """The number of tokens that a row holds on each side."""
+        """The number of tokens that fit into a row, on each side (source and target of a pair are two sides)."""
 
     def __len__(self) -> int: ...
 
     def sizes(self, items: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of items on each side, [items, sides]."""
+        """Return the number of tokens of each item on each side, [items, sides]."""
 
     def row(self, items: np.ndarray) -> Row:
-        """Return a row of items, in their order."""
+        """Return a row that consists of these items, in this order."""
 
 
 def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
-    """Put each item into the first row with room for all its sides, and return the items of each row.
+    """Put each item into the first row that has room for all its sides; return the items of each row.
 
     Args:
-        sizes: tokens of the items on each side, [items, sides].
-        rooms: tokens that a row holds on each side, [sides].
+        sizes: number of tokens of each item on each side, [items, sides].
+        rooms: number of tokens that a row holds on each side, [sides].
 
     Raises:
         ValueError: an item is larger than a row.
@@ -61,7 +61,7 @@ def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
 
 
 def count_rows(items: Items, most: int) -> int:
-    """Return the number of rows that items make if they are packed in order, at most `most`."""
+    """Return the number of rows into which items are packed in order, at most `most`."""
     count = 0
     for rows in _in_order(items):
         count += len(rows)
@@ -71,7 +71,7 @@ def count_rows(items: Items, most: int) -> int:
 
 
 class PackedRows:
-    """Rows of items that are packed in their order."""
+    """Rows of items that are packed in the given order."""
 
     def __init__(self, items: Items):
         self._items = items
@@ -81,22 +81,22 @@ class PackedRows:
         return len(self._rows)
 
     def row(self, index: int, random: np.random.Generator) -> Row:
-        """Return a row; nothing in it is random."""
+        """Return a row; packing makes no random choices."""
         return self._items.row(self._rows[index])
 
 
 class PackedBatches(Iterator[Row]):
-    """Iterate endlessly over batches of packed rows, shuffled again in every epoch.
+    """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
 
-    The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled
-    again, since its last rows are less full. The seed gives every process the same rows, and each reads only the tokens
-    of its own rows.
+    The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled once
+    more, because its last rows are less full. The seed gives every process the same rows, of which it only reads the
+    tokens of its own.
 
     Args:
         items: the documents or pairs.
-        batch: rows of a batch, of all processes together.
-        mine: the rows of a batch that this process reads.
-        seed: seed of the order.
+        batch: number of rows in a batch, over all processes.
+        mine: the indices of the rows of a batch that this process reads.
+        seed: seed of the order of items and rows.
     """
 
     def __init__(self, items: Items, batch: int, mine: range, seed: int):
@@ -111,11 +111,11 @@ class PackedBatches(Iterator[Row]):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def get_state(self) -> dict[str, int]:
-        """Return the position: the windows used up in all epochs, and the rows used up in the current window."""
+        """Return the position: numbers of windows used up since the start, and of rows used up in the current one."""
         return {"window": self._window, "row": self._row}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Go to a position."""
+        """Set the position."""
         self._window, self._row = state["window"], state["row"]
         self._rows: list[np.ndarray] | None = None
 
@@ -131,7 +131,7 @@ class PackedBatches(Iterator[Row]):
         return found
 
     def _pack(self, window: int) -> list[np.ndarray]:
-        """Return the items of each row of a window."""
+        """Shuffle and pack the items of a window; return the items of each row."""
         epoch, at = divmod(window, self._windows)
         begin, end = at * WINDOW, min((at + 1) * WINDOW, len(self._items))
         chosen = np.array([self._order[epoch * len(self._items) + index] for index in range(begin, end)])
@@ -141,7 +141,7 @@ class PackedBatches(Iterator[Row]):
 
 
 def _in_order(items: Items) -> Iterator[list[np.ndarray]]:
-    """Yield, for each window, the items of its rows."""
+    """Yield, for each window of items in order, the items of each of its rows."""
     for begin in range(0, len(items), WINDOW):
         window = np.arange(begin, min(begin + WINDOW, len(items)))
         yield [window[row] for row in first_fit(items.sizes(window), items.rooms)]

@@ -1,4 +1,4 @@
-"""Prepare a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
+"""Preparation of a corpus: texts are hashed, read and checked, tokenized once to disk, and memory-mapped."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ from gspmd.training.data.split import HELD_OUT, TRAIN, Piece, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.toml import ConfigError
 
-#: Bytes of text that are encoded together: enough pieces for every core, and little memory.
+#: Bytes of text that are encoded together: enough pieces to keep every core busy, and little memory.
 BATCH = 1 << 20
-# Version of the stored tokens; raise it when the same texts would give other tokens.
+# Version of the stored tokens; raise it if the same texts would now give other tokens.
 _FORMAT = 1
-# The beginnings of texts, counted in tokens.
+# The positions, in tokens, at which texts begin.
 _STARTS = np.dtype("<i8")
 
 Stamp = tuple[int, int]
@@ -48,25 +48,26 @@ def load(
 ) -> Corpus:
     """Read the files that match the patterns, or the source of Python's standard library.
 
-    A file is one text, except that a file of JSON lines (.jsonl) or Parquet (.parquet) has a text in every record. .gz,
-    .bz2 and .xz are decompressed. Texts are read in pieces, and their tokens are written to a folder, from which later
-    runs map them into memory. The folder is found by a digest of the files, the tokenizer and the settings.
+    A file is one text, except that a file of JSON lines (.jsonl) or Parquet (.parquet) has one text per record. Files
+    ending in .gz, .bz2 and .xz are decompressed. Texts are read in pieces, and their tokens are written to a folder,
+    from which later runs map them into memory. The folder is found by a hash of the files, the tokenizer and the
+    settings.
 
-    The split depends on the contents of the files only, so it is the same on every machine. Copies of a file count
-    once, and copies of a record are in one part. Whole files are held out; if there are too few files, or one has most
-    of the text, every file is split near its end.
+    The split depends only on the contents of the files, so it is the same on every machine. Copies of a file count
+    once, and copies of a record are in the same part. Whole files are held out; but if there are too few files, or one
+    has most of the text, every file is cut near its end.
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: share of the bytes held out; if whole files are held out, they have between half and twice this share.
-        tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
-        field: field of a record with its text.
-        prompt: field of a record with its prompt. Its tokens come before the text, each as its complement `~t`: they
-            are read, but not predicted. Empty for records without a prompt.
-        source: field of a record with the source of a pair, whose target is in `field`.
-        objective: how rows are made of the texts; None for windows of the joined texts.
-        length: tokens that a row predicts; the target of a pair and its end must fit into them.
-        cache: folder for tokens; `$GSPMD_CACHE`, or ~/.cache/gspmd, if empty.
+        fraction: fraction of the bytes to hold out; with whole files, between half and twice this fraction is held out.
+        tokenizer: an object with `backend` and `ends`, such as `gspmd_models.checkpoints.Tokenizer`; None for bytes.
+        field: the field of a record that has its text.
+        prompt: the field of a record that has its prompt. The prompt's tokens come before the text, each stored as its
+            complement `~t`: they are read, but not predicted. Empty for records without a prompt.
+        source: the field of a record that has the source of a pair, whose target is in `field`.
+        objective: the objective that makes rows of the texts; None for windows of the joined texts.
+        length: number of tokens that a row predicts, into which the target of a pair and its end token must fit.
+        cache: the folder for tokens; if empty, `$GSPMD_CACHE` or ~/.cache/gspmd.
         console: where progress is shown.
 
     Raises:
@@ -133,10 +134,10 @@ def load(
 
 
 def _check_pairs(paths: Iterable[Path], source: str, target: str) -> None:
-    """Refuse files that cannot hold pairs, and fields that do not exist in them.
+    """Raise an error if files cannot hold pairs, or lack the fields of a pair.
 
     Raises:
-        ConfigError: there are faults; the message lists all of them.
+        ConfigError: there are faults; the message lists them all.
     """
     faults = Faults()
     for path in (path for path in paths if not is_of_pairs(path)):
@@ -161,7 +162,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool = False) -> dict[str, Any] | None:
-    """Return the index of stored tokens; None if there are none, or if they are damaged (reported if `tell`)."""
+    """Return the index of stored tokens, or None if there are none or they are damaged (reported if `tell`)."""
     try:
         counter = progress.counter("Checking the tokens", shards.bytes_of(folder))
         return shards.read_index(folder, names, folder.name, counter)
@@ -174,7 +175,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
 
 
 def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
-    """Return the files by digest, kind and compression, sorted by these, without empty files and copies."""
+    """Return the files by hash, kind and compression, sorted by these, without empty files and copies."""
     faults, found = Faults(), {}
     counter = progress.counter("Reading the text", sum(size for size, _ in stamps.values()))
     for path in stamps:
@@ -196,14 +197,14 @@ def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[
 
 
 class _Part:
-    """A part of the corpus, while the part is being written.
+    """One part of the corpus while it is being written.
 
     Args:
         folder: the folder to write in.
-        name: the name of the part.
+        name: the name of the part, such as "train".
         encoding: the encoding of the tokens.
-        masked: whether some tokens are read but not predicted.
-        borders: whether the beginnings of texts are kept; then the last text ends like the others.
+        masked: whether some tokens are read but not predicted, such as those of prompts.
+        borders: whether to keep the positions at which texts begin; the last text is then ended like the others.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool, borders: bool = False):
@@ -212,7 +213,7 @@ class _Part:
         self.texts = self.bytes = self.predicted = self.written = 0
 
     def add(self, piece: Piece, tokens: Any) -> None:
-        """Add a piece, in the order of the texts; only the bytes of predicted tokens are counted."""
+        """Add a piece of text, in the order of the texts; only the bytes of predicted tokens are counted."""
         if piece.begins:
             if self.texts:  # the end of a text is predicted, so that the model learns to end
                 self._write(self._encoding.between, 1)
@@ -250,12 +251,12 @@ class _Part:
 
 
 class _PairedPart(_Part):
-    """A part of a corpus of pairs: a source and its target are one text each, without the tokens around texts.
+    """One part of a corpus of pairs: a source and its target are one text each, without begin or end tokens.
 
     Args:
         folder, name, encoding: see `_Part`.
-        rooms: tokens that a source and a target can have, each with its end.
-        faults: gets a line for every side that is too long.
+        rooms: the largest number of tokens of a source and of a target, each with its end token.
+        faults: the collection that gets a line for every side that is too long.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, rooms: tuple[int, int], faults: Faults):
@@ -263,7 +264,7 @@ class _PairedPart(_Part):
         self._rooms, self._faults = rooms, faults
 
     def add(self, piece: Piece, tokens: Any) -> None:
-        """Add a side of a pair; a target is predicted, and so is its end."""
+        """Add one side of a pair; of the two, the target and its end token are predicted."""
         side, setting = ("source", "source-length") if piece.read else ("target", "length")
         room = self._rooms[0 if piece.read else 1]
         if len(tokens) + 1 > room:
@@ -283,7 +284,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """The size of texts under gzip -9, each compressed by itself; of a text with a prompt, the bytes that it adds."""
+    """The size of texts under gzip -9, each compressed by itself; with a prompt, only the bytes that the text adds."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -291,7 +292,7 @@ class _Gzip:
         self._packing: Any = None
 
     def add(self, piece: Piece) -> None:
-        """Add a piece, in the order of the texts."""
+        """Add a piece of text, in the order of the texts."""
         if piece.begins:
             self.end()
             self._packing, self._here, self._asked = zlib.compressobj(9, zlib.DEFLATED, 31), 0, piece.read
@@ -319,18 +320,18 @@ def _tokenize(
     names: Sequence[str],
     rooms: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Write the tokens of all texts, and return their index.
+    """Write the tokens of all texts, and return the index of the written files.
 
     Args:
-        stamps: the files.
-        folder: the folder to make.
+        stamps: the files, with their sizes and times.
+        folder: the folder to create.
         encoding: the encoding of the tokens.
-        name: name of the data in errors.
-        fields: the field of a record's text, and the field of its prompt or source.
-        fraction: share that is held out.
-        progress: shows how much has been read.
-        names: the names of everything that is written: the tokens of both parts, and optionally the beginnings of their
-            texts.
+        name: the name of the data, for error messages.
+        fields: the field of a record with its text, and the field with its prompt or source.
+        fraction: the fraction of the bytes to hold out.
+        progress: the display of how much has been read.
+        names: the names of everything to be written: the tokens of both parts, and optionally the positions at which
+            their texts begin.
         rooms: for pairs, the largest number of tokens of each side; None for other texts.
     """
     field, prompt = fields
@@ -378,12 +379,12 @@ def _tokenize(
 
 
 def _starts(part: str) -> str:
-    """Return the name under which the beginnings of a part's texts are kept."""
+    """Return the name under which the positions at which a part's texts begin are stored."""
     return f"{part}-starts"
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of pieces; each list has about `BATCH` bytes."""
+    """Yield lists of pieces with about `BATCH` bytes each."""
     batch, size = [], 0
     for each in pieces:
         batch.append(each)
@@ -396,7 +397,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return the size and time of a file; zeros if it no longer exists."""
+    """Return size and modification time of a file, or zeros if it no longer exists."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tokens on disk, memory-mapped: they are written in shards, each of which is either complete or absent."""
+"""Tokens on disk, memory-mapped. They are written in files (shards), each of which is either complete or absent."""
 
 import fcntl
 import hashlib
@@ -18,15 +18,15 @@ import numpy as np
 from gspmd.reading import MissingError, ReadError, read_json
 from gspmd.training.disk import sync
 
-#: Tokens of one file.
+#: Largest number of tokens in one file.
 SHARD = 1 << 26
 _INDEX = "index.json"
-# Number of bytes of one read.
+# Number of bytes that are read at a time.
 _BLOCK = 1 << 20
 
 
 class Tokens(Sequence):
-    """Tokens of several arrays, one after another, which stay on disk until they are read.
+    """A sequence of tokens that consists of several arrays, which stay on disk until they are read.
 
     Example:
         >>> tokens = Tokens([np.arange(3), np.arange(3, 5)])
@@ -60,11 +60,11 @@ class Tokens(Sequence):
 
 
 class Writer:
-    """The files `<folder>/<name>-00000.tokens` and on, to which tokens are written, little-endian, without a header.
+    """Writes tokens to the files `<folder>/<name>-00000.tokens`, ..., little-endian, without a header.
 
     Args:
         folder: an existing folder.
-        name: the name of the part.
+        name: the name of the part, such as "train".
         dtype: the dtype of the tokens.
     """
 
@@ -75,7 +75,7 @@ class Writer:
         self._file: Any = None
 
     def write(self, tokens: Any) -> None:
-        """Add tokens."""
+        """Append tokens."""
         tokens = np.asarray(tokens, self._dtype)
         while len(tokens):
             if self._file is None or self._shards[-1] == SHARD:
@@ -101,12 +101,12 @@ class Writer:
             self._file.close()
 
     def description(self) -> dict[str, Any]:
-        """Return the description of the written tokens, for the index."""
+        """Return a description of the written files for the index: their sizes and a hash."""
         return {"shards": self._shards, "sha256": self._digest.hexdigest()}
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Write the index that `read_index` reads, with the index's checksum."""
+    """Write the index of a folder, with a checksum of the index itself, for `read_index`."""
     with (folder / _INDEX).open("w", encoding="utf-8") as file:
         file.write(json.dumps({**index, "checksum": _checksum(index)}, indent=2) + "\n")
         file.flush()
@@ -116,16 +116,15 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 def read_index(
     folder: Path, names: Sequence[str], key: str, read: Callable[[int], None] = lambda size: None
 ) -> dict[str, Any] | None:
-    """Check all tokens of a folder, and return the folder's index; None if there is no such folder.
+    """Check all tokens of a folder, and return its index, or None if there is no such folder.
 
-    The tokens are read once, and compared with the SHA-256 in the index: otherwise training would not notice a flipped
-    bit.
+    All tokens are read once, and compared with the SHA-256 in the index: training would not notice a flipped bit.
 
     Args:
         folder: the folder of the tokens.
-        names: the names of its parts.
+        names: the names of the parts that the folder must have.
         key: identifies the texts and the tokenizer from which the tokens were made; must equal `key` in the index.
-        read: called after each read, with the number of bytes that it read.
+        read: a function that is called after each read with its number of bytes.
 
     Raises:
         ValueError: the folder is damaged: a file is missing, its size or its contents differ from the index, or the
@@ -162,7 +161,7 @@ def read_index(
 
 
 def bytes_of(folder: Path) -> int:
-    """Return the number of bytes of tokens in a folder, which need not exist."""
+    """Return the total size of the token files in a folder in bytes; the folder need not exist."""
     return sum(path.stat().st_size for path in folder.glob("*.tokens"))
 
 
@@ -181,7 +180,7 @@ def _checksum(index: Mapping[str, Any]) -> str:
 
 
 def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
-    """Map the tokens of a part, or the starts of its texts, into memory."""
+    """Memory-map the tokens of a part, or the positions at which its texts begin."""
     paths = [folder / _file(name, number) for number in range(len(index[name]["shards"]))]
     dtype = _dtype(index, name)
     return Tokens([np.memmap(path, dtype, mode="r").view(np.ndarray) for path in paths] or [np.empty(0, dtype)])
@@ -189,7 +188,7 @@ def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
 
 @contextmanager
 def created(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes `folder` at the end, or vanishes if anything fails."""
+    """Yield a temporary folder, which is renamed to `folder` at the end, or removed if anything fails."""
     partial = Path(tempfile.mkdtemp(prefix=_partial(folder), dir=folder.parent))
     try:
         yield partial
@@ -207,11 +206,11 @@ def created(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Let one process of this machine at a time create a folder, and remove what a killed process has left.
+    """Let only one process of this machine create a folder at a time, and remove what killed processes have left.
 
     Args:
         folder: the folder, which need not exist.
-        waiting: called repeatedly while another process has the lock.
+        waiting: a function that is called repeatedly while another process has the lock.
     """
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         while True:
@@ -230,7 +229,7 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _dtype(index: Mapping[str, Any], name: str) -> np.dtype:
-    """Return the dtype of a part's tokens, or of the starts of its texts."""
+    """Return the dtype of a part's tokens, or of the positions at which its texts begin."""
     return np.dtype(index[name].get("dtype", index["dtype"]))
 
 
@@ -239,5 +238,5 @@ def _file(name: str, number: int) -> str:
 
 
 def _partial(folder: Path) -> str:
-    """Return the prefix of this machine's temporary folders: other machines may share the disk but not its locks."""
+    """Return the prefix of temporary folders of this machine; others may share the disk, but not the locks."""
     return f".{folder.name}.{socket.gethostname()}."

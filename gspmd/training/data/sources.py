@@ -1,4 +1,4 @@
-"""Files of text: finding them by patterns, opening them by their suffixes, and reading documents in pieces."""
+"""Text files: finding them by patterns, opening them by their suffixes, and reading documents in pieces."""
 
 import bz2
 import codecs

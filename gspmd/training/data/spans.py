@@ -1,4 +1,4 @@
-"""Span corruption: random spans of a text are noise, which a model restores (T5, §3.1.4)."""
+"""Span corruption: random spans of a text are taken out as noise, for a model to restore (T5, §3.1.4)."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SpanNoise:
-    """Random spans of a text, of one or more tokens each; in the source, a sentinel replaces each span.
+    """Random spans of a text, of one or more tokens each; in the source, each span is replaced by a sentinel.
 
-    A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, at least one token and one
-    span. The lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text, and
+    A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, but at least one token and
+    one span. The lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text and
     ends with noise.
 
     Attributes:
-        density: share of the tokens that are noise.
+        density: the fraction of tokens that are noise.
         mean: mean number of tokens of a span.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
@@ -34,7 +34,7 @@ class SpanNoise:
         return noise, min(max(round(noise / self.mean), 1), window - noise)
 
     def lengths(self, window: int) -> tuple[int, int]:
-        """Return the numbers of tokens of a window's source and target, both with one sentinel per span and an end.
+        """Return the numbers of tokens of source and target, both with a sentinel per span and an end token.
 
         >>> SpanNoise().lengths(568)
         (512, 114)
@@ -54,7 +54,7 @@ class SpanNoise:
         return window
 
     def mask(self, window: int, random: np.random.Generator) -> np.ndarray:
-        """Draw the tokens of a window that are noise: booleans [window].
+        """Draw a mask of the tokens of a window that are noise, booleans [window].
 
         >>> SpanNoise(density=0.4, mean=2).mask(10, np.random.default_rng(0)).astype(int).tolist()
         [0, 0, 0, 0, 0, 1, 1, 0, 1, 1]
@@ -65,12 +65,12 @@ class SpanNoise:
 
 
 def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source, in which each span of noise is one sentinel, and the target, each sentinel with its span.
+    """Return the source, with one sentinel for each span of noise, and the target, with each sentinel and its span.
 
     Args:
-        tokens: [N].
+        tokens: the window, [N].
         mask: [N], true for tokens of noise.
-        sentinel: the id of the first sentinel; the next one has the id below it, and so on.
+        sentinel: the id of the first sentinel; each further one has the id below the last.
 
     Example:
         >>> source, target = corrupt(np.arange(6), np.array([0, 1, 1, 0, 0, 1], bool), 99)

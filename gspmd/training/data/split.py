@@ -1,4 +1,4 @@
-"""The split into training and held-out texts: decided by their contents alone, before anything is written."""
+"""The split into training texts and held-out texts, which depends only on the contents of the texts."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ TRAIN, HELD_OUT = "train", "validation"
 
 
 class Piece(NamedTuple):
-    """A piece of a text.
+    """A piece of a text, to be tokenized.
 
     Attributes:
-        part: the part that it belongs to.
-        begins: whether a text begins with it.
+        part: the index of the part to which it belongs: training or held out.
+        begins: whether it is the first piece of a text.
         bytes: its bytes.
         read: whether the piece is read but not predicted, like a prompt or a source.
-        where: the file and the line of a pair, for faults; empty for other texts.
+        where: the file and line of a pair, for error messages; empty for other texts.
     """
 
     part: str
@@ -37,16 +37,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The files of a corpus, and the parts of them that are held out.
+    """The files of a corpus, and how they are divided into training and held-out texts.
 
     Attributes:
-        paths: the files, in the order of their digests.
-        held_out: files of text that are held out as a whole.
-        cuts: for other files of text, the number of bytes after which the rest is held out; a file that is not named is
-            not split.
-        bucket: records in buckets below this are held out.
-        field: the field of the records with their text.
-        prompt: the field with their prompt, or with the source of a pair; empty for none.
+        paths: the files, in the order of the hashes of their contents.
+        held_out: the files of text that are held out as a whole.
+        cuts: for other files of text, the number of bytes after which the rest is held out; a file that is missing here
+            is not cut.
+        bucket: records whose bucket (a number from a hash) is below this are held out.
+        field: the field of a record that has its text.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
         pairs: whether records are pairs, each side of which is one piece.
     """
 
@@ -59,7 +59,7 @@ class Split:
     pairs: bool = False
 
     def pieces(self, faults: Faults) -> Iterator[Piece]:
-        """Yield all texts in pieces."""
+        """Yield all texts, in pieces."""
         for path in self.paths:
             if self.pairs:
                 for where, source, target in pairs(path, self.prompt, self.field, faults):
@@ -94,21 +94,21 @@ def split(
     prompt: str = "",
     of_pairs: bool = False,
 ) -> Split:
-    """Read all texts once, without keeping them, and choose which are held out.
+    """Read all texts once, without keeping them, and choose those that are held out.
 
-    Among files of text, the first whole files up to the share of the bytes are held out; if these miss the share by
-    half, the end of every file is held out instead. Among records, those whose digest is below a limit are held out, so
-    that all copies of a record are in one part. With prompts, and for pairs, the digest is that of the prompt or
-    source, so that training has no held-out prompt or source with a different answer.
+    Of files of text, the first whole files up to the given fraction of the bytes are held out; if these miss it by
+    half, the end of every file is held out instead. Of records, those whose hash is below a limit are held out, so that
+    all copies of a record are in the same part. With prompts, and for pairs, the hash is that of the prompt or source,
+    so that training never sees a held-out prompt or source with a different answer.
 
     Args:
-        paths: the files, in an order that depends on their contents only.
-        field: the field of the records with their text.
-        fraction: share of the bytes.
-        name: the name of the data, for the error.
+        paths: the files, in an order that depends only on their contents.
+        field: the field of a record that has its text.
+        fraction: the fraction of the bytes to hold out.
+        name: the name of the data, for error messages.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
-        read: called after each read, with the number of bytes that it read.
-        prompt: the field of the records with their prompt, or with the source of a pair; empty for none.
+        read: a function that is called after each read with its number of bytes.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
         of_pairs: whether records are pairs.
 
     Raises:
@@ -147,11 +147,11 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose the first whole files up to a share of the bytes; if these miss it by half, the ends of all files.
+    """Choose the first whole files up to a fraction of all bytes or, if these miss it by half, the ends of all files.
 
     Args:
         sizes: bytes of the files, all positive.
-        fraction: the share.
+        fraction: the fraction of the bytes to hold out.
 
     Returns:
         The indices of the files that are held out whole; or, for each file, the number of bytes after which the rest is
@@ -172,15 +172,15 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return how many of the first buckets come nearest to the share of the bytes: at least one, but not all.
+    """Return the number of first buckets whose bytes are nearest to the fraction: at least one, but not all.
 
     Args:
-        buckets: bytes of the records in each bucket.
-        fraction: the share.
-        side: the part of a record that decides its bucket, its source or its prompt; empty for its text.
+        buckets: total bytes of the records in each bucket.
+        fraction: the fraction of the bytes to hold out.
+        side: the part of a record that is hashed, for error messages: its source or prompt; empty for its text.
 
     Raises:
-        ConfigError: one bucket has all records.
+        ConfigError: all records are in one bucket.
     """
     filled = np.flatnonzero(buckets)
     if len(filled) < 2:

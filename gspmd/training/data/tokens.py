@@ -1,4 +1,4 @@
-"""The tokens of texts: bytes as they are, or the ids of a tokenizer."""
+"""Encodings of texts as tokens: bytes as they are, or the ids of a tokenizer."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-#: Usual names of tokens that end a text.
+#: Usual names of tokens that mark the end of a text.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The encoding of pieces of texts as tokens, and the tokens around a text.
+    """An encoding of texts as tokens, applied to pieces of texts, with the tokens that go around a text.
 
     Attributes:
         vocabulary: number of ids.
@@ -21,7 +21,7 @@ class Encoding:
         between: ids between two texts.
         end: the id that ends a source or a target of an encoder–decoder; None if there is no such token.
         digest: a string that identifies the tokenizer; empty for bytes.
-        encode: a function from pieces of UTF-8 to their ids, which encodes all pieces together.
+        encode: a function from a list of pieces of UTF-8 to the ids of each.
     """
 
     vocabulary: int
@@ -32,19 +32,19 @@ class Encoding:
     encode: Callable[[Sequence[bytes]], list[np.ndarray]]
 
     def dtype(self, *, masked: bool = False) -> np.dtype:
-        """Return the smallest type that holds the ids, little-endian on every machine.
+        """Return the smallest integer type that holds the ids, little-endian on every machine.
 
         Args:
-            masked: whether it also holds complements of ids, below 0, for tokens that are read but not predicted.
+            masked: whether it also holds the complements `~t` of ids, below 0, for tokens that are not predicted.
         """
         return np.min_scalar_type(-self.vocabulary if masked else self.vocabulary - 1).newbyteorder("<")
 
 
 def of_bytes() -> Encoding:
-    """Return the encoding in which every byte is a token.
+    """Return the encoding whose tokens are the bytes of a text.
 
     Text in ASCII, Latin or UTF-8 does not contain the byte 0, which therefore separates texts. A source or a target
-    ends with the id after the last byte.
+    ends with the id 256, one above the largest byte.
 
     >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype().name, of_bytes().dtype(masked=True).name
     ([97, 98], 'uint8', 'int16')
@@ -53,15 +53,15 @@ def of_bytes() -> Encoding:
 
 
 def of_tokenizer(tokenizer: Any) -> Encoding:
-    """Return the encoding by a tokenizer, which encodes pieces on all cores.
+    """Return the encoding of a tokenizer, which encodes pieces on all cores.
 
-    Every text begins with the tokens that the tokenizer adds before a text, such as a beginning-of-text token. Texts
-    are separated by the tokens that it adds after a text; if there are none, by its first end-of-text token; else by a
-    special token with a usual name; else by a line feed.
+    Every text begins with the tokens that the tokenizer puts before a text, such as a beginning-of-text token. Texts
+    are separated by the tokens that it puts after a text or, if there are none, by its first end-of-text token, a
+    special token with a usual name, or a line feed.
 
     Args:
-        tokenizer: with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a text
-            (`gspmd_models.checkpoints.Tokenizer`).
+        tokenizer: an object with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a
+            text (`gspmd_models.checkpoints.Tokenizer`).
     """
     # Truncation and padding are turned off in a copy.
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
@@ -84,7 +84,7 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
 
 
 def usual_ends(backend: Any) -> frozenset[int]:
-    """Return the id of the special token with a usual name for the end of a text, for tokenizers that declare none."""
+    """Return the id of the special token with a usual name for the end of a text, if a tokenizer declares no end."""
     special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     return frozenset([special[name] for name in _ENDS if name in special][:1])
 

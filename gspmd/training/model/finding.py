@@ -1,4 +1,4 @@
-"""Find a custom model by its name, `mixer:Mixer`: import its module, and check the class."""
+"""Finding a custom model by its name, such as `mixer:Mixer`: its module is imported, and its class checked."""
 
 import dataclasses
 import os
@@ -28,14 +28,14 @@ _MOST_FRAMES, _MOST_LINES = 3, 3
 
 
 def find(name: str) -> type:
-    """Return the class of a model.
+    """Return the class of a custom model, given its name.
 
     Args:
-        name: `module:Name`, or `folder/module:Name`. The module is looked for in that folder, by default the current
-            one, and then where Python looks for modules.
+        name: `module:Name`, or `folder/module:Name`. The module is first looked for in that folder (by default the
+            current one), and then where Python looks for modules.
 
     Raises:
-        ConfigError: the module does not exist, has no such name, or the object with that name is not a model.
+        ConfigError: the module does not exist or does not have this name, or the object of this name is not a model.
     """
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
@@ -84,10 +84,10 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
 
 
 def blamed(error: BaseException) -> list[str]:
-    """Return where an error arose in the code of a custom model, and what it is; empty if it arose elsewhere.
+    """Return the place of an error in the code of a custom model, and the error; empty if it arose elsewhere.
 
-    Such an error, of JAX or of Python, is the user's to correct, and its traceback is mostly frames of libraries. If
-    the innermost frame that is not of a library is one of gspmd, the error is a fault of gspmd, and not blamed.
+    Such an error, raised by JAX or Python, is for the user to correct, and most frames of its traceback are those of
+    libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is not blamed.
     """
     package = Path(__file__).resolve().parents[2]
     frames = [(Path(frame.filename).resolve(), frame) for frame in traceback.extract_tb(error.__traceback__)]
@@ -101,7 +101,7 @@ def blamed(error: BaseException) -> list[str]:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Return the file of a module, or of its package, in a folder; None if the folder has neither."""
+    """Return the file of a module, or the folder of its package, inside a folder; None if there is neither."""
     top = folder / module.partition(".")[0]
     return next((path for path in (top.with_suffix(".py"), top) if path.exists()), None)
 
@@ -124,7 +124,7 @@ def _faults(found: Any) -> list[str]:
 
 
 def beside(name: str, folder: Path) -> str:
-    """Prefix the name of a model with a folder, if this folder has the model's module.
+    """Put a folder in front of a model's name, if the model's module is in this folder.
 
     >>> beside("mixer:Mixer", Path("there"))
     'mixer:Mixer'
@@ -135,7 +135,7 @@ def beside(name: str, folder: Path) -> str:
 
 
 def typed_with(cls: type[T], model: type) -> type[T]:
-    """Return a class of settings whose field `model` has a different type."""
+    """Return a copy of a settings class whose field `model` has the type `model`."""
     fields = [("model", model, dataclasses.field(default_factory=model))]
     typed = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
     typed.__doc__, typed.__module__ = cls.__doc__, cls.__module__
@@ -145,19 +145,19 @@ def typed_with(cls: type[T], model: type) -> type[T]:
 def with_model(
     cls: type[T], values: Mapping[str, Any], given: str = "", folder: Path = Path(), *, again: bool = False
 ) -> tuple[type[T], dict[str, Any]]:
-    """Return a class of settings with the fields of the requested model, and the values without the model's name.
+    """Return a settings class with the fields of the requested custom model, and the values without its name.
 
-    If no custom model is requested, both are returned unchanged.
+    If no custom model is requested, class and values are returned unchanged.
 
     Args:
-        cls: a dataclass with the fields `model`, for the settings of a built-in model, and `model_class`.
+        cls: a dataclass with the fields `model`, for settings of a built-in model, and `model_class`.
         values: the values of a settings file, or of a run; `class` in their table `model` names the model.
-        given: the name in the flags, which takes precedence.
-        folder: the folder of the settings file.
-        again: whether a run is resumed; its model must then be the same.
+        given: the name of a custom model in the flags, which takes precedence.
+        folder: the folder that contains the settings file.
+        again: whether a run is resumed, whose model must then be the same.
 
     Raises:
-        ConfigError: `find` raises it; or the run has a different model.
+        ConfigError: there is no such model, for a reason that `find` gives, or the run has a different model.
     """
     table = values.get("model", {})
     written = table.get("class", "") if isinstance(table, Mapping) else ""

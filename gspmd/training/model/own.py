@@ -1,4 +1,4 @@
-"""A custom model as a `Trainable`: the results of all methods of the user's class are checked, and faults are named."""
+"""A custom model as a `Trainable`, with checks of everything that the methods of the user's class return."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_by
 
 @dataclass(frozen=True)
 class Own:
-    """A custom model whose loss is computed in a dtype.
+    """A custom model together with the dtype of its loss.
 
     Attributes:
         model: an instance of the user's class, with the model's settings.
-        dtype: the dtype of matrices in its loss.
+        dtype: the dtype of matrices while the loss is computed.
     """
 
     model: Model
@@ -45,7 +45,7 @@ class Own:
         """Return the size of every dimension.
 
         Raises:
-            ConfigError: the method of the class does not return sizes.
+            ConfigError: the method of the user's class does not return sizes.
         """
         return self._sizes(batch, length, least=1)
 
@@ -61,15 +61,15 @@ class Own:
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
-        """Return the sizes that do not depend on batch and length, which include all sizes of parameters."""
+        """Return the sizes that do not depend on batch and length; those of parameters are all among them."""
         one, two = (self._sizes(each, each, least=0) for each in (1, 2))
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
     def parameters(self, layout: Layout) -> dict[str, Parameter]:
-        """Return every parameter by its path, as the class declares it.
+        """Return every parameter by its path, as the user's class declares it.
 
         Raises:
-            ConfigError: the model returns anything except parameters, or gives no sizes for their dimensions.
+            ConfigError: the class returns something that is not a parameter, or no size for one of its dimensions.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -92,10 +92,10 @@ class Own:
         return dict(found)
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path, with the spec of its line.
+        """Return every parameter by its path, with its line, spec and shape in a layout.
 
         Raises:
-            LayoutError: the layout lacks lines, or lines have different dimensions; the message lists all faults.
+            LayoutError: the layout lacks lines, or their dimensions differ; the message lists all faults.
         """
         sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
         for path, each in self.parameters(layout).items():
@@ -126,7 +126,7 @@ class Own:
         return self._specs(layout, layout.optimizer)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return the spec that each parameter's gradient has on its way to the optimizer."""
+        """Return the spec in which the optimizer gets each parameter's gradient."""
         return self._specs(layout, layout.gradient)
 
     def _specs(self, layout: Layout, text_of: Callable[[str], str]) -> dict[str, Spec]:
@@ -139,11 +139,11 @@ class Own:
 
     @property
     def batch_line(self) -> str:
-        """The line of the layout that shards a batch of tokens."""
+        """The line of the layout whose spec a batch of tokens has."""
         return getattr(self.model, "batch_line", _BATCH)
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return the spec of a batch of tokens [B, L+1]: the spec of `batch_line`, with L unsharded."""
+        """Return the spec of a batch of tokens [B, L+1]: that of `batch_line`, with L unsharded."""
         try:
             spec = layout.spec(self.batch_line)
         except LayoutError as error:
@@ -154,13 +154,13 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: one for every microbatch, without stages."""
+        """Return the number of parts into which the step cuts a batch: one per microbatch, as there are no stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout for the loss: a parameter is `EF reduced-x` in it if its gradient is a partial sum over x.
+        """Return the layout for the loss, where a parameter is `EF reduced-x` if its gradient is a partial sum over x.
 
-        These are the gradients that [gradients] writes as partial sums, even with several microbatches: whether others
+        This holds for gradients that [gradients] states as partial sums, even with several microbatches: whether others
         could stay partial sums depends on the equations of the model, which are not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
@@ -168,11 +168,11 @@ class Own:
         return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of a batch, which has only tokens."""
+        """Return the width of each array of a batch, which has only `tokens`."""
         return {"tokens": length + 1}
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return None, since the model's own loss decides how its mean is computed."""
+        """Return None, because the loss of a custom model decides by itself over how many tokens it averages."""
         return None
 
     def loss(
@@ -184,7 +184,7 @@ class Own:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures."""
+        """Return the loss of a training step, and its metrics."""
         return self._loss(layout, params, tokens, key, train=True)
 
     def adjusted(
@@ -195,11 +195,11 @@ class Own:
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return parameters and figures unchanged: parameters that are not trained do not change."""
+        """Return parameters and metrics as they are: parameters that are not trained do not change."""
         return still, figures
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
-        """Return the mean cross-entropy of an evaluation."""
+        """Return the mean cross-entropy of a batch in an evaluation."""
         return self._loss(layout, params, tokens, None, train=False)[1]["cross_entropy"]
 
     def _loss(self, layout, params, tokens, key, *, train: bool) -> tuple[jax.Array, Figures]:
@@ -221,7 +221,7 @@ class Own:
         return value, dict(figures)
 
     def _taken(self, layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters in the form that the model's methods expect: nested, with matrices in `dtype`."""
+        """Return the parameters in the form that the user's class expects: nested, with matrices in `dtype`."""
         rows = self.rows(layout)
         return nested(
             {
@@ -234,20 +234,20 @@ class Own:
 
     @property
     def decodes(self) -> bool:
-        """Whether the class has the methods of `gspmd.training.model.Decoder`."""
+        """Whether the class has all methods of `gspmd.training.model.Decoder`."""
         return all(callable(getattr(self.model, each, None)) for each in ("kept", "step"))
 
     @property
     def logits_line(self) -> str:
-        """The line of the layout that shards logits."""
+        """The line of the layout whose spec the logits have."""
         return getattr(self.model, "logits_line", _LOGITS)
 
     def kept(self, layout: Layout, batch: int, room: int) -> dict[str, tuple[Spec, tuple[int, ...], Any]]:
-        """Return the spec, shape and dtype of every array that the model keeps, for `batch` texts of `room` tokens.
+        """Return spec, shape and dtype of every array that the model keeps, for `batch` texts of up to `room` tokens.
 
         Raises:
-            ConfigError: the model returns anything except `Kept`, or gives no sizes for the dimensions.
-            LayoutError: the layout lacks a line, or a line has different dimensions.
+            ConfigError: the class returns something that is not a `Kept`, or no size for one of its dimensions.
+            LayoutError: the layout lacks a line, or its dimensions differ.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
         if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):
@@ -276,10 +276,10 @@ class Own:
         position: jax.Array,
         kept: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the logits at the given tokens of every text, and the arrays that the model keeps after these tokens.
+        """Return the logits after each of the given tokens, and the arrays that the model keeps afterwards.
 
         Raises:
-            ConfigError: the model does not return these; the message names every fault.
+            ConfigError: the class does not return these; the message names every fault.
         """
         decoder = cast(Decoder, self.model)
         found = decoder.step(layout, self._taken(layout, params), tokens, position, kept)
@@ -305,7 +305,7 @@ class Own:
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Refuse a resolved layout with which a training step of these sizes cannot run.
+        """Raise an error if a training step of these sizes cannot run under a resolved layout.
 
         Raises:
             LayoutError: the layout has faults, all of which are listed; or it has stages or padding, which only the
@@ -322,19 +322,19 @@ class Own:
         self.trained(layout, frozen)
 
     def num_parameters(self, layout: Layout) -> int:
-        """Return how many parameters the model has."""
+        """Return the number of parameters of the model."""
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
-        """Return the FLOPs of forward and backward pass for one token: as the model says, or else six per parameter."""
+        """Return the FLOPs per token of forward and backward pass: those the class states, or six per parameter."""
         told = getattr(self.model, "flops_per_token", None)
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
     def initial(self, layout: Layout, mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw every parameter, sharded, in float32; the values are the same in every layout and on every mesh.
+        """Initialize every parameter, sharded, in float32; the values do not depend on the layout or the mesh.
 
         Raises:
-            ConfigError: an initialiser returns an array of a different shape.
+            ConfigError: an initializer returns an array of a different shape.
         """
         rows, found = self.rows(layout), self.parameters(layout)
         for path, each in found.items():

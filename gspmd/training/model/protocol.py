@@ -1,4 +1,4 @@
-"""The protocol of a custom model: its settings, sizes, parameters and loss, and how it decodes."""
+"""The protocol of a custom model: its settings, sizes, parameters and loss, and its decoding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from gspmd.ops._einsum import reshard
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a model.
+    """The declaration of one parameter of a model.
 
     Attributes:
-        line: the line of the layout that shards it, such as `"mixer.w_in"`. The layers of a scan share one line, and
-            several parameters may share one.
+        line: the line of the layout that has its spec, such as `"mixer.w_in"`. Layers that are scanned share one line,
+            and so may several parameters.
         dims: the letters of its dimensions in the order of the line, such as `"EF"`. Their sizes form its shape.
         initialise: a function from a random key and the shape to float32 values: `Normal`, `Constant`, or one of
             `jax.nn.initializers`.
         layers: the number of layers stacked in a leading dimension N, each initialised with its own key; 0 for a
             parameter that is not stacked. N is never sharded.
         float32: whether it is stored and passed to the loss in float32, whatever `parameter_dtype` and `dtype` are, as
-            for the matrix of a router. Parameters of one dimension always are.
+            for the matrix of a router. Parameters of one dimension are always float32.
 
     Example:
         >>> from gspmd.training.model import Normal
@@ -47,13 +47,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kept:
-    """A state or cache that a model keeps of the tokens that it has read. All its elements are zero at first.
+    """A state or cache in which a model keeps what it has read of a text; its elements are zero at first.
 
     Attributes:
-        line: the line of the layout that shards it, such as `"mixer.state"`.
-        dims: the letters of its dimensions, as in the line. T is the largest number of tokens of a text.
+        line: the line of the layout that has its spec, such as `"mixer.state"`.
+        dims: the letters of its dimensions, as in the line. The size of T is the largest number of tokens of a text.
         layers: the number of layers stacked in a leading dimension N, which is never sharded; 0 if it is not stacked.
-        float32: whether the array is float32, whatever the dtype of the matrices.
+        float32: whether the array is float32, whatever the dtype of matrices.
     """
 
     line: str
@@ -66,9 +66,9 @@ class Model(Protocol):
     """A model that `gspmd train --model module:Name` trains: a frozen dataclass of settings that has these methods.
 
     Its fields, all with defaults, are the keys of `[model]` and the flags `--model.FIELD`. A class may have two more
-    attributes: `batch_line`, the line of the layout that shards a batch of tokens, of which L is left unsharded (by
-    default `"embedding.tokens"`); and `flops_per_token(length)`, the FLOPs of forward and backward pass for the figures
-    of speed (by default six for every parameter; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    attributes: `batch_line`, the line with the spec of a batch of tokens, in which L is then left unsharded (by default
+    `"embedding.tokens"`); and `flops_per_token(length)`, the FLOPs of forward and backward pass, for the reported speed
+    (by default six for every parameter; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 
     docs/your-model.md builds one, and examples/ has more.
     """
@@ -85,9 +85,9 @@ class Model(Protocol):
     def loss(
         self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Compute the loss of a batch, and its figures.
+        """Compute the loss of a batch, and metrics of it.
 
-        It is called under the mesh and with the layout's lowering. Its values must not depend on the layout.
+        It is called under the run's mesh and the layout's lowering. Its values must not depend on the layout.
 
         Args:
             layout: the layout, with one spec for every line.
@@ -95,22 +95,22 @@ class Model(Protocol):
                 matrices in the dtype of `--dtype`, all others in float32.
             tokens: int32 [B, L+1], sharded as `batch_line`.
             key: a random key; None in evaluation.
-            train: True for an update, False for the held-out text.
+            train: True for an update, False for an evaluation.
 
         Returns:
-            The loss, a float32 scalar replicated on every device (as `mean` makes it), and figures for metrics.jsonl.
-            One figure is `cross_entropy`, a scalar: the mean in nats, from which bits per byte are computed.
+            The loss, a float32 scalar replicated on every device (as `mean` makes it), and metrics for metrics.jsonl.
+            One of them is `cross_entropy`, a scalar: the mean in nats, from which bits per byte are computed.
         """
 
 
 class Decoder(Model, Protocol):
-    """A model with which `gspmd generate` generates text: the model reads tokens in parts, and keeps states of them.
+    """A model with which `gspmd generate` generates text: it reads tokens in parts, and keeps state in between.
 
-    A class may have the attribute `logits_line`, the line of the logits (by default `"output.logits"`).
+    A class may have the attribute `logits_line`, the line with the spec of the logits (by default `"output.logits"`).
     """
 
     def kept(self) -> Mapping[str, Kept]:
-        """Return every array that the model keeps of a text, by a name that it chooses."""
+        """Return every array that the model keeps for a text, under a name of its choice."""
 
     def step(
         self,
@@ -128,11 +128,13 @@ class Decoder(Model, Protocol):
             layout: the layout of `Model.loss`, with L unsharded in every activation.
             params: the parameters of `Model.loss`.
             tokens: int32 [B, L], sharded as `batch_line` with L unsharded.
-            position: int32, the number of tokens of every text read before: the position of the first of `tokens`.
-            kept: the arrays that the previous call returned, or zeros at first; each is sharded as its line says.
+            position: int32, the number of tokens read before, which is the position of the first of `tokens`.
+            kept: the arrays that the previous call returned, or zeros in the first call; each is sharded as its line
+                says.
 
         Returns:
-            The logits [B, L, V] of the token after each of `tokens`, sharded as `logits_line`; and the new kept arrays.
+            The logits [B, L, V] for the token after each of `tokens`, sharded as `logits_line`; and the new kept
+            arrays.
         """
 
 
@@ -144,8 +146,8 @@ def next_tokens(
     Args:
         layout: the layout.
         tokens: the tokens of `Model.loss`, with L unsharded.
-        batch: the line of the batch; the inputs are sharded as it says.
-        logits: the line of the logits [B, L, V]; the labels are sharded as it says for B and L.
+        batch: the line with the spec of the batch, which the inputs get.
+        logits: the line with the spec of the logits [B, L, V], whose B and L the labels get.
 
     Returns:
         The inputs and the labels.
@@ -168,7 +170,7 @@ def mean(x: jax.Array, spec: str | Spec) -> jax.Array:
 
     Args:
         x: a tensor of any shape, such as the cross-entropy of every token [B, L].
-        spec: its spec.
+        spec: the spec of the tensor.
 
     Example:
         >>> import gspmd, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The interface between models and the builder of training steps; `Own` and `gspmd_models.step` implement it."""
+"""The interface from which training steps are built; `Own` and `gspmd_models.step` implement it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ sharded as `Trainable.batch_spec`."""
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter in a layout.
+    """One parameter under a layout.
 
     Attributes:
-        line: the line of the layout that shards it, the same for every layer.
-        spec: its spec, with N first if layers are stacked.
-        shape: its shape.
+        line: the line of the layout that has its spec, the same for every layer.
+        spec: the spec of the array, with N first if layers are stacked.
+        shape: the shape of the whole array.
         float32: whether it is stored in float32, whatever `parameter_dtype` is.
     """
 
@@ -42,42 +42,45 @@ class Row:
 
 
 class Trainable(Protocol):
-    """A model for any layout: its parameters, their specs, and its loss. Parameters are arrays by path."""
+    """A model that can be trained under any layout: parameters, their specs, and a loss.
+
+    Parameters are arrays by path.
+    """
 
     def sizes(self, batch: int, length: int) -> Mapping[str, int]:
         """Return the size of every dimension by its letter."""
 
     def rows(self, layout: Layout) -> Mapping[str, Row]:
-        """Return every parameter by its path, sharded as the layout's lines say."""
+        """Return every parameter by its path, with its line, spec and shape in a layout."""
 
     def optimizer_specs(self, layout: Layout) -> Mapping[str, Spec]:
         """Return the spec of each parameter's optimizer state."""
 
     def gradient_specs(self, layout: Layout) -> Mapping[str, Spec]:
-        """Return the spec that each parameter's gradient has on its way to the optimizer."""
+        """Return the spec in which the optimizer gets each parameter's gradient."""
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters: all that no pattern of `frozen` matches."""
+        """Return the paths of the trained parameters: those that no pattern of `frozen` matches."""
 
     def batch_spec(self, layout: Layout) -> Spec:
         """Return the spec of a batch of tokens [B, L+1]."""
 
     def widths(self, length: int) -> Mapping[str, int]:
-        """Return the width of each array of a batch whose rows predict `length` tokens.
+        """Return the width of each array of a batch in whose rows `length` tokens are predicted.
 
-        A batch that has only `tokens` is this array, not a mapping.
+        A batch with only `tokens` is that array itself, not a mapping.
         """
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step, not the loss, cuts a batch."""
+        """Return the number of parts into which the step cuts a batch, if the loss does not cut it."""
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout for the loss of a training step, in which some parameters are `EF reduced-x`."""
+        """Return the layout for the loss of a training step, with `EF reduced-x` where a gradient is a partial sum."""
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens over which the loss of a batch is averaged; None stands for all tokens.
+        """Return the number of tokens over which the loss of a batch is averaged, or None for all its tokens.
 
-        The batch is the whole one, because microbatches may have different numbers of predicted tokens.
+        This is the whole batch, because its microbatches may differ in the number of predicted tokens.
         """
 
     def loss(
@@ -89,7 +92,7 @@ class Trainable(Protocol):
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures; `predicted` is the result of the method `predicted`."""
+        """Return the loss of a training step, and its metrics; `predicted` is what the method `predicted` returned."""
 
     def adjusted(
         self,
@@ -99,23 +102,23 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return the untrained parameters after a step, which may change them too, and the figures of the step.
+        """Return the untrained parameters after a step, which may update them by a rule of its own, and its metrics.
 
         Args:
             layout: the layout that shards them.
-            still: the parameters that are not trained, before the step.
-            figures: the figures of the step, means over the microbatches; nothing may change if `non_finite` is 1.
+            still: the untrained parameters before the step.
+            figures: the metrics of the step, averaged over microbatches; if `non_finite` is 1, no parameter may change.
             parts: number of microbatches.
             frozen: patterns of parameters that are not trained.
         """
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
-        """Return the mean cross-entropy of an evaluation."""
+        """Return the mean cross-entropy of a batch in an evaluation."""
 
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Refuse a resolved layout with which a training step of these sizes, or its evaluation, cannot run.
+        """Raise an error if a training step of these sizes, or its evaluation, cannot run under a resolved layout.
 
         Raises:
             LayoutError: the layout has faults; the message lists all of them.
@@ -131,10 +134,10 @@ def trained_paths(
     """Return the paths of the parameters that are trained, in their order.
 
     Args:
-        keys: a mapping from the path of every parameter to its line of the layout.
+        keys: the line in the layout of every parameter, by the parameter's path.
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, `attention.*`.
         still: further paths that are not trained.
-        staged: paths of a model in stages of a pipeline, which are all trained.
+        staged: paths of parameters in pipeline stages, which must all be trained.
 
     Raises:
         ConfigError: a pattern matches no parameter, no parameter is left to train, or one in stages is not trained.

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW and its schedule, float32 masters of narrower parameters, 8-bit moments, clipping."""
+"""The optimizer: AdamW, its learning rate schedule, clipping, float32 masters, and 8-bit moments."""
 
 from gspmd.training.optimizer.adam import Norm, adamw, clip, schedule
 

@@ -18,7 +18,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate schedule: linear warm-up, then cosine decay to the final fraction.
 
     Args:
-        config: the rates and shares.
+        config: the rate, and the fractions of warm-up and of the final rate.
         steps: number of updates in all.
 
     Example:
@@ -42,10 +42,10 @@ def adamw(
     """Build AdamW with the scheduled learning rate, and with moments in the dtype of the configuration.
 
     Args:
-        config: the rates and decays.
+        config: the settings of AdamW.
         steps: total number of updates.
-        decayed: a tree like the parameters, True for those with weight decay; None for all.
-        seed: the seed of the stochastic rounding of moments in int8.
+        decayed: a tree like the parameters, True for those with weight decay; None to decay all.
+        seed: the seed for stochastic rounding of int8 moments.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
     """
@@ -63,7 +63,7 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
     Args:
         gradients: any tree of arrays.
         limit: the largest norm; 0 for no clipping.
-        norm: computes the global norm; for sharded gradients, with planned collectives.
+        norm: the function for the global norm; for sharded gradients, one with planned collectives.
 
     Returns:
         The scaled gradients, and the norm before scaling, a float32 scalar.

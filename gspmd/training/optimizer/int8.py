@@ -1,4 +1,4 @@
-"""Adam with moments of eight bits each: blocks with a scale, and codes that are dense near zero."""
+"""Adam with 8-bit moments: each block of values has a scale, and the codes are dense near zero."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _DECADES = 7
 
 
 class Int8AdamState(NamedTuple):
-    """The moments: int8 codes of the first, uint8 codes of the root of the second, and their blocks' float32 scales."""
+    """The state of Adam: first moments and roots of second moments as 8-bit codes, with a float32 scale per block."""
 
     count: jax.Array  # type: ignore[assignment]  # A tuple's method; optax finds the count of a state by this name.
     mean: Tree
@@ -32,18 +32,18 @@ def scale_by_int8_adam(
 
         m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
 
-    Update and moments are computed in float32. m is rounded up or down to 0 or one of 127 codes of each sign, √v to 0
-    or one of 254 codes, with the probability that makes the expectation exact. A √v that is not 0 is never rounded to
+    Updates and moments are computed in float32. m is rounded up or down to 0 or one of 127 codes of each sign, √v to 0
+    or one of 254 codes, with the probabilities that make the expectation exact. A √v that is not 0 is never rounded to
     0, which would make the next update as large as 1/ε.
 
     Args:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        block: how many values along the last dimension share a scale. The block that is used is gcd(block, size of the
-            last dimension). Each device must hold complete blocks; `block_faults` checks this.
-        seed: the seed of the stochastic rounding, which depends only on the seed, the number of the update and the
-            parameter, not on the layout, nor on how often the run is resumed.
+        epsilon: added to the root of the second moment, as in Adam.
+        block: number of values along the last dimension that share a scale; reduced to gcd(block, size of the last
+            dimension). Each device must hold whole blocks, which `block_faults` checks.
+        seed: the seed of stochastic rounding. Its random numbers depend only on the seed, the number of the update and
+            the parameter, not on the layout, nor on how often the run was resumed.
 
     Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
     Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which spans half as
@@ -75,11 +75,11 @@ def scale_by_int8_adam(
 
 
 def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
-    """Return faults for parameters with blocks that the layout cuts.
+    """Return a fault for each parameter whose blocks are cut by the layout.
 
     Args:
-        shapes: maps a name to the shape of a parameter.
-        local: maps a name to the shape of its moments on one device.
+        shapes: the shape of each parameter, by name.
+        local: the shape of its moments on one device, by name.
         block: as in `scale_by_int8_adam`.
 
     Example:
@@ -96,13 +96,13 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 
 
 def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> jax.Array:
-    """Round |x| / block_of, in [0, 1], up or down to a code at random, so that the expectation of `decode` is |x|.
+    """Round |x| / block_of, in [0, 1], at random to one of two nearest codes, so that `decode` is |x| on average.
 
-    Code 0 is 0. Decade k, from 10^(k-7) to 10^(k-6), is divided into 2^(k+extra) equal parts with a code in the middle
-    of each.
+    Code 0 is 0. The decade k, from 10^(k-7) to 10^(k-6), is divided into 2^(k+extra) equal parts, with a code in the
+    middle of each.
 
     Args:
-        x: values of one sign.
+        x: values that are all of one sign.
         block_of: for each value, the largest value of its block.
         draws: uniform random numbers from 0 to 1.
         extra: 0 for 127 codes, 1 for 254.
@@ -121,12 +121,12 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
 
 
 def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
-    """Return the value of a code, times the largest value of its block."""
+    """Return the value that a code represents, scaled by the largest value of its block."""
     return _code(code.astype(jnp.int32), extra) / _top(extra) * block_of
 
 
 def _code(code: jax.Array, extra: int) -> jax.Array:
-    """Return the value that a code stands for, from 0 to `_top`."""
+    """Return the unscaled value that a code represents, from 0 to `_top`."""
     first = 2**extra
     decade = jnp.floor(jnp.log2((jnp.maximum(code, 1) + first - 1) / first + 1e-6))
     parts = jnp.exp2(decade) * first
@@ -136,12 +136,12 @@ def _code(code: jax.Array, extra: int) -> jax.Array:
 
 
 def _top(extra: int) -> float:
-    """Return the value that the last code stands for."""
+    """Return the unscaled value that the last code represents."""
     return 0.1 + 0.9 * (1 - 0.5 / 2 ** (_DECADES - 1 + extra))
 
 
 def _step(key, count, g, mean, mean_scale, root, root_scale, *, betas, epsilon):
-    """Compute one update of one parameter, and its moments."""
+    """Compute one update of one parameter and its new moments, as codes and scales."""
     g, (beta1, beta2) = g.astype(jnp.float32), betas
     spread = partial(_spread, size=g.shape[-1])
     signed = jnp.sign(mean) * decode(jnp.abs(mean.astype(jnp.int32)), spread(mean_scale), 0)
@@ -167,12 +167,12 @@ def _largest(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _spread(scale: jax.Array, size: int) -> jax.Array:
-    """Return the scale of the block of each value."""
+    """Repeat the scale of each block for every value of the block."""
     return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Return the step in a form that also works under Explicit axes, where arrays cut into blocks would need types."""
+    """Wrap a step to work under Explicit axes too, where arrays cut into blocks would need types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

@@ -10,7 +10,7 @@ Tree = Any
 
 
 class MastersState(NamedTuple):
-    """The masters, and the state of the optimizer that updates them; both are sharded as the optimizer's state."""
+    """The masters and the state of the optimizer that updates them; both are sharded as optimizer state."""
 
     masters: Tree
     inner: Any
@@ -20,13 +20,13 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
     """Let an optimizer update float32 masters, of which the parameters are rounded copies.
 
     An update is the difference that `optax.apply_updates` adds to the parameters to get the rounded masters. An update
-    of less than half a unit in a parameter's last place is not lost, but waits in its master.
+    below half a unit in a parameter's last place is not lost: it stays in the master.
 
     Args:
-        inner: the optimizer. It sees gradients and masters in float32.
+        inner: the optimizer, which gets gradients and masters in float32.
 
     Returns:
-        An optimizer whose `init` gets the parameters before they are rounded.
+        An optimizer whose `init` takes the parameters before they are rounded.
 
     Example:
         >>> optimizer = with_masters(optax.sgd(1.0))

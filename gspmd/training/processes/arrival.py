@@ -1,8 +1,8 @@
-"""Meet the other processes of a run before JAX starts, at the port at which JAX's service will listen.
+"""The meeting of the processes of a run before JAX starts, at the port where JAX's service will listen.
 
 JAX's own wait prints nothing, does not notice a process that is interrupted meanwhile, and accepts two processes with
-number 0. Here each process opens a connection, which `Watch` keeps for the whole run, so that from then on the end of
-the process is noticed.
+number 0. Here each process opens a connection that `Watch` keeps during the whole run, and by which the end of a
+process is noticed.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ _IN_USE = 2.0
 
 
 def door(at: Processes) -> socket.socket:
-    """Return the socket where the first process accepts the others.
+    """Return the listening socket on which the first process accepts the others.
 
     Raises:
-        ConfigError: the address cannot be read, the port is in use, or this process may not listen there.
+        ConfigError: the address cannot be parsed, the port is in use, or this process may not listen there.
     """
     _, port = _host_and_port(at)
     until = time.monotonic() + _IN_USE
@@ -50,14 +50,14 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return a connection from this process to the first one, once the first one is listening.
+    """Return a connection from this process to the first one, as soon as that one listens.
 
     Args:
-        at: the processes, and the number of this one.
-        limit: seconds to try; at least one attempt is made.
+        at: the processes of the run, and the number of this one.
+        limit: number of seconds to try; at least one attempt is made.
 
     Raises:
-        ConfigError: the address cannot be read, or the first process has not arrived; with the last obstacle.
+        ConfigError: the address cannot be parsed, or the first process did not arrive; the message has the last error.
     """
     where, began, said = _host_and_port(at), time.monotonic(), False
     heard, found = b"", ""
@@ -97,14 +97,14 @@ def knock(at: Processes, limit: float) -> socket.socket:
 
 
 def say_waiting(missing: list[int], processes: int, address: str, found: str = "") -> None:
-    """Report on stderr the processes for which this one waits, and the last obstacle."""
+    """Report on stderr the processes that this one waits for, and the last error, if any."""
     line = f"Waiting for {named(missing)} of {processes} at {address}, for at most {LIMIT:.0f} seconds"
     with contextlib.suppress(OSError):
         print(f"{line}: {found}." if found else f"{line}.", file=sys.stderr, flush=True)
 
 
 def named(processes: list[int]) -> str:
-    """Describe processes by their numbers, in words.
+    """Return process numbers as text.
 
     >>> named([1]), named([1, 2, 5]), named(list(range(1, 64)))
     ('process 1', 'processes 1, 2 and 5', '63 processes, among them 1, 2, 3 and 4')

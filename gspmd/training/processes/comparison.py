@@ -1,7 +1,7 @@
-"""Compare the settings of the processes of a run before anything is compiled.
+"""Comparison of the settings of all processes of a run, before anything is compiled.
 
-Each process compiles its own program. Programs that differ in a batch or in a collective wait for one another for ever,
-or abort in a library. Programs that differ only in a number, such as a learning rate, run and compute nonsense.
+Each process compiles its own program. If programs differ in a batch or a collective, they wait for each other forever,
+or a library aborts. If they differ only in a number, such as a learning rate, they run and compute nonsense.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ import gspmd
 from gspmd.training.processes.joining import count, gathered, told
 from gspmd.training.toml import ConfigError
 
-# Versions that affect programs and the order of batches.
+# Packages whose versions affect programs and the order of batches.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "tokenizers")
 # Options of JAX that change what a program computes.
 _OPTIONS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
     "jax_disable_most_optimizations", "jax_numpy_dtype_promotion",
 )  # fmt: skip
-# Flags of XLA_FLAGS that may differ: the folders of each process for dumps.
+# Flags of XLA_FLAGS that may differ: the dump folders of each process.
 _WHERE = "--xla_dump_to="
 _ABSENT = "absent"
 _LONGEST = 200
@@ -37,16 +37,16 @@ _LONGEST = 200
 def compare(
     facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes have different settings."
 ) -> None:
-    """Raise an error if the facts of processes differ; all processes must call this.
+    """Raise an error if processes have different values; all processes must call this function.
 
     Args:
-        facts: returns values by name, nested or not, that JSON can express, such as settings; it is not called for a
-            single process.
-        doing: the beginning of the message.
+        facts: a function that returns values by name, nested or not, that JSON can express, such as settings. It is not
+            called if there is only one process.
+        doing: the first words of the error message.
 
     Raises:
-        ConfigError: values differ; the message, the same in all processes, says for each name which processes have
-            which value.
+        ConfigError: values differ. The message, which is the same in all processes, says for each name which processes
+            have which value.
     """
     if count() == 1:
         return
@@ -61,8 +61,8 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
     """Return a line for each name whose values differ between processes.
 
     Args:
-        hosts: name of the machine of each process.
-        facts: values by name for each process.
+        hosts: the machine's name, for each process.
+        facts: the values by name, for each process.
 
     Example:
         >>> differences(["a", "b", "b"], [{"batch": "8"}, {"batch": "8"}, {"batch": "16"}])
@@ -82,10 +82,10 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
 
 
 def environment(*modules: ModuleType) -> dict[str, Any]:
-    """Return versions, and the options of JAX and XLA that change a program, for `compare`.
+    """Return the versions and the options of JAX and XLA that change a program, as facts for `compare`.
 
     Args:
-        modules: packages and modules besides gspmd whose source affects the program, such as the module of the model.
+        modules: packages and modules besides gspmd whose source affects the program, such as that of the model.
     """
     versions = {"gspmd": gspmd.__version__, "gspmd's source": _source(gspmd, *modules)}
     for package in _PACKAGES:
@@ -99,7 +99,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
 
 
 def _source(*modules: ModuleType) -> str:
-    """Return a digest of the files of packages and modules: two checkouts of one version may differ."""
+    """Return a hash of the source files of packages and modules: two checkouts of one version may differ."""
     digest = hashlib.sha256()
     for module in modules:
         file = Path(str(module.__file__))
@@ -110,7 +110,7 @@ def _source(*modules: ModuleType) -> str:
 
 
 def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested names joined by dots, with values as text."""
+    """Yield nested names, joined by dots, with their values as text."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
@@ -124,7 +124,7 @@ def _short(value: str) -> str:
 
 
 def _named(processes: Sequence[int], hosts: Sequence[str] | None = None) -> str:
-    """Return numbers of processes as text, `processes 0 to 6`, with their machines if these are given."""
+    """Return process numbers as text, such as `processes 0 to 6`, with their machines if given."""
     where = sorted({hosts[process] for process in processes}) if hosts else []
     on = f" (on {', '.join(where[:4])}{', …' if len(where) > 4 else ''})" if where else ""
     first, last = processes[0], processes[-1]

@@ -1,4 +1,4 @@
-"""Join the processes of a run before JAX starts, and leave them together."""
+"""Joining the processes of a run before JAX starts, and leaving them together."""
 
 import os
 import signal
@@ -20,17 +20,17 @@ from gspmd.training.processes.watch import Watch
 from gspmd.training.syntax import Processes, parse_processes
 from gspmd.training.toml import ConfigError
 
-# Seconds for JAX to join processes that have all arrived, and for all of them to leave; before it leaves, the first one
-# draws its pictures.
+# Seconds for JAX to join processes that have all arrived, and for all of them to leave: before it leaves, the first
+# process draws its plots.
 _JOINING, _DEPARTURE = 300, 300
-# Seconds to wait for the first process to read the text; the others may have less to read. They watch it meanwhile.
+# Seconds to wait for the first process to read the text, of which others may have less; it is watched meanwhile.
 _READING = 24 * 3600
 # Seconds for all processes to reach a common point, such as the end of a compilation. They are watched meanwhile, so
-# only processes that have diverged, or one that hangs, exceed it.
+# only processes that have diverged, or one that hangs, take longer.
 _MEETING = 2 * 3600
-# Seconds for a fault before `join` to reach the first process; after that, the faulty process prints it itself.
+# Seconds for a fault before `join` to reach the first process; after that, the process prints its fault itself.
 _TELLING = 10
-# Seconds for an interrupt before `join` to reach the first process, if that is listening.
+# Seconds for an interrupt before `join` to reach the first process, if that one listens already.
 _INTERRUPTING = 1
 _watch: Watch | None = None
 _given = _expected = ""
@@ -38,28 +38,28 @@ _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Report a fault that is raised before `join` to the processes that this one was to join, since they wait for it.
+    """Arrange that a fault raised before `join` is reported to the other processes, since they wait for this one.
 
     Args:
-        given: the argument of `join`, read from the flags alone, since reading all settings may fail; "" for none.
+        given: the argument of `join`, from the flags alone because reading all settings may fail; "" for one process.
     """
     global _expected
     _expected = given
 
 
 def several() -> bool:
-    """Return whether this process is one of several, or is to join others."""
+    """Return whether this process is one of several, or is going to join others."""
     return _watch is not None or bool(_expected)
 
 
 def join(given: str) -> None:
-    """Join the processes of a run; from then on they are one cluster, and if one process dies, all of them end.
+    """Join the processes of a run as one cluster; from then on, if one process dies, all end.
 
     Args:
         given: "auto" for the cluster that JAX detects, `HOST:PORT,processes=N,process=I`, or "" for one process.
 
     Raises:
-        ConfigError: no cluster is detected, or its processes do not arrive.
+        ConfigError: no cluster is detected, or some of its processes do not arrive.
     """
     global _given, _expected
     _expected = ""
@@ -89,10 +89,10 @@ def join(given: str) -> None:
 
 
 def _found(given: str) -> Processes:
-    """Return the processes that `--distributed` describes, and the number of this one.
+    """Return the processes described by `--distributed`, and the number of this one.
 
     Raises:
-        ConfigError: the flag cannot be read, or no cluster is detected.
+        ConfigError: the flag cannot be parsed, or no cluster is detected.
     """
     if given != "auto":
         return parse_processes(given)
@@ -114,10 +114,10 @@ def _not_joined(given: str, fault: str) -> ConfigError:
 
 
 def _come(at: Processes, limit: float) -> Watch:
-    """Meet the other processes of a run; from then on they watch one another.
+    """Meet the other processes of a run, and start to watch them.
 
     Raises:
-        ConfigError: `arrival.door` or `arrival.knock` raises it.
+        ConfigError: the processes do not meet, for a reason that `arrival.door` or `arrival.knock` gives.
     """
     global _watch
     if at.process == 0:
@@ -129,7 +129,7 @@ def _come(at: Processes, limit: float) -> Watch:
 
 
 def _runtime() -> Any:
-    """Return JAX's state of the processes of a run; None before JAX is imported, when no process has joined others."""
+    """Return JAX's state of distributed processes, or None if JAX is not imported, so that none has been joined."""
     if "jax" not in sys.modules:
         return None
     from gspmd.jax_internals import distributed_runtime
@@ -143,28 +143,27 @@ def index() -> int:
 
 
 def count() -> int:
-    """Return the number of processes of the run; unlike `jax.process_count`, without starting a backend or importing
-    JAX."""
+    """Return the number of processes of the run; unlike `jax.process_count`, this starts no backend and no JAX."""
     return runtime.num_processes if (runtime := _runtime()) else 1
 
 
 def first() -> bool:
-    """Return whether this is the process that writes and prints for all of them."""
+    """Return whether this is the first process, which writes and prints for all."""
     return index() == 0
 
 
 def _client() -> Any:
-    """Return the client of the key-value store that all processes share, which also has barriers."""
+    """Return the client of the key-value store that all processes share, with its barriers."""
     return _runtime().client
 
 
 def flag() -> str:
-    """Return the flag that joins the processes of this run once more; empty for a single process."""
+    """Return the flag that joins the processes of this run again, as text; empty for a single process."""
     return f" --distributed {_given}" if count() > 1 else ""
 
 
 def told(make: Callable[[], str]) -> str:
-    """Return in all processes the text that the first process makes."""
+    """Return, in all processes, the text that `make` returns in the first one."""
     global _questions
     if count() == 1:
         return make()
@@ -176,7 +175,7 @@ def told(make: Callable[[], str]) -> str:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all processes, in order, in the first process, and nothing in others; no device is used."""
+    """Return the texts of all processes in the first process, and no texts in the others; no device is used."""
     global _questions
     if count() == 1:
         return [text]
@@ -188,17 +187,17 @@ def gathered(text: str) -> list[str]:
 
 
 def meet(before: str) -> None:
-    """Wait until all processes have called this, so that they begin the next program together.
+    """Wait until all processes have called this function, so that they start the next program together.
 
     Call it between the compilation of a program that all of them run and its first run. In the first run they open
-    connections for its collectives, and Gloo waits for each only 30 seconds; but one process may have found in the
-    cache a program that another process compiles for minutes.
+    connections for its collectives, and Gloo waits only 30 seconds for each; but one process may have found a program
+    in the cache that another process compiles for minutes.
 
     Args:
-        before: the next program, for the message.
+        before: the name of the next program, for the message.
 
     Raises:
-        RuntimeError: some processes have not called this within two hours.
+        RuntimeError: some process has not called this function within two hours.
     """
     global _meetings
     if count() == 1:
@@ -216,10 +215,10 @@ def meet(before: str) -> None:
 
 
 def agreed(choose: Callable[[], Path]) -> Path:
-    """Return the folder that the first process chooses.
+    """Return, in all processes, the folder that `choose` returns in the first one.
 
     Raises:
-        ConfigError: this process does not see the folder.
+        ConfigError: this process cannot see the folder.
     """
     if count() == 1:
         return choose()
@@ -232,14 +231,14 @@ def agreed(choose: Callable[[], Path]) -> Path:
 
 @contextmanager
 def watching(advice: Callable[[], str]) -> Iterator[None]:
-    """Return a context in which the message about a lost process includes this advice."""
+    """Add advice to the message about a lost process inside a `with` block."""
     if _watch:
         _watch.advice = advice
     yield
 
 
 def leave() -> None:
-    """Wait for all processes to finish, and leave them."""
+    """Wait until all processes have finished, and leave the cluster."""
     if _watch:
         import jax
 
@@ -248,12 +247,12 @@ def leave() -> None:
 
 
 def fail(code: int, message: str, *, sure: bool = True) -> None:
-    """Report a fault once, in the first process, and end this process and all others; this function does not return.
+    """Report a fault once, through the first process, and end all processes; this function does not return.
 
     Args:
-        code: exit code.
+        code: the exit code.
         message: the fault.
-        sure: whether this process surely caused the fault; otherwise the loss of another process may be behind it.
+        sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Only waiting is left.
     try:
@@ -268,12 +267,12 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 
 
 def _come_to_tell(code: int, message: str) -> bool:
-    """Meet the expected processes to tell them of a fault. Return whether this process has printed it.
+    """Meet the expected processes to tell them about a fault; return whether this process has printed it.
 
     Once this process and the first one have met, the first one prints the fault, through the watch. If the first one
-    does not arrive soon, this process prints the fault itself, and goes on waiting, since the first one would wait for
-    it. An interrupted process does not wait: it tells the first one only if the first one is already listening, since
-    no process waits for this one before that.
+    does not arrive soon, this process prints the fault itself, and goes on waiting, because the first one would wait
+    for it. An interrupted process does not wait: it tells the first one only if that one is already listening, because
+    no process waits for this one before then.
     """
     spoken, interrupted = threading.Event(), code > 128
 
@@ -298,7 +297,7 @@ def _come_to_tell(code: int, message: str) -> bool:
 
 
 def _aborted(said: str) -> None:
-    """Explain why a library aborted: another process is lost, unless this process is alone."""
+    """Report that a library aborted the process: as the loss of another process, unless this one is alone."""
     if _watch:
         _watch.settle()
         _watch.fail(said)

@@ -1,6 +1,6 @@
-"""Keep the output of libraries apart from the output of the run, and explain aborts of libraries.
+"""Separation of the output of native libraries from that of the run, and messages for their aborts.
 
-Gloo writes a line for every connection, and JAX ends a process with a stack trace of C++ when the first one is lost.
+Gloo writes a line for every connection, and JAX aborts with a stack trace in C++ when the first process is lost.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from typing import IO
 
-# Bytes of the libraries' last output that are shown after an abort.
+# Number of last bytes of the libraries' output that are shown after an abort.
 _SHOWN = 4000
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[object] = []
@@ -19,10 +19,10 @@ _kept: list[object] = []
 
 
 def keep_apart(aborted: Callable[[str], None]) -> None:
-    """Redirect the output of libraries to a temporary file, and end with a message if a library aborts.
+    """Redirect the output of native libraries to a temporary file; if one aborts, end with a message.
 
     Args:
-        aborted: called after an abort with the last output of libraries as its message; the process ends when
+        aborted: a function that is called after an abort with the last output of the libraries; the process ends when
             it returns.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -36,7 +36,7 @@ def keep_apart(aborted: Callable[[str], None]) -> None:
 
 
 def _on_abort(log: IO[bytes], aborted: Callable[[str], None]) -> None:
-    """Handle SIGABRT in the thread that aborts: Python's own handlers run in the main thread, which may be blocked."""
+    """Handle SIGABRT in the thread that aborts: Python's handlers run in the main thread, which may be blocked."""
 
     @_HANDLER
     def handle(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a batch that a process reads, and their placement on its devices."""
+"""The rows of a batch that a process reads, and their transfer to its devices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from gspmd.training.toml import ConfigError
 
 
 def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
-    """Return the smallest part of a batch with all rows of this process's devices, as (number, number of parts).
+    """Return the smallest equal part of a batch with all rows of this process's devices, as (index, number of parts).
 
     Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are
-    scattered over it, or if there is one process.
+    scattered over it, or if there is only one process.
 
     Args:
         sharding: the sharding of a batch, [B, L+1], with L unsharded.
-        batch: its number of sequences.
+        batch: number of sequences in the batch.
     """
     rows = sharding.addressable_devices_indices_map((batch, 1)).values()
     held = [index[0].indices(batch) for index in rows if index is not None]
@@ -29,14 +29,15 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
 
 
 def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Callable[[Any], Any]:
-    """Return a function that puts this process's part of a batch (`part_of`) onto its devices, as part of a global
-    array.
+    """Return a function that puts this process's part of a batch onto its devices, as part of a global array.
+
+    The part is that of `part_of`.
 
     Args:
         sharding: the sharding of the batch, [B, L+1], or of each of its arrays, with L unsharded.
-        batch: its number of sequences.
-        vocabulary: number of tokens of the model. The function then raises a ConfigError for a batch with ids outside
-            of it, which a compiled program cannot refuse. None for no check.
+        batch: number of sequences in the batch.
+        vocabulary: number of tokens of the model, to make the function raise a ConfigError for ids outside of it, which
+            a compiled program cannot detect. None for no check.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)
@@ -60,7 +61,7 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
 
 
 def _check_ids(rows: np.ndarray | Mapping[str, np.ndarray], vocabulary: int) -> None:
-    """Refuse ids outside of a vocabulary; a token that is read but not predicted may be its complement `~t`."""
+    """Raise an error about ids outside of a vocabulary; a token that is not predicted may be its complement `~t`."""
     arrays = rows if isinstance(rows, Mapping) else {"tokens": rows}
     least = {"tokens": -vocabulary, "source": 0}
     wrong = [

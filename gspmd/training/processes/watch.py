@@ -1,4 +1,4 @@
-"""Watch the other processes: if one ends unexpectedly, all of them end, with one message.
+"""The watch over the other processes: if one ends unexpectedly, all end, with one message.
 
 The first process has a connection to each of the others. The system closes the connections of a process that dies, so
 its end is noticed immediately. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own
@@ -42,7 +42,7 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault that another process reported: its text, whether that process surely caused it, and when to print it."""
+    """A fault reported by another process: its text, whether that process surely caused it, and when to print it."""
 
     peer: int
     code: int
@@ -52,23 +52,23 @@ class _Told:
 
 
 class Watch(threading.Thread):
-    """A thread that listens to the other processes, and tells them the state of this one.
+    """A thread that listens to the other processes, and tells them about this one.
 
-    A fault of any process ends all of them, and is printed once, by the first. Each other process reports its fault to
-    the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a consequence of
-    another fault. While some processes have not arrived, and may have the same fault, the first process stays to tell
-    them, unless a process is interrupted or lost.
+    A fault of any process ends all of them, and is printed once, by the first process. Each other process reports its
+    fault to the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a
+    consequence of another one. While some processes have not arrived, and may have the same fault, the first process
+    stays to tell them, unless a process was interrupted or lost.
 
     Args:
         index: the number of this process.
         count: number of processes.
-        peers: connections by process: for process 0 to all others, for any other process to process 0.
-        door: the socket where the others arrive, for process 0 without connections.
+        peers: the connections: of process 0 to all others, by their numbers; of any other process to process 0.
+        door: the listening socket on which the others arrive, for process 0 if it has no connections yet.
         address: the address of the door.
 
     Attributes:
-        advice: returns the end of a message: the saved step, and the command with which to continue.
-        complete: set once all processes have arrived.
+        advice: a function that returns the end of a message: the saved step, and the command to continue with.
+        complete: an event that is set once all processes have arrived.
     """
 
     def __init__(
@@ -140,20 +140,20 @@ class Watch(threading.Thread):
                     os._exit(self._over)
 
     def leave(self) -> None:
-        """Tell the others that this process is done, so that its end does not count as a loss."""
+        """Tell the others that this process is done, so that its end is not taken for a loss."""
         self._done.set()
         self._tell("done")
 
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
-        """Make the first process print a fault of this one, once, and end all others.
+        """Let the first process print a fault of this one, once, and end all others.
 
-        It returns only if this process must end by itself; otherwise the process ends inside this call.
+        It returns only if this process has to end by itself; otherwise the process ends during the call.
 
         Args:
             message: the fault.
             code: exit code of all processes.
             sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
-            said: whether this process has printed it already.
+            said: whether this process has already printed the fault.
         """
         if self._index != 0:
             if self._tell(f"failed {code} {int(sure)} {message}"):
@@ -175,11 +175,11 @@ class Watch(threading.Thread):
             self.join()  # This ends the process.
 
     def settle(self) -> None:
-        """Wait for a moment, in which this process is ended if another process is lost or has failed."""
+        """Wait for a moment, during which this process is ended if another one is lost or has failed."""
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
-        """Accept a new connection; the caller must then send its process number."""
+        """Accept a new connection, whose caller must then send its process number."""
         if self._door:
             try:
                 caller, _ = self._door.accept()
@@ -190,7 +190,7 @@ class Watch(threading.Thread):
             ready.register(caller, selectors.EVENT_READ)
 
     def _greet(self, caller: Any, ready: selectors.BaseSelector) -> None:
-        """Accept a caller that greets as a process of a run; disconnect any other caller."""
+        """Accept a caller that identifies itself as a process of this run, and disconnect any other caller."""
         words = _received(caller)
         before, since = self._callers[caller]
         greeting, over, rest = (before + words).partition(b"\0")
@@ -231,7 +231,7 @@ class Watch(threading.Thread):
         caller.close()
 
     def _close_door(self, ready: selectors.BaseSelector) -> None:
-        """Release the port for JAX, and let all processes start it."""
+        """Close the listening socket, so that JAX can use its port, and let all processes start JAX."""
         if self._door:
             ready.unregister(self._door)
             for caller in [*self._callers]:
@@ -247,12 +247,12 @@ class Watch(threading.Thread):
         return [process for process in range(1, self._count) if process not in self._peers]
 
     def _stays(self, code: int) -> bool:
-        """Return whether this process stays after printing a fault, to tell it to processes that have not arrived."""
+        """Return whether this process stays after it has printed a fault, to report it to processes yet to arrive."""
         waits = time.monotonic() - self._began < arrival.LIMIT
         return self._door is not None and waits and code <= 128  # Greater codes mean signals.
 
     def _listen(self, peer: int, ready: selectors.BaseSelector) -> None:
-        """Read and answer the messages of another process."""
+        """Read the messages of another process, and act on them."""
         connection = self._peers[peer]
         words = _received(connection)
         self._heard[peer] = time.monotonic()
@@ -264,7 +264,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Act on the complete lines of another process's messages, and return these lines."""
+        """Act on the complete messages among the words of another process, and return these messages."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))
@@ -285,25 +285,25 @@ class Watch(threading.Thread):
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 
     def _end_told(self) -> None:
-        """Print the fault that another process has reported, and end."""
+        """Print the fault that another process has reported, if any, and end."""
         if self._told:
             message = f"Process {self._told.peer} of {self._count} failed: {self._told.message.strip()}"
             self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)
 
     def _advised(self, message: str) -> str:
-        """Add the saved step and the command to continue with to a message, on a new line after a traceback."""
+        """Append the saved step and the command to continue with to a message, on a new line after a traceback."""
         advice = ""
         with contextlib.suppress(OSError):  # The run's folder may be lost too.
             advice = self.advice().strip()
         return message + ("\n" if "\n" in message else " ") + advice if advice else message
 
     def _end(self, message: str, code: int = 1, *, stay: bool = False) -> None:
-        """End this process and those that it watches, unless another thread is ending it.
+        """End this process and those that it watches, unless another thread is already doing so.
 
         Args:
-            message: the reason.
-            code: exit code of all processes.
-            stay: whether to stay first for processes that have not arrived.
+            message: the reason, which is printed.
+            code: the exit code of all processes.
+            stay: whether to stay first, for processes that have not arrived.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -315,7 +315,7 @@ class Watch(threading.Thread):
             os._exit(code)
 
     def _tell(self, word: str) -> bool:
-        """Send a message to all peers, and return whether any peer has received it."""
+        """Send a message to all connected processes, and return whether any of them received it."""
         got = False
         with self._sending:
             for connection in self._peers.values():
@@ -324,7 +324,7 @@ class Watch(threading.Thread):
 
 
 def _send(connection: socket.socket, words: bytes) -> bool:
-    """Return whether a message could be sent to another process; the end of a process is noticed by reading from it."""
+    """Send a message to another process, and return whether that was possible; its end is noticed when reading."""
     try:
         connection.sendall(words)
         return True
@@ -333,7 +333,7 @@ def _send(connection: socket.socket, words: bytes) -> bool:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return what another process has sent; nothing if the process has ended."""
+    """Return the bytes that another process has sent, or none if it has ended."""
     try:
         return connection.recv(1 << 16)
     except OSError:
@@ -341,6 +341,6 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _say(message: str) -> None:
-    """Print the message with which the process ends; the process ends even if nobody reads the message."""
+    """Print the last message of the process, even if nobody can read it any more."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""The output of a run: metrics, events, tables, plots."""
+"""The output of a run: metrics, TensorBoard events, tables and plots."""

@@ -15,12 +15,12 @@ from gspmd.display.units import duration
 
 
 class Display:
-    """A display of steps, loss, bits per byte, tokens per second, MFU if it is known, and the remaining time.
+    """A display of step, loss, bits per byte, tokens per second, MFU if it is known, and remaining time.
 
     Args:
         console: the console to print to.
         steps: number of steps of the whole run.
-        done: number of steps before the run was resumed, or before a change of layout.
+        done: number of steps already done before this start, or before a change of layout.
         every: number of steps between two lines that stay visible. With 0, a terminal shows only the progress bar, and
             other outputs get a line every few seconds.
     """
@@ -41,7 +41,7 @@ class Display:
         self._stack = ExitStack()
 
     def update(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Show the figures of a step."""
+        """Show the metrics of a step."""
         shown = [f"loss [cyan]{figures['loss']:.3f}[/]", f"[green]{figures['bits_per_byte']:.3f}[/] bits/byte"]
         shown.append(f"[magenta]{self._average('tokens_per_second', figures):,.0f}[/] tokens/s")
         if "mfu" in figures:

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run: scalars, scalars per layer, a histogram per layer of experts, pictures and texts."""
+"""TensorBoard events of a run: scalars, scalars per layer, histograms over experts, pictures and texts."""
 
 import os
 import socket
@@ -12,16 +12,16 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import histogram_raw, scalar, text
 
-# Seconds between two flushes, each of which waits for the disk.
+# Seconds between two flushes, because each one waits for the disk.
 _SECONDS = 10
 
 
 class Events:
-    """The events in `<out>/events`, which are written in the calling thread, so that a full disk raises there.
+    """The events in `<out>/events`, written in the calling thread so that a full disk raises an error there.
 
     Args:
         out: the run's folder.
-        resumed_at: the step from which the run resumes; later events are hidden.
+        resumed_at: the step from which the run resumes; events of later steps are hidden.
     """
 
     def __init__(self, out: str | Path, resumed_at: int | None = None):
@@ -35,7 +35,7 @@ class Events:
             self._write(Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Add a figure of a step: a scalar, [layers], or [layers, X]; see `Metrics.write`."""
+        """Add a metric of a step: a scalar, [layers] or [layers, X]; see `Metrics.write`."""
         if value.ndim == 0:
             self._add(step, scalar(name, float(value)))
             return
@@ -47,7 +47,7 @@ class Events:
                 self._add(step, histogram_raw(f"{name}/layer_{layer}", **_buckets(of_layer)))
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Add a text."""
+        """Add a text to the events."""
         self._add(step, text(name, markdown))
 
     def picture(self, step: int, name: str, png: Path) -> None:
@@ -73,7 +73,7 @@ class Events:
 
 
 def _buckets(shares: np.ndarray) -> dict[str, Any]:
-    """Return tensorboardX's arguments for a histogram whose bucket i, from i - ½ to i + ½, holds the share of i."""
+    """Return tensorboardX's arguments for a histogram: bucket i, from i - ½ to i + ½, holds the share of expert i."""
     shares, index = shares.astype(np.float64), np.arange(len(shares))
     moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
     limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}

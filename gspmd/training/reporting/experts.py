@@ -1,4 +1,4 @@
-"""Idle experts: experts that get no token, or few tokens, in a whole interval."""
+"""Idle experts: those that get no token, or few tokens, during a whole interval of steps."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ FEW = 0.25
 
 
 class IdleExperts:
-    """A check, interval by interval, of which experts get tokens.
+    """A check, once per interval of steps, for experts that get few tokens.
 
     Args:
-        interval: number of steps of an interval.
+        interval: number of steps in an interval.
     """
 
     def __init__(self, interval: int):
@@ -23,11 +23,11 @@ class IdleExperts:
         self._known: dict[int, dict[int, float]] = {}
 
     def add(self, step: int, load: Any) -> list[str]:
-        """Add the loads of a step; at the end of an interval, return a sentence for each layer that has changed.
+        """Add the loads of a step; after each interval, return a sentence for each layer whose idle experts changed.
 
         Args:
-            step: the step's number.
-            load: [layers, X], the share of choices sent to each expert; None for a model without experts.
+            step: the number of the step.
+            load: [layers, X] the fraction of choices sent to each expert, or None for a model without experts.
 
         Example:
             >>> watch = IdleExperts(2)
@@ -53,7 +53,7 @@ class IdleExperts:
 
 
 def _idle(shares: np.ndarray) -> dict[int, float]:
-    """Return the experts with few tokens, and their shares of an even load."""
+    """Return the experts that get few tokens, with their load relative to a balanced one."""
     return {expert: share for expert, share in enumerate(shares.tolist()) if share < FEW}
 
 

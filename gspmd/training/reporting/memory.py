@@ -1,4 +1,4 @@
-"""Bytes of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
+"""Memory of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,22 @@ _COLUMNS = (
 
 
 def device_bytes(tree: Any) -> int:
-    """Return the bytes that one device holds of arrays, or of shapes with shardings."""
+    """Return the bytes of arrays, or of shapes with shardings, on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
-    """Refuse arrays that do not fit, before they are made: on fake devices of a CPU, they would make the machine swap.
+    """Raise an error if arrays would not fit, before they are made: fake CPU devices would make the machine swap.
 
     Args:
-        doing: the beginning of the message.
+        doing: the first words of the error message.
         parts: the arrays by name, or shapes with shardings.
         devices: the devices of this process.
-        remedy: the end of the message.
+        remedy: the last words of the error message.
 
     Raises:
-        ConfigError: the arrays do not fit; the message gives the bytes of each part on one device, and the device's
+        ConfigError: the arrays do not fit; the message states the bytes of each part on one device, and the device's
             memory.
     """
     taken, room = {name: device_bytes(part) for name, part in parts.items()}, host.memory(devices)
@@ -64,8 +64,8 @@ def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
 
     Args:
         state: the training state, or its shapes.
-        gradients: shapes with shardings of all gradients, before the optimizer reads them.
-        compiled: the compiled step, whose arguments begin with the state; None if there is none.
+        gradients: shapes with shardings of all gradients, as they are before the optimizer's update.
+        compiled: the compiled step, whose arguments begin with the state; None if there is no compiled step.
 
     Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 3 and figure 1.
     """

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per step, TensorBoard events, and Weights & Biases on request."""
+"""Metrics of a run: one JSON object per step, TensorBoard events and, on request, Weights & Biases."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ _FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The figures of every step, written to `<out>/metrics.jsonl` and `<out>/events`; each line is flushed.
+    """The metrics of every step, written to `<out>/metrics.jsonl` and `<out>/events`; each line is flushed.
 
     Args:
         out: the run's folder.
-        resumed_at: the step from which the run resumes; later figures are dropped.
-        settings: the settings of the run, for the events.
+        resumed_at: the step from which the run resumes; metrics of later steps are dropped.
+        settings: the settings of the run, which are recorded in the events.
         log: "wandb" to log to Weights & Biases too.
 
     Raises:
@@ -40,8 +40,8 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         log: str | None = None,
     ):
-        # Imported only here: tensorboardX imports torch if that is installed, and other commands would take seconds to
-        # start.
+        # Imported only here, because tensorboardX imports torch if that is installed, and other commands would start
+        # seconds later.
         from gspmd.training.reporting.events import Events
 
         if log:
@@ -57,16 +57,16 @@ class Metrics:
             self.text(resumed_at or 0, "settings", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add one object, and its events.
+        """Add the JSON object of a step, and its events.
 
-        An object without a loss is a final validation. It replaces the final validation of the same step, if there is
-        one: a run that is resumed at its end validates again.
+        An object without a loss is a final validation. It replaces an earlier final validation of the same step: a run
+        that is resumed at its end validates again.
 
         Args:
-            step: the step's number.
-            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
-                bucket i for expert i, and an event with the largest value times X, which is 1 if the load is balanced.
-                The file has arrays as lists.
+            step: the number of the step.
+            figures: the metrics. A scalar is an event; [layers] an event per layer; [layers, X] a histogram per layer,
+                with bucket i for expert i, and an event with the largest value times X, which is 1 if the load is
+                balanced. The file has arrays as lists.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         line = _lines([row])
@@ -86,8 +86,7 @@ class Metrics:
                     sink.add(step, name, np.asarray(value))
 
     def digest(self) -> str:
-        """Return the SHA-256 of all updates' objects, after writing them to disk; a checkpoint stores the digest, for
-        `lost`."""
+        """Return the SHA-256 of the objects of all updates once they are on disk; checkpoints store it, for `lost`."""
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
@@ -102,7 +101,7 @@ class Metrics:
             sink.picture(step, name, png)
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a new file, which replaces the old one once it is complete, so that a full disk loses no figures."""
+        """Replace the file by a new one once that is complete, so that a full disk loses no metrics."""
         write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -119,10 +118,10 @@ class Metrics:
 
 
 def read(out: str | Path) -> list[dict[str, Any]]:
-    """Read the objects of `<out>/metrics.jsonl`, without an incomplete last line.
+    """Read the objects in `<out>/metrics.jsonl`; an incomplete last line is ignored.
 
     Raises:
-        ConfigError: a line other than the last is not an object with a step.
+        ConfigError: a line before the last is not an object with a step.
     """
     path = Path(out) / _FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -136,15 +135,15 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Describe the figures up to a step that are lost or changed; None if there are none.
+    """Describe metrics up to a step that are lost or changed; return None if there are none.
 
     Args:
         out: the run's folder.
         step: the step of the checkpoint from which the run resumes.
-        digest: the value of `Metrics.digest` at that step; None for a checkpoint of an earlier version.
+        digest: `Metrics.digest` at that step; None for a checkpoint of a version that did not store it.
 
     Raises:
-        ConfigError: `read` raises it.
+        ConfigError: the file cannot be read, for a reason that `read` gives.
     """
     rows = [row for row in read(out) if _is_of_update(row) and row["step"] <= step]
     if digest is not None and hashlib.sha256(_lines(rows).encode()).hexdigest() == digest:
@@ -161,7 +160,7 @@ def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
 
 
 def _is_of_update(row: Mapping[str, Any]) -> bool:
-    """Return whether an object is about an update, not about a validation at the end."""
+    """Return whether an object is about an update, and not a validation at the end."""
     return "loss" in row
 
 
@@ -170,11 +169,11 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def best_validation(out: str | Path, *, of_updates: bool = False) -> tuple[float | None, int | None]:
-    """Return the best bits per byte of held-out text in `<out>/metrics.jsonl`, and their step; None without any.
+    """Return the lowest bits per byte of held-out text in `<out>/metrics.jsonl`, and its step, or None for both.
 
     Args:
         out: the run's folder.
-        of_updates: leave out validations at the end, which read more text than those between updates.
+        of_updates: whether to leave out validations at the end, which read more text than those between updates.
     """
     rows = [row for row in read(out) if row.get("val_bits_per_byte") is not None]
     scored = [(row["val_bits_per_byte"], row["step"]) for row in rows if _is_of_update(row) or not of_updates]
@@ -193,7 +192,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a number or nested lists; None if JSON cannot represent it."""
+    """Convert a value to a number or nested lists, or to None where JSON cannot represent it."""
     if value is None:
         return None
     if np.ndim(value):

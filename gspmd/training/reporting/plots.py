@@ -15,9 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from gspmd.display import images
 
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
-# The largest number of columns of a heat map: more would be too narrow to see.
+# The largest number of columns of a heat map: more columns would be too narrow to see.
 _COLUMNS = 240
-# The height of a label and the space above it, as a share of the axes.
+# The height of a label, including the space above it, as a fraction of the axes.
 _LABEL = 0.055
 
 
@@ -25,8 +25,8 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labelled at its end.
 
     Args:
-        rows: objects of metrics.jsonl.
-        path: the PNG to write.
+        rows: the objects of metrics.jsonl.
+        path: the PNG file to write.
         name: the name of the run, for the title.
     """
     trained = [row for row in rows if row.get("bits_per_byte") is not None]
@@ -66,8 +66,8 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Label each curve at its end with its name and last value; overlapping labels are moved apart.
 
-    A curve that ends outside the clipped axes has its label at their edge: a label at the curve's value would leave no
-    room for the axes.
+    A curve that ends outside the clipped axes has its label at their edge: at the curve's value, the label would leave
+    no room for the axes.
     """
     low, high = axes.get_ylim()
     heights = _apart([min(max((value - low) / (high - low), 0.0), 1.0) for value, *_ in ends], _LABEL)
@@ -76,7 +76,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Move heights in [0, 1] apart, up and down equally, so that neighbours differ by at least `gap`."""
+    """Move heights in [0, 1] apart, up and down equally, so that neighbors differ by at least `gap`."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     up, down = list(heights), list(heights)
     for below, above in pairwise(order):
@@ -87,12 +87,12 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> bool:
-    """Draw each expert's load over the steps, one panel per layer, titled with the layer's last figures.
+    """Draw each expert's load over the steps, in one panel per layer, whose title has the layer's last metrics.
 
     Args:
-        rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices sent to each expert.
-            `dropped`, `entropy` and `confidence`, [layers], are in the titles if present.
-        path: the PNG to write.
+        rows: the objects of metrics.jsonl. Their `load` is [layers, X], the fraction of choices sent to each expert.
+            `dropped`, `entropy` and `confidence`, [layers], appear in the titles if present.
+        path: the PNG file to write.
         name: the name of the run, for the title.
 
     Returns:
@@ -123,7 +123,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
 
 
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the edges of columns in steps, [columns + 1], and the mean load in each, [columns, layers, X]."""
+    """Return the edges of columns, in steps, [columns + 1], and the mean load in each column, [columns, layers, X]."""
     steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
     counts = np.diff([*starts, len(steps)])
@@ -132,7 +132,7 @@ def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
-    """Draw one panel of shares [X, columns], with a logarithmic scale around the equal share."""
+    """Draw one panel of loads [X, columns], on a logarithmic scale around the balanced load."""
     experts = len(shares)
     mesh = axes.pcolormesh(
         edges, np.arange(experts + 1) - 0.5, np.maximum(shares, 1e-9), cmap="RdBu_r", norm=LogNorm(0.25, 4)
@@ -149,7 +149,7 @@ def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
 
 
 def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
-    """Return the figures of a layer that its title shows, averaged over the last tenth of the steps."""
+    """Return the metrics in the title of a layer's panel, averaged over the last tenth of the steps."""
     last = loaded[-max(1, len(loaded) // 10) :]
     said = []
     for name, text in (
@@ -183,9 +183,9 @@ def _title(axes: Axes, title: str, name: str) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Smooth by local linear regression over about a fiftieth of the curve to either side.
+    """Smooth a curve by local linear regression, over about a fiftieth of its length to either side.
 
-    Unlike a moving or an exponential average, it neither lags behind a falling curve nor is biased at the ends.
+    Unlike a moving or an exponential average, this neither lags behind a falling curve nor is biased at the ends.
     """
     width = len(values) // 50
     if not width:

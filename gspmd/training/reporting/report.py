@@ -1,4 +1,4 @@
-"""Console output of a run: header, tables before the first step; plots, a sample and a closing box at the end."""
+"""Console output of a run: a header and tables before the first step, plots, a sample and a summary at the end."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from gspmd.training.reporting.metrics import Metrics, best_validation, read
 
 
 def header(console: Console, lines: Mapping[str, str]) -> None:
-    """Print a panel of names and values."""
+    """Print a panel with a line for each name and its value."""
     grid = Table.grid(padding=(0, 2))
     for name, fact in lines.items():
         grid.add_row(f"[dim]{name}", escape(fact))
@@ -32,8 +32,8 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     Args:
         console: where to print.
         title: the title of the table.
-        placed: a spec and a global shape by name.
-        mesh: the mesh of the specs.
+        placed: spec and global shape of every tensor, by its name.
+        mesh: the mesh that the specs refer to.
         dtype: the dtype of all tensors except token ids (int32) and logits (float32).
     """
     narrow = jnp.dtype(dtype).itemsize
@@ -44,15 +44,15 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
 def finish(
     console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None, metrics: Metrics
 ) -> None:
-    """Draw the plots, and write and print generated text.
+    """Draw the plots, and generate, write and print a sample text.
 
     Args:
         console: where to print.
         out: the run's folder.
         name: the name of the run, for the plots.
-        prompt: the beginning of the text.
-        sample: generates the text, prompt included; None for no sample.
-        metrics: where plots and text are recorded too.
+        prompt: the beginning of the sample text.
+        sample: a function that returns the sample text, including the prompt; None for no sample.
+        metrics: the metrics in which plots and text are recorded too.
     """
     from gspmd.training.reporting import plots  # Slow to import, and only needed at the end.
 
@@ -75,13 +75,13 @@ def finish(
 
 
 def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, str]) -> None:
-    """Print the result of a run: time, scores, files, and the commands that may come next.
+    """Print the summary of a run: time, scores, files, and commands that may come next.
 
     Args:
         console: where to print.
         out: the run's folder.
-        seconds: seconds since this start.
-        commands: the commands by their purpose. Each is printed on one line without a border, so that it can be copied.
+        seconds: seconds since this start of the run.
+        commands: commands by their purpose; each is printed on a line without a border, so that it can be copied.
     """
     rows = read(out)
     trained = [row for row in rows if row.get("tokens_per_second")]
@@ -110,6 +110,6 @@ def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, 
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the mean of a rate over steps that each do the same work."""
+    """Return the mean of a rate over steps that do the same work each, that is the harmonic mean."""
     rates = [row[name] for row in rows if row.get(name)]
     return len(rates) / sum(1 / rate for rate in rates)

@@ -12,17 +12,17 @@ from gspmd.hardware.chips import chip_of_device
 
 @dataclass(frozen=True)
 class Speed:
-    """The work of one step, and the peak of the devices.
+    """The work of one step, and the peak rate of the devices.
 
         tokens per second = tokens / seconds
         MFU               = flops / (seconds · peak)
 
     Attributes:
-        tokens: tokens of one step, of all devices together.
-        flops: FLOPs that the model needs for these tokens, forward and backward: for each token, 6 per parameter of a
+        tokens: number of tokens of one step, over all devices.
+        flops: FLOPs that the model needs for these tokens, forward and backward: per token, 6 for each parameter of a
             matrix product, and 12 · layers · heads · head size · length for attention. Recomputation to save memory
             does not count.
-        peak: FLOP/s of all devices together; None if unknown, in which case there is no MFU.
+        peak: FLOP/s of all devices together, or None if that is unknown; there is no MFU then.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.
     """
@@ -32,7 +32,7 @@ class Speed:
     peak: float | None = None
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Return the figures of a step of this many seconds.
+        """Return the metrics of a step that took this many seconds.
 
         >>> Speed(tokens=1000, flops=3e12, peak=2e13).figures(0.5)
         {'tokens_per_second': 2000.0, 'mfu': 0.3}
@@ -42,21 +42,21 @@ class Speed:
 
 
 def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
-    """Return the FLOP/s of dense matrix products that these devices reach together at their chip's peak.
+    """Return the total FLOP/s of these devices for dense matrix products, at their chip's peak.
 
     Args:
         devices: devices of one kind.
         dtype: the dtype of the operands.
 
     Returns:
-        None for fake devices, which share the cores of one host, and for chips that chips.toml does not have.
+        The peak, or None for fake devices, which share the cores of one host, and for chips that chips.toml lacks.
     """
     chip = chip_of_device(devices[0].device_kind)
     return None if chip is None else len(devices) * chip.flops(dtype)
 
 
 def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
-    """Return one line that states the peak for the MFU, or the reason why there is no MFU."""
+    """Return a line that states the peak that MFU refers to, or the reason why there is no MFU."""
     chip = chip_of_device(devices[0].device_kind)
     if chip is not None:
         return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"

@@ -12,7 +12,7 @@ from gspmd.display.units import amount_of_bytes
 
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 
-# A narrow terminal omits shapes; names, specs and bytes are always printed.
+# A narrow terminal omits shapes, but always shows names, specs and bytes.
 _COLUMNS = (
     Column("tensor"),
     Column("spec"),
@@ -23,13 +23,13 @@ _COLUMNS = (
 
 
 def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4) -> Sheet:
-    """Build a row per tensor, or per group of similar ones: spec, shape on one device, and its bytes.
+    """Build a table with a row for each tensor, or group of similar tensors: spec, shape and bytes on one device.
 
     Args:
         title: the title of the table.
-        placed: a spec and a global shape by name.
-        mesh: sizes by mesh axis.
-        itemsize: bytes per element, for all or by name.
+        placed: spec and global shape of every tensor, by its name.
+        mesh: sizes of the mesh axes.
+        itemsize: bytes per element, one number for all tensors or one for each name.
     """
     sheet, total = Sheet(title, _COLUMNS), 0
     for row in _alike(placed):
@@ -44,7 +44,7 @@ def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int |
 
 @dataclass(frozen=True)
 class _Row:
-    """Tensors of equal spec and shape: `blocks.{0,1}.attention.{w_k,w_v}`."""
+    """Tensors with the same spec and shape, shown in one row as `blocks.{0,1}.attention.{w_k,w_v}`."""
 
     names: tuple[str, ...]
     spec: Spec
@@ -52,13 +52,13 @@ class _Row:
 
     @property
     def name(self) -> str:
-        """All names written as one, with the parts that differ in braces."""
+        """All names combined into one, with braces around the parts that differ."""
         parts = zip(*(name.split(".") for name in self.names))
         return ".".join(map(_braced, parts))
 
 
 def _alike(placed: Placed) -> list[_Row]:
-    """Group tensors of equal spec and shape whose names expand from one name with braces."""
+    """Group tensors of the same spec and shape whose names can be combined into one with braces."""
     names = list(placed)
     rows = [_Row((name,), *placed[name]) for name in names]
     for position in (-1, -2, 1):
@@ -67,7 +67,7 @@ def _alike(placed: Placed) -> list[_Row]:
 
 
 def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
-    """Join rows of equal spec and shape whose names differ in one position only."""
+    """Join rows of the same spec and shape whose names differ only in the part at this position."""
     groups: dict[tuple, list[_Row]] = {}
     for row in rows:
         groups.setdefault((row.spec, row.shape, *_without(row, position)), []).append(row)
@@ -75,7 +75,7 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """Return the row's name without the part at a position, as a key; the whole name if it has no such part."""
+    """Return a key for joining rows: the name without the part at a position, or the whole name if it has none."""
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

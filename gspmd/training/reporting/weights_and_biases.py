@@ -1,4 +1,4 @@
-"""Weights & Biases: the figures of a run, if `--log wandb` asks for them; needs the package wandb."""
+"""Logging of a run's metrics to Weights & Biases, for `--log wandb`; needs the package wandb."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,7 +20,7 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """A log of the events of `Events` at Weights & Biases; each start is a run there, in a group named after `out`.
+    """A log at Weights & Biases of what `Events` records; each start is a run there, in a group named after `out`.
 
     Args:
         out: the run's folder.
@@ -33,7 +33,7 @@ class WeightsAndBiases:
         self._run = self._wandb.init(project="gspmd", name=name, group=name, dir=str(out), config=dict(settings))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Log a figure of a step: a scalar, [layers], or [layers, X] as a histogram with bucket i for expert i."""
+        """Log a metric of a step: a scalar, [layers], or [layers, X] as a histogram with bucket i for expert i."""
         if value.ndim == 0:
             figures: dict[str, Any] = {name: value.item()}
         elif value.ndim == 1:
@@ -54,5 +54,5 @@ class WeightsAndBiases:
         self._run.log({name: self._wandb.Image(str(png))}, step=step)
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything has been sent."""
         self._run.finish()

@@ -1,1 +1,1 @@
-"""A run: its loop, its signals and guards, and its folder."""
+"""A training run: its loop, its handling of signals and of non-finite updates, and its folder."""

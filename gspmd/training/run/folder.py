@@ -1,4 +1,4 @@
-"""The folder of a run: the named one, the newest, or a new one, locked so that only one run uses it at a time."""
+"""The folder of a run: the given one, the newest, or a new one, locked so that only one run uses it at a time."""
 
 import errno
 import fcntl
@@ -15,14 +15,14 @@ from gspmd.training.checkpoints import check_step, has_settings, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
-# Conditions on which a run can go on, by the error number of a write that the operating system refused.
+# Conditions under which a run can continue, by the error number of a write that the operating system refused.
 _CONDITIONS = {
     errno.ENOSPC: "once there is room",
     errno.EDQUOT: "once there is room",
     errno.EFBIG: "once files may be larger",
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
-    errno.ENOENT: "",  # A missing folder is made again.
+    errno.ENOENT: "",  # A missing folder is created again.
 }
 # Files that a run writes anew. Its layout.toml is not among them, since --layout may name it.
 _WRITTEN = ("config.json", "metrics.jsonl", "events", "loss.png", "experts.png", "sample.txt")
@@ -31,12 +31,12 @@ _held: dict[Path, int] = {}
 
 
 class Unwritable(Exception):
-    """The run's folder, or another file of the run, cannot be written or used any more.
+    """Raised if the run's folder, or another file of the run, can no longer be written or used.
 
     Attributes:
-        step: the step of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint, or None if there is none.
         out: the run's folder.
-        once: the condition on which the run can go on, such as "once there is room"; empty if there is none.
+        once: the condition under which the run can continue, such as "once there is room"; empty if there is none.
     """
 
     def __init__(self, error: OSError, step: int | None, out: Path):
@@ -92,7 +92,7 @@ def choose_out(
 
 
 def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
-    """Refuse a folder that `choose_out` would refuse, without creating or locking it.
+    """Raise the errors of `choose_out` about a folder, without creating or locking it.
 
     Args:
         out, resume, step: see `choose_out`.
@@ -117,7 +117,7 @@ def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
 
 
 def _named(out: str, resume: bool, step: int | None) -> Path:
-    """Return the path of a run's folder, and refuse one that does not hold the run that it should."""
+    """Return the path of a run's folder after checking that it holds a run, or does not, as it should."""
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
     if resume and at is None:
@@ -147,9 +147,9 @@ def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
 
 
 def _hold(path: Path) -> None:
-    """Lock the folder itself, which leaves no file behind; the lock ends with the process, however that ends.
+    """Lock the folder itself, which leaves no file behind; the lock ends with the process in any case.
 
-    Some file systems, such as some shared ones, cannot lock folders; there, a second run is not refused.
+    Some file systems, such as some shared ones, cannot lock folders; there a second run is not detected.
     """
     try:
         folder = os.open(path, os.O_RDONLY)
@@ -169,7 +169,7 @@ def _hold(path: Path) -> None:
 
 @contextmanager
 def released_after(path: Path) -> Iterator[None]:
-    """Release the lock of `choose_out` on a folder when this context ends."""
+    """Release the lock of `choose_out` on a folder at the end of a `with` block."""
     try:
         yield
     finally:
@@ -178,7 +178,7 @@ def released_after(path: Path) -> Iterator[None]:
 
 
 def newest_run() -> Path:
-    """Return the run under runs/ that was started last.
+    """Return the folder of the run under runs/ that was started last.
 
     Raises:
         ConfigError: there is no run under runs/.

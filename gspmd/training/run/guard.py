@@ -1,4 +1,4 @@
-"""Updates with a loss or gradient that is not finite: the step skips such updates, and too many of them end the run."""
+"""Updates whose loss or gradient is not finite: each is skipped, and too many of them end the run."""
 
 import math
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class Diverged(Exception):
-    """More losses or gradients than allowed were not finite; `step` is the newest checkpoint to resume from.
+    """Raised if more updates than allowed had a loss or gradient that was not finite.
 
     Attributes:
-        step: the step of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint, from which to resume; None if there is none.
         out: the run's folder.
     """
 
@@ -22,12 +22,12 @@ class Diverged(Exception):
 
 
 class Guard:
-    """A count of the updates that were skipped in the whole run.
+    """A counter of the updates that were skipped during the whole run.
 
     Args:
-        allowed: number of updates that may be skipped; one more ends the run.
-        skipped: number of updates that were skipped before the run was resumed.
-        console: the console that reports each skipped update.
+        allowed: number of updates that may be skipped; if one more is, the run ends.
+        skipped: number of updates skipped before the run was resumed.
+        console: the console on which each skipped update is reported.
     """
 
     def __init__(self, allowed: int, skipped: int, console: Console):

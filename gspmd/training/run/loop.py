@@ -35,7 +35,7 @@ from gspmd.training.run.program import Program
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
-# Number of steps between checks for idle experts, if the run has no validation before its end.
+# Number of steps between checks for idle experts, if the run validates only at its end.
 _INTERVAL = 100
 
 
@@ -48,30 +48,30 @@ def fit(
     settings: Mapping[str, Any] | None = None,
     last: Callable[[TrainState, Metrics | None], None] | None = None,
 ) -> TrainState:
-    """Train for `config.steps` updates, writing figures and checkpoints to `out`.
+    """Train for `config.steps` updates, writing metrics and checkpoints to `out`.
 
     Args:
         config: the length of the run, and how often to validate and save.
-        program: the functions and the initial state. For a run that changes its layout, a mapping from the step after
-            which each program begins, 0 for the first, to a function that makes the program; the state is then moved
-            to the program's shardings.
-        corpus: the text.
-        out: an existing folder.
+        program: the functions and the initial state. For a run that changes its layout, a mapping from a step to a
+            function that makes the program in force after this step, with 0 for the first program; the state is moved
+            to each program's shardings.
+        corpus: the text to train on.
+        out: the run's folder, which must exist.
         console: where progress is shown.
-        settings: all settings of the run, kept in `out`, so that the run can be resumed.
-        last: called at the end with the last state and the metrics, to which it can add pictures and text; the metrics
-            are None in all processes but the first.
+        settings: all settings of the run, which are saved in `out`, so that the run can be resumed.
+        last: a function that is called at the end with the last state and the metrics, to which it can add pictures and
+            text. The metrics are None in all processes but the first.
 
     Returns:
         The last state.
 
     Raises:
         Interrupted: after SIGINT, SIGTERM or SIGHUP, or if the console's output is closed, once a checkpoint is saved.
-            An interrupted validation writes no figure.
+            An interrupted validation writes no result.
         Diverged: more than `config.non_finite` losses or gradients were not finite.
-        ConfigError: there is no checkpoint from which to resume, or the checkpoint does not fit the model.
-        OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
-            next step.
+        ConfigError: there is no checkpoint to resume from, or it does not fit the model.
+        OSError: `out` can no longer be written; complete checkpoints stay intact. A failed save is noticed at the next
+            step.
     """
     if isinstance(program, Mapping):
         programs = program
@@ -142,7 +142,7 @@ class _Run:
     evaluate: Callable | None = None
 
     def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
-        """Train with one program after another, and move the state from each to the next."""
+        """Train with one program after another; between two programs, move the state."""
         begin = int(state.step)
         if begin >= self.config.steps:
             self.console.print(f"All {self.config.steps} steps are done.")
@@ -210,7 +210,7 @@ class _Run:
         return state
 
     def _tell(self, step: int, row: Mapping[str, Any]) -> None:
-        """Report the validation of a step and the experts that became idle, if there are any."""
+        """Report the validation of a step, and the experts that became idle, if any."""
         if (score := row.get("val_bits_per_byte")) is not None:
             best = self.best is None or score < self.best
             self.best = score if best else self.best
@@ -220,9 +220,9 @@ class _Run:
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
-        """Validate on up to `last_validation` batches of held-out text, and write the last object of metrics.jsonl.
+        """Validate on up to `last_validation` batches of held-out text; write the result as the last line of metrics.
 
-        If a signal arrives during the last of these batches, the run stops once the result is written.
+        If a signal arrives during the last batch, the run stops after the result is written.
         """
         self._wait()  # the last step is safe before the validation, which may take long
         limit = self.config.last_validation
@@ -243,7 +243,7 @@ class _Run:
             self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Return bits per byte of `limit` batches of held-out text (0: all of the text); empty if interrupted."""
+        """Return the metrics of `limit` batches of held-out text (0 for all of it), or none if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:
@@ -265,7 +265,7 @@ class _Run:
         return {"val_bits_per_byte": mean / self._nats_per_token}
 
     def interrupt(self, step: int) -> NoReturn:
-        """Stop the run once the checkpoint of `step` is complete."""
+        """Stop the run once the checkpoint of this step is complete."""
         self._wait()
         raise Interrupted(step, self.out, self.stop.number or signal.SIGINT, agreed=True)
 
@@ -294,13 +294,13 @@ class _Run:
 
     @property
     def _nats_per_token(self) -> float:
-        """Nats per token at one bit per byte; a loss divided by this is bits per byte."""
+        """Nats per token that correspond to one bit per byte: a loss divided by this is in bits per byte."""
         return math.log(2) * self.corpus.bytes_per_prediction(self.config.length)
 
 
 @jax.jit
 def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-    """Return the number of predicted tokens of a batch, which are neither below 0 nor first in their segment."""
+    """Return the number of predicted tokens in a batch: those that are neither below 0 nor first in a segment."""
     if not isinstance(batch, Mapping):
         return jnp.sum(batch[:, 1:] >= 0)
     tokens, segments = batch["tokens"], batch["segments"]
@@ -310,7 +310,7 @@ def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
 
 @jax.jit
 def _fill(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Return the share of a batch's positions that are not padding."""
+    """Return the fraction of a batch's positions that are not padding."""
     sides = [batch[name] for name in ("segments", "source_segments") if name in batch]
     filled = jnp.stack([jnp.sum(side > 0) for side in sides])
     return jnp.sum(filled) / sum(side.size for side in sides)

@@ -1,4 +1,4 @@
-"""A profile of some steps: an XProf trace in the run's folder."""
+"""A profile of some training steps: an XProf trace in the run's folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +11,15 @@ _FOLDER = "profile"
 
 
 class Profile:
-    """The recording of some steps by JAX's profiler; requested steps that a resumed run has done are reported.
+    """A recording of some steps by JAX's profiler; requested steps that are already done are reported.
 
     Args:
-        steps: `"FROM:TO"`, both included; "" for none.
-        out: the run's folder; the trace is written to its folder profile/.
-        done: the step after which the run goes on.
-        tell: called with a line if some of the steps are done already. That is not an error, because a run may be
-            resumed with the flags that began it.
-        record: whether this process records; with several processes only the first one does.
+        steps: `"FROM:TO"`, both included, or "" for no recording.
+        out: the run's folder, in which the trace is written to profile/.
+        done: the number of steps done before this start.
+        tell: a function that gets a line if some of the steps are already done. That is not an error, because a run may
+            be resumed with the flags that began it.
+        record: whether this process records; of several processes only the first one does.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Profile:
             tell(f"profile is {steps!r}, but step {done} is done: {rest}.")
 
     def before(self, step: int) -> None:
-        """Begin to record, if this is the first step."""
+        """Start recording if this is the first step to record."""
         if step == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # Python's calls would hide the devices', and take most of the file.
@@ -41,14 +41,14 @@ class Profile:
             self._running = True
 
     def after(self, step: int) -> bool:
-        """Stop recording and write the trace, if this was the last step; return whether it was."""
+        """Stop recording and write the trace if this was the last step to record; return whether it was."""
         if not self._running or step < self._last:
             return False
         self.close()
         return True
 
     def close(self) -> None:
-        """Stop recording, if it is still going on, and write the trace so far."""
+        """Stop a recording in progress, and write the trace so far."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

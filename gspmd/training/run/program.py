@@ -17,20 +17,20 @@ Evaluate = Callable[[Tree, Tree], jax.Array]
 
 @dataclass(frozen=True)
 class Program:
-    """The functions and the initial state of a run, independent of the model.
+    """The functions and the initial state of a run, for any model.
 
     Attributes:
-        state: the initial state; if a run is resumed, the shapes and shardings of the restored state.
-        step: (state, batch, key) -> (state, figures), as `jit_step` returns it; `figures` has `cross_entropy` and
-            `non_finite`.
-        evaluate: (params, batch) -> mean cross-entropy in nats; compiled ahead of its run if it is jitted.
-        place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it gets the rows that this
-            process reads.
-        key: the random key from which each step's key is derived, so that a resumed run draws the same random numbers.
-        part: the part of a batch that this process reads, as (number, number of parts) from `processes.part_of`.
-        context: a context in which all other functions are called, such as `Arrangement.context`.
-        gradients: shapes with shardings of all gradients as the optimizer reads them; None if unknown.
-        flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as in `Speed`, for the MFU.
+        state: the initial state; for a resumed run, the shapes and shardings of the state to be restored.
+        step: a function (state, batch, key) -> (state, metrics), from `jit_step`; the metrics include `cross_entropy`
+            and `non_finite`.
+        evaluate: a function (params, batch) -> mean cross-entropy in nats; if it is jitted, it is compiled ahead.
+        place: a function that puts a batch, integers [B, L+1] or a dictionary of them, onto the devices; it gets only
+            the rows that this process reads.
+        key: the random key from which the key of each step is derived, so that a resumed run draws the same numbers.
+        part: the part of every batch that this process reads, as (index, number of parts), from `processes.part_of`.
+        context: a function that makes the context in which all other functions are called, as `Arrangement.context`.
+        gradients: shapes with shardings of all gradients before the optimizer's update; None if unknown.
+        flops: model FLOPs of a step; `peak` is the FLOP/s of all devices, as in `Speed`. MFU is computed from both.
     """
 
     state: TrainState

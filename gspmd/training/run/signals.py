@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP: deferred to the end of a step, where the run saves and stops.
+"""SIGINT, SIGTERM and SIGHUP during a run: deferred to the end of a step, where the run saves and stops.
 
 A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for background jobs of a
-script, since it is meant for the script's foreground. SIGTERM is always handled, since schedulers end jobs with it.
+script, for whose foreground it is meant. SIGTERM is always handled, because schedulers end jobs with it.
 """
 
 import os
@@ -21,13 +21,13 @@ from gspmd.interruption import HungUp, Terminated
 
 
 class Interrupted(Exception):
-    """The run was interrupted; `step` is that of the newest checkpoint, from which it can be resumed.
+    """Raised if the run was interrupted and has stopped.
 
     Attributes:
-        step: the step of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint, from which the run can be resumed; None if there is none.
         out: the run's folder.
-        number: the signal.
-        agreed: whether all processes stop at this step.
+        number: the number of the signal.
+        agreed: whether all processes stop at the same step.
     """
 
     def __init__(self, step: int | None, out: Path, number: int = signal.SIGINT, *, agreed: bool = False):
@@ -40,16 +40,15 @@ _HEARD = "\nStopping {}. To stop at once: interrupt again.\n"
 
 
 class Stop:
-    """Defer SIGINT, SIGTERM and SIGHUP until the end of a step; a second SIGINT or SIGTERM interrupts at once.
+    """Defers SIGINT, SIGTERM and SIGHUP to the end of a step; a second SIGINT or SIGTERM interrupts at once.
 
     A terminal that is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts
-    down sends SIGTERM after it: neither asks for a faster end. A second Ctrl-C in a terminal interrupts at once, since
-    a step may take long, and the first one includes compilation.
+    down sends SIGTERM after it: neither asks for a faster end. A second Ctrl-C in a terminal interrupts at once,
+    because a step may take long, and the first one includes compilation.
 
     Attributes:
-        when: the end of the sentence that answers a signal in a terminal: when the program stops, and what it does
-            then.
-        number: the first signal; None before it.
+        when: the end of the sentence that a signal prints in a terminal: when the program stops, and what it does then.
+        number: the number of the first signal, or None before any.
     """
 
     number: int | None = None
@@ -65,7 +64,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Treat a closed output of the console, such as a pipe whose reader has ended, as a signal."""
+        """Treat it as a signal if the console's output, such as a pipe, is closed inside a `with` block."""
 
         def ask() -> None:
             console.quiet = True
@@ -81,12 +80,14 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Return whether a signal has come to this process."""
+        """Whether this process has received a signal."""
         return self.number is not None
 
     def agreed(self) -> bool:
-        """Return whether a signal has come to any process, so that all of them stop at the same step; every process
-        must call this."""
+        """Return whether any process has received a signal, so that all stop at the same step.
+
+        Every process must call this function.
+        """
         import jax  # which this module's exceptions do not need
 
         if jax.process_count() > 1:
@@ -109,7 +110,7 @@ class Stop:
             )  # The signal may interrupt print, which cannot be entered again.
 
     def interrupt(self) -> NoReturn:
-        """Raise the first signal's exception, at a point where the program can stop."""
+        """Raise the exception of the first signal, at a point where the program can stop."""
         _raise(self.number or signal.SIGINT, None)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -119,7 +120,7 @@ class Stop:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise Terminated on SIGTERM and HungUp on SIGHUP, as Python raises KeyboardInterrupt on SIGINT."""
+    """Raise Terminated on SIGTERM and HungUp on SIGHUP inside a `with` block, as Python does for SIGINT."""
     before = {number: signal.signal(number, _raise) for number in _heard() if number != signal.SIGINT}
     try:
         yield
@@ -130,7 +131,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore further signals while a program prints how it has ended, so that the message is printed exactly once."""
+    """Ignore further signals while a program prints its last message, so that it is printed exactly once."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _heard()}
     try:
         yield
@@ -140,7 +141,7 @@ def unheard() -> Iterator[None]:
 
 
 def _heard() -> list[int]:
-    """Return the signals that this thread handles; only the main thread can handle any."""
+    """Return the numbers of the signals that this thread handles; only the main thread can handle any."""
     if current_thread() is not main_thread():
         return []
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]

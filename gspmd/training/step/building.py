@@ -1,4 +1,4 @@
-"""The training step, the state and the evaluation of any model in any layout, for arrays or for abstract shapes."""
+"""Building the training step, the state and the evaluation of any model in any layout, abstractly or for arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,16 +33,16 @@ Parameters = Mapping[str, Any]
 def abstract_program(
     model: Trainable, update: Update, batch: int, length: int
 ) -> Callable[[Layout, jax.sharding.Mesh], tuple[Step, TrainState, Any, Any]]:
-    """Return a function of (layout, mesh) that returns one update, uncompiled, and its three abstract arguments.
+    """Return a function (layout, mesh) -> one update, uncompiled, with its three abstract arguments.
 
     Nothing is allocated. The layout must be resolved and must fit the model (`Trainable.check`). Trace, lower or
-    compile the update under `jax.set_mesh(mesh)`. The mesh may be of an offline topology; for `gspmd.trace` an abstract
-    mesh without devices is enough.
+    compile the update under `jax.set_mesh(mesh)`. The mesh may belong to an offline topology; for `gspmd.trace` an
+    abstract mesh without devices is enough.
 
     Args:
         model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
-        update: the update.
-        batch: number of sequences, over all devices.
+        update: the settings of the update.
+        batch: number of sequences in a batch, over all devices.
         length: number of tokens that each sequence predicts.
     """
 
@@ -55,28 +55,29 @@ def abstract_program(
 
 
 def abstract_parameters(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and shardings of all parameters, in float32."""
+    """Return the shapes and shardings of all parameters, with dtype float32."""
     return {path: abstract(row.spec, row.shape, jnp.float32, mesh) for path, row in model.rows(layout).items()}
 
 
 def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> Any:
-    """Return the shape and sharding of a batch, int32 [B, L+1], or of each of its arrays."""
+    """Return the shape and sharding of a batch, int32 [B, L+1], or of each array of a batch."""
     spec = model.batch_spec(layout)
     arrays = {name: abstract(spec, (batch, width), jnp.int32, mesh) for name, width in model.widths(length).items()}
     return arrays["tokens"] if len(arrays) == 1 else arrays
 
 
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
-    """Build one update, not compiled: (state, batch, key) -> (state, metrics).
+    """Build the function of one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    If the loss gets a parameter as `EF reduced-x` (`Trainable.for_loss`), the parameter's gradient is reduced once, by
-    the move to its spec in [optimizer].
+    If the loss gets a parameter as `EF reduced-x` (`Trainable.for_loss`), the parameter's gradient is reduced only
+    once, by the move to its spec in [optimizer].
 
     Args:
         model: any model.
-        layout: the layout, resolved.
-        update: the update. The loss and its figures are for the whole batch; with several microbatches they are means,
-            and every microbatch has its own random draws. Frozen parameters have neither gradients nor optimizer state.
+        layout: the layout, resolved for the mesh.
+        update: the settings of the update. Loss and metrics are those of the whole batch; with several microbatches
+            they are means, and every microbatch has its own random draws. Frozen parameters have neither gradients nor
+            optimizer state.
 
     Returns:
         A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] placed as
@@ -128,11 +129,11 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
 def initial_state(
     model: Trainable, layout: Layout, values: Parameters, update: Update, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Return the state before the first update: all parameters, and the optimizer state of the trained parameters.
+    """Return the state before the first update: all parameters, and optimizer state for those that are trained.
 
     Args:
         model, layout, update: see `training_step`.
-        values: the parameters in float32, placed, by path.
+        values: the parameters in float32, placed on the mesh, by path.
         mesh: the mesh of the parameters.
     """
     return _state(initial, model, layout, values, update, mesh)
@@ -167,13 +168,13 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: Any) -> jax.Array | ja
 def abstract_gradients(
     model: Trainable, layout: Layout, params: Parameters, mesh: jax.sharding.Mesh, frozen: Sequence[str] = ()
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes, dtypes and shardings of the gradients of all trained parameters.
+    """Return shapes, dtypes and shardings of the gradients of all trained parameters.
 
-    Partial sums are already reduced into the optimizer's layout, as in ZeRO-2.
+    Partial sums count as already reduced into the optimizer's layout, as in ZeRO-2.
 
     Args:
         model, layout, frozen: see `training_step`.
-        params: the parameters, or their shapes.
+        params: the parameters, or their shapes and dtypes.
         mesh: the mesh.
     """
     specs, kept = model.gradient_specs(layout), model.optimizer_specs(layout)
@@ -185,17 +186,17 @@ def abstract_gradients(
 def evaluation_step(
     model: Trainable, layout: Layout, microbatches: int = 1
 ) -> Callable[[Parameters, Batch], jax.Array]:
-    """Build (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
+    """Build the evaluation: (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
 
     Args:
         model, layout: see `training_step`.
-        microbatches: parts of a batch that follow one another through the stages of a pipeline.
+        microbatches: number of parts of a batch that go through pipeline stages one after another.
     """
     return lambda params, tokens: model.cross_entropy(layout, params, tokens, microbatches)
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """Return AdamW with weight decay for matrices only: norms have one dimension besides the stacked N."""
+    """Return AdamW with weight decay for matrices only; N, along which layers are stacked, is not counted."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)

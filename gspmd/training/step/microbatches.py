@@ -1,4 +1,4 @@
-"""Microbatches: a batch is computed in parts, one after the other, and gradients are added before they are reduced."""
+"""Microbatches: a batch is computed in several parts, and gradients are added up before they are reduced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ figures."""
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The split of a batch.
+    """The split of a batch into microbatches.
 
-    Every device splits its own sequences, so nothing is sent; a microbatch has some sequences of every device.
+    Every device splits its own sequences, so nothing is sent: a microbatch has some sequences of every device.
 
     Attributes:
         count: number of microbatches.
-        batch: the spec of a batch, `B_xL`.
+        batch: the spec of a batch, such as `B_xL`.
     """
 
     count: int
@@ -38,21 +38,22 @@ class Microbatches:
     def value_and_gradients(
         self, loss: Loss, specs: Tree, params: Tree, batch: Tree, key: jax.Array
     ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Tree]:
-        """Return the mean over microbatches of the loss, of its figures and of its gradients.
+        """Return the loss, its metrics and its gradients, each averaged over microbatches.
 
         For a loss that is a mean over sequences or tokens, this equals the result for the whole batch. With experts it
-        differs: groups of tokens that span sequences, their capacity and the auxiliary losses are computed for each
+        differs: groups of tokens that span sequences, their capacity, and the auxiliary losses are computed for each
         microbatch, and every microbatch has its own random draws.
 
         Args:
-            loss: (params, batch, key) -> (loss, dictionary of further figures).
-            specs: for each parameter, the spec in which the loss gets it.
+            loss: a function (params, batch, key) -> (loss, dictionary of metrics).
+            specs: the spec in which the loss gets each parameter.
             params: the parameters, in these specs.
             batch: [B, L], or a tree of such arrays.
             key: random key.
 
         Returns:
-            The same as from `jax.value_and_grad` with `has_aux`; a gradient of `EF reduced-x` is a partial sum over x.
+            The same as `jax.value_and_grad` with `has_aux`; the gradient of a parameter `EF reduced-x` is a partial sum
+            over x.
         """
 
         def share(params: Tree, tokens: Tree, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -71,7 +72,7 @@ class Microbatches:
 
 
 def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
-    """Return zeros in the type of a parameter's gradient, which may be a partial sum, in float32 or wider."""
+    """Return zeros with the type of a parameter's gradient, possibly a partial sum, in float32 or wider."""
     return mapped(
         lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
         spec.partition_spec(),

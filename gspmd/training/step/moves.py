@@ -1,4 +1,4 @@
-"""The moves of a training step: parameters to the loss, gradients to the optimizer, and parameters back."""
+"""The moves of a training step: parameters to the loss, gradients to the optimizer, and new parameters back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,16 +18,17 @@ Reshard = Callable[..., jax.Array]
 class Moves:
     """Functions that reshard parameters and gradients within a step.
 
-    If all layouts agree, nothing moves. If the optimizer shards further (ZeRO-1), parameters are sliced, gradients are
-    reduce-scattered if they are partial sums and sliced otherwise, and the new parameters are all-gathered.
+    If all layouts agree, nothing moves. If the optimizer state is sharded further (ZeRO-1), parameters are sliced,
+    gradients are reduce-scattered if they are partial sums and otherwise sliced, and the new parameters are
+    all-gathered.
 
     Attributes:
         to_loss: brings parameters to the specs in which the loss gets them.
-        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's specs.
+        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's.
         to_optimizer: brings parameters to the optimizer's specs.
         to_parameters: brings updated parameters back to their own specs.
-        parameters: each parameter's own spec; None if not given.
-        loss: for each parameter, the spec in which the loss gets it; None if not given.
+        parameters: the spec of each parameter; None if not given.
+        loss: the spec in which the loss gets each parameter; None if not given.
 
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """
@@ -41,25 +42,25 @@ class Moves:
 
     @property
     def partial(self) -> bool:
-        """Whether some gradients are partial sums until they reach the optimizer."""
+        """Whether some gradients stay partial sums until they reach the optimizer."""
         return any(spec.reduced for spec in jax.tree.leaves(self.loss, is_leaf=_is_spec))
 
 
 def plan_moves(
     parameters: Tree, optimizer: Tree, reshard: Reshard, gradients: Tree | None = None, loss: Tree | None = None
 ) -> Moves:
-    """Build the moves between trees of specs.
+    """Build the moves of a step from trees of specs.
 
     The gradient of a parameter that the loss gets as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
-    several uses add to the partial sum, and one move reduces it to the optimizer's spec.
+    several uses add to this partial sum, and a single move reduces it to the optimizer's spec.
 
     Args:
-        parameters: a spec per parameter.
-        optimizer: a spec per parameter, for the optimizer's state; the same dimensions.
-        reshard: moves an array by an equation, such as `gspmd.reshard`.
-        gradients: a spec per parameter, for its gradient on its way to the optimizer; None, or the parameter's own, for
-            a single move.
-        loss: for each parameter, the spec in which the loss gets it; None for the parameter's own.
+        parameters: the spec of each parameter.
+        optimizer: the spec of each parameter's optimizer state, with the same dimensions.
+        reshard: a function that moves an array by an equation, such as `gspmd.reshard`.
+        gradients: the spec that each gradient gets first, before it moves to that of the optimizer; None, or the
+            parameter's own spec, for a single move.
+        loss: the spec in which the loss gets each parameter; None for the parameter's own.
 
     Example:
         >>> specs = [{"w": Spec.parse(text)} for text in ("EF", "E_xF", "EF reduced-x")]

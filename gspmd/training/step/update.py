@@ -1,4 +1,4 @@
-"""The update: loss and gradients, the optimizer in the layout of its state, and the new state."""
+"""The update: loss and gradients, the optimizer in its own layout, and the new state."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,21 +30,21 @@ def make_step(
     microbatches: Microbatches | None = None,
     total: Callable[[Tree], jax.Array | None] | None = None,
 ) -> Step:
-    """Build the training step, not compiled: (state, batch, key) -> (state, metrics).
+    """Build the function of a training step, not compiled: (state, batch, key) -> (state, metrics).
 
     Gradients that are partial sums are reduced once, on their way to the optimizer, however many microbatches, layers
-    and uses of one parameter add to them. Partial sums are types, which Auto mesh axes do not have. So on a mesh with
-    Auto axes the gradients are computed and reduced under Explicit axes of the same mesh.
+    and uses of a parameter add to them. Under Explicit mesh axes a partial sum is part of a type, but Auto axes have no
+    such types; on a mesh with Auto axes the gradients are computed and reduced under Explicit axes of the same mesh.
 
     Args:
-        loss: (params, batch, key) -> (loss, dictionary of further figures); batch is [B, L+1], or a tree of such
+        loss: a function (params, batch, key) -> (loss, dictionary of metrics). batch is [B, L+1], or a tree of such
             arrays; params are sharded as `moves.loss`.
-        transform: the optimizer, whose state has its own layout.
-        rate: learning rate by step, for the metrics.
-        limit: largest global norm of the gradients; 0 for no clipping.
-        norm: computes the global norm of gradients in the optimizer's layout.
-        moves: the moves between the layouts; None if the layouts agree.
-        microbatches: the split and the spec of the batch; needed if gradients are partial sums.
+        transform: the optimizer, whose state has a layout of its own.
+        rate: the learning rate by step, which is reported in the metrics.
+        limit: the largest global norm of gradients, to which they are clipped; 0 for no clipping.
+        norm: a function for the global norm of gradients in the optimizer's layout.
+        moves: the moves between layouts; None if all layouts agree.
+        microbatches: the split of the batch and its spec; needed if gradients are partial sums.
         total: a function from the whole batch to the `total` of each microbatch's loss, such as the number of tokens
             over which the loss is averaged; None, or a result of None, for a loss without `total`.
 
@@ -97,6 +97,6 @@ def make_step(
 
 
 def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Wrapped:
-    """Jit the step so that it keeps the state's shardings, and donates the old state."""
+    """Jit a step so that the new state has the shardings of the old one, which is donated."""
     keep = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(keep, None), compiler_options=dict(compiler_options or {}))
