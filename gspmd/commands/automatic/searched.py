@@ -278,8 +278,8 @@ def _read_beside(
 
 def _complete(finding: SearchResult) -> SearchResult:
     """Return the result; if an interrupt stopped the search before the proof, raise it again, to stop the run."""
-    if not finding.complete:
-        raise KeyboardInterrupt
+    if finding.interrupt:
+        raise finding.interrupt
     return finding
 
 

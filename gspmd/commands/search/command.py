@@ -23,6 +23,7 @@ from gspmd.commands.search.written import beside, header, header_of_stages, save
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
+from gspmd.interruption import number_of
 from gspmd.layouts import Layout, presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.document import LineCost, of_lines, remarks
@@ -41,7 +42,7 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 for an interrupt.
+    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 for an interrupt (143 for SIGTERM).
 
     Args:
         argv: the flags.
@@ -73,7 +74,7 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
             message = nothing_fits(fault, settings, target, spaces, progress.begin)
         else:
             message = ""
-            found = CommandResults(finding, interrupted=not finding.complete)
+            found = CommandResults(finding, interrupted=finding.interrupt)
             if finding.complete:
                 look_closer(found, settings, progress)
     if message:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
     report(found, settings, target, argv)
     for fault in found.faults:
         print(fault, file=sys.stderr)
-    return 130 if found.interrupted else 2 if found.faults else 0
+    return 128 + number_of(found.interrupted) if found.interrupted else 2 if found.faults else 0
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
@@ -175,7 +176,7 @@ class CommandResults:
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
         faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
-        interrupted: whether some results are missing.
+        interrupted: the exception because of which some results are missing; None for none.
     """
 
     finding: SearchResult
@@ -189,7 +190,7 @@ class CommandResults:
     shortlist: list[compiling.Listed] = field(default_factory=list)
     lowering: str = ""
     faults: list[str] = field(default_factory=list)
-    interrupted: bool = False
+    interrupted: type[KeyboardInterrupt] | None = None
 
     def __post_init__(self) -> None:
         self.planned = self.finding
@@ -227,8 +228,8 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
             best = found.finding.best
             found.front = frontier(best, tell=progress.begin)
             found.drawn = [] if is_own(settings) else placed_presets([best], names=[*settings.beside, *presets()])
-    except KeyboardInterrupt:
-        found.interrupted = True
+    except KeyboardInterrupt as interrupt:
+        found.interrupted = type(interrupt)
 
 
 def staged(best: Candidate, settings: SearchSettings, progress: Progress) -> pipelines.Table:
