@@ -42,7 +42,7 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 for an interrupt (143 for SIGTERM).
+    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 or 143 for an interrupt.
 
     Args:
         argv: the flags.
