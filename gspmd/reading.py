@@ -215,6 +215,21 @@ def folder_fault(path: str | os.PathLike) -> str | None:
         return str(_reason(error))
 
 
+def new_folder_fault(path: Path) -> str:
+    """Return why a folder cannot be made and written, as far as that is known in advance; empty if it can be."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    fault = folder_fault(there)
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # For example a name that is too long, which `lexists` takes for one that is free.
+        there, fault = path, error.strerror
+    if not fault and not os.access(there, os.W_OK | os.X_OK):
+        fault = "you may not write there"
+    return f"{'' if there == path else f'{str(there)!r}: '}{fault}" if fault else ""
+
+
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
 

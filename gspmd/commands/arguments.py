@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from gspmd.annotate.errors import shown, suggestion
+from gspmd.annotate.parser import NAME
 from gspmd.reading import WHOLE, whole_number
 
 
@@ -77,6 +78,23 @@ def _optional(text: str) -> str:
     return text
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Parse sizes of mesh axes, as `numbers`; refuse a name that no spec can have."""
+    found = numbers(text)
+    if wrong := [name for name in found if not NAME.fullmatch(name)]:
+        fact = "mesh axes are named by a lowercase letter and then letters, digits or _"
+        raise argparse.ArgumentTypeError(f"{fact}, not {shown(wrong[0])}.")
+    return found
+
+
+def dimension_sizes(text: str) -> dict[str, int]:
+    """Parse sizes of dimensions, as `numbers`; refuse a name that is not a capital letter."""
+    found = numbers(text)
+    if wrong := [name for name in found if not re.fullmatch("[A-Z]", name)]:
+        raise argparse.ArgumentTypeError(f"a dimension is one capital letter, not {shown(wrong[0])}.")
+    return found
+
+
 def numbers(text: str) -> dict[str, int]:
     """Parse pairs NAME=SIZE, separated by commas.
 
@@ -84,14 +102,15 @@ def numbers(text: str) -> dict[str, int]:
     {'x': 4, 'y': 2}
 
     Raises:
-        ArgumentTypeError: a pair is not NAME=SIZE, or a name is given twice.
+        ArgumentTypeError: a pair is not NAME=SIZE with a positive size, or a name is given twice.
     """
     pairs = [pair.partition("=") for pair in text.split(",")]
     for name, equals, size in pairs:
         if not (name.strip() and equals):
             raise argparse.ArgumentTypeError(f"{shown(name + equals + size)} is not a name and a size, such as x=4.")
-        if whole_number(size) is None:
-            raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {WHOLE}.")
+        if not whole_number(size):
+            of = WHOLE.replace("a whole", "a positive whole")
+            raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {of}.")
     names = [name.strip() for name, *_ in pairs]
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} gives two sizes to one name.")

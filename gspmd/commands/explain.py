@@ -9,14 +9,15 @@ from gspmd.commands import pictures
 from gspmd.commands.explain_settings import parse
 from gspmd.commands.messages import told
 from gspmd.display.console import console
+from gspmd.display.progress import Progress
 from gspmd.planner import drawing
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
     """Print the plan and write its pictures; return the exit code of the command.
 
-    The exit code is 2 for bad input, with one message on stderr. It is also 2 if pictures cannot be written, with a
-    message about each of them after the plan.
+    The exit code is 2 for bad input, with one message on stderr. It is also 2 if pictures cannot be written: what is
+    known before the plan is refused before it, and a full disk is told after it.
 
     Args:
         argv: the flags.
@@ -24,17 +25,12 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         settings: the settings, if the flags have been parsed already.
     """
     options = settings or parse(argv, script)
+    if faults := [*pictures.faults_of(options)]:
+        print(f"{options.prog}: {faults[0]}", *faults[1:], sep="\n", file=sys.stderr)
+        return 2
     try:
-        plan = gspmd.plan(
-            options.equation,
-            options.sizes,
-            options.mesh,
-            dtype=options.dtype,
-            chip=options.chip,
-            lowering=options.lowering,
-            via=options.via,
-        )
-        data = plan.to_json(gradients=options.gradients)
+        with Progress(console(stderr=True), "Planning"):  # On six mesh axes it may take half a minute.
+            plan, data = _planned(options)
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{options.prog}: {told(error).partition(': ')[2]}", file=sys.stderr)
         return 2
@@ -46,3 +42,10 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     for fault in faults:
         print(f"{options.prog}: {fault}", file=sys.stderr)
     return 2 if faults else 0
+
+
+def _planned(options: argparse.Namespace) -> tuple[gspmd.Plan, str]:
+    """Return the plan, and it as JSON; the plans of the gradients are made for the latter."""
+    given = {name: getattr(options, name) for name in ("dtype", "chip", "lowering", "via")}
+    plan = gspmd.plan(options.equation, options.sizes, options.mesh, **given)
+    return plan, plan.to_json(gradients=options.gradients)

@@ -6,14 +6,17 @@
 OUT is a new folder with config.json, model.safetensors and tokenizer.json.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from gspmd.commands import configs, flags
 from gspmd.commands.described import AnyText
+from gspmd.reading import new_folder_fault
 from gspmd.training.checkpoints import newest
 from gspmd.training.toml import ConfigError
 
@@ -40,7 +43,7 @@ def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
         script: the name of the file in scripts/ that runs the command, for the help.
 
     Raises:
-        ConfigError: a folder is missing, or does not hold a run.
+        ConfigError: a folder is missing, or has no run, or cannot be written.
     """
     prog, description = configs.called(__doc__, "gspmd export", script)
     settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)
@@ -51,4 +54,10 @@ def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
     if newest(settings.folder) is None:
         fault = f"there is no checkpoint of a run under {settings.folder!r}; name the folder of a run."
         raise ConfigError(_DOING, [fault])
+    out = Path(settings.out)
+    fault = new_folder_fault(out)
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        fault = "it exists"
+    if fault:
+        raise ConfigError(f"cannot export to {settings.out!r}:", [f"{fault}; give a new folder."])
     return settings

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from gspmd.annotate.errors import LayoutError, SpecError, suggestion
 from gspmd.commands import pictures
-from gspmd.commands.arguments import Parser, numbers
+from gspmd.commands.arguments import Parser, dimension_sizes, mesh_sizes
 from gspmd.commands.configs import fitted
 from gspmd.commands.messages import told
 from gspmd.display.console import console
@@ -69,9 +69,11 @@ def make_parser() -> Parser:
     check.add_argument("layout", values=preset_names(), help="a preset's name, or a TOML file")
     check.add_argument("--all", action="store_true", help="print every fault, not only the first ones")
     check.add_argument("--set", action="append", default=[], metavar="KEY=SPEC", help="one change; repeatable")
-    check.add_argument("--mesh", type=numbers, help="sizes of the mesh axes, such as x=4,y=2")
+    check.add_argument("--mesh", type=mesh_sizes, help="sizes of the mesh axes, such as x=4,y=2")
     check.add_argument("--devices", type=int, help="number of devices, which the layout's rule factors into a mesh")
-    check.add_argument("--sizes", type=numbers, default={}, help="sizes of the dimensions, such as B=512,E=18432")
+    check.add_argument(
+        "--sizes", type=dimension_sizes, default={}, help="sizes of the dimensions, such as B=512,E=18432"
+    )
     check.add_argument("--config", help="TOML file, or a shipped configuration, whose sizes are checked")
     check.add_argument("--model", metavar="MODULE:NAME", help="a custom model, whose sizes are checked")
     check.add_argument("--batch", type=int, help="sequences; by default those of the config, or of gspmd train")
@@ -117,7 +119,10 @@ def _summary(text: str) -> str:
 
 
 def show_layout(options: argparse.Namespace) -> int:
-    """Print a layout section by section, or with --toml as its file."""
+    """Print a layout, section by section, or its file."""
+    if faults := [*pictures.faults_of(options)]:
+        print(f"gspmd layouts show: {faults[0]}", *faults[1:], sep="\n", file=sys.stderr)
+        return 2
     layout = Layout.load(options.layout)
     print(text_of(options.layout).rstrip() if options.toml else layout)
     faults = pictures.write(layout.figure(), options) if pictures.asked(options) else []

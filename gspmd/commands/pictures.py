@@ -1,10 +1,11 @@
 """The flags `--svg` and `--png` of commands that draw."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from gspmd.annotate.errors import shown
-from gspmd.commands.files import unwritten
+from gspmd.commands import files
 from gspmd.figures.figure import Figure
 
 ENDINGS = ("svg", "png")
@@ -22,6 +23,12 @@ def asked(options: argparse.Namespace) -> list[Path]:
     return [path for ending in ENDINGS if (path := getattr(options, ending)) is not None]
 
 
+def faults_of(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the reasons why pictures cannot be written, as far as they are known in advance."""
+    for ending in ENDINGS:
+        yield from files.faults_of(ending, str(getattr(options, ending) or ""))
+
+
 def write(figure: Figure, options: argparse.Namespace) -> list[str]:
     """Write the pictures that the flags ask for; return a message for each file that could not be written."""
     faults = []
@@ -30,7 +37,7 @@ def write(figure: Figure, options: argparse.Namespace) -> list[str]:
         if path is None:
             continue
         try:
-            faults += unwritten(ending, str(path), figure.save)
+            faults += files.unwritten(ending, str(path), figure.save)
         # A name that no file can have; a PNG without resvg, or without fonts.
         except (ValueError, ImportError, RuntimeError) as error:
             faults.append(str(error))

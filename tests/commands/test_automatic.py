@@ -140,7 +140,7 @@ def test_the_line_and_the_file_say_what_it_is():
 
 
 def test_an_interrupt_of_the_search_is_one_of_the_run(monkeypatch):
-    monkeypatch.setattr(searched, "find", lambda *args: SimpleNamespace(complete=False))
+    monkeypatch.setattr(searched, "find", lambda *args: SimpleNamespace(interrupt=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         found()
 

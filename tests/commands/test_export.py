@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import main
+from gspmd.commands import export, main
 from gspmd.layouts import Layout
 from gspmd.training import Checkpoints
 from gspmd.training.checkpoints import save_settings
@@ -75,6 +75,20 @@ def test_a_run_whose_layout_has_alternatives_is_written(trained, tmp_path, capsy
     folder, _ = trained(CONFIG, ["ffn.w_in=EF_yz|EF_y"])
     assert main.main(["export", folder, str(tmp_path / "out")]) == 0
     assert "as LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(export, "main", None)
+    for out, words in {
+        tmp_path / "file" / "out": f"'{tmp_path}/file': it is not a folder; give a new folder.",
+        tmp_path / "file": "it exists; give a new folder.",
+        tmp_path / "run": "it exists; give a new folder.",
+        tmp_path / ("n" * 300): "File name too long; give a new folder.",
+    }.items():
+        assert main.main(["export", str(tmp_path / "run"), str(out)]) == 2
+        assert capsys.readouterr().err == f"ConfigError: cannot export to {str(out)!r}:\n  {words}\n"
 
 
 def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):

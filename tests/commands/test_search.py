@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +18,13 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from gspmd.annotate import Spec
-from gspmd.commands import runner
+from gspmd.commands import generate_settings, runner
+from gspmd.commands import settings as train_settings
+from gspmd.commands.search import settings as search_settings
+from gspmd.commands.search import written
 from gspmd.commands.search.slice import Slice
 from gspmd.hardware.chips import CHIPS
+from gspmd.interruption import Terminated
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
@@ -210,8 +215,10 @@ def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):
     assert (figures["microbatches"], figures["searched_microbatches"]) == (4, [4])
     assert {each["microbatches"] for each in figures["presets"]} == {4}
     assert "# step       batch 8, length 16 in 4 microbatches, bfloat16\n" in text
+    config, found = tmp_path / "tiny.toml", tmp_path / "found.toml"
     assert text.partition("to be used")[2].startswith(
-        "    --layout FILE --mesh x=4 --model.remat full --microbatches 4\n"
+        f"    gspmd train --config {config} --layout {found} --mesh x=4 --model.remat full --batch 8 --length 16 "
+        "--microbatches 4 --dtype bfloat16\n"
     )
     assert "microbatches" in out
     assert "mesh x=4, remat full, in 4 microbatches: " in out
@@ -396,19 +403,41 @@ def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeyp
     assert missing.next_slice(target, 1 / 9999, spaces, print) is None
 
 
-def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path):
+def test_the_command_of_a_layout_for_serving_has_the_stored_dtypes(run, tmp_path):
+    path = tmp_path / "found.toml"
+    serving = ["--phase", "decode", "--mesh", "x=4", "--weights", "int8", "--cache", "int8"]
+    assert run(*serving, "--out", str(path))[0] == 0
+    command = shlex.split(path.read_text().partition("# to be used")[2].partition("\n")[0])
+    stored = ["--weights", "int8", "--cache", "int8"]
+    assert command[:4] == ["gspmd", "generate", "--checkpoint", "DIR"]
+    assert command[4:] == ["--layout", str(path), "--mesh", "x=4", "--dtype", "bfloat16", *stored]
+    generate_settings.parse(command[2:])
+
+
+def test_the_command_of_a_layout_for_training_is_one_that_train_reads():
+    asked = ["--remat", "full", "--stages", "--memory=0.5", "--model.layers", "3", "--topology", "tpu-v5p:2x2x1"]
+    settings = search_settings.parse([*asked, "--out", "a b.toml"])
+    words = shlex.split(written._train(settings, [*asked, "--out", "a b.toml"], "a b.toml", "x=4", "full", 4))
+    read = train_settings.parse(words[2:])
+    assert words[:4] == ["gspmd", "train", "--config", "llama-2-70b"]
+    assert (read.sharding.layout, read.sharding.mesh, read.model.layers) == ("a b.toml", "x=4", 3)
+    assert (read.model.remat, read.training.microbatches, read.training.batch) == ("full", 4, settings.batch)
+
+
+@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path, interrupt, number):
     original, calls = Search.best, []
 
     def best(search, **asked):
         calls.append(search)
         if len(calls) > 2:  # of the first mesh without its limit, without the norm of gradients and with it
-            raise KeyboardInterrupt
+            raise interrupt
         return original(search, **asked)
 
     monkeypatch.setattr(Search, "best", best)
     path, figures = tmp_path / "found.toml", tmp_path / "found.json"
     code, out, err = run("--out", str(path), "--json", str(figures))
-    assert code == 130
+    assert code == number
     assert "costs less than" not in out
     assert json.loads(figures.read_text())["bound"] is None
     assert err.endswith(f"Interrupted. The best layout so far is written to {path}; there may be a better one.")
@@ -417,13 +446,14 @@ def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypa
     Layout.load(path).check(SIZES, {"x": 4})
 
 
-def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatch, tmp_path, interrupt, number):
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        raise interrupt
 
     monkeypatch.setattr(script, "placed_presets", interrupted)
     code, _, err = run("--out", str(tmp_path / "found.toml"))
-    assert code == 130
+    assert code == number
     assert "Interrupted. The best layout is written to" in err
     assert "none is faster by" in (tmp_path / "found.toml").read_text()
 

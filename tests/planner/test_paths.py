@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import gspmd
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import chip
-from gspmd.planner.graph import paths
+from gspmd.planner.graph import paths, placements
+from gspmd.planner.graph.placements import check_permutes, fitting
 from gspmd.planner.graph.transitions import Graph
 
 V4 = chip("tpu-v4")
@@ -39,8 +41,34 @@ def test_a_large_tensor_whose_pieces_are_small_is_planned():
 
 def test_more_mesh_axes_than_can_be_searched_are_refused():
     mesh = dict.fromkeys("abcdefg", 2)
-    with pytest.raises(PlanError, match=r"cannot plan on 7 mesh axes .*\n.*\n  Merge two mesh axes"):
+    with pytest.raises(PlanError, match=r"cannot plan on 7 mesh axes .*\n.*\n  Merge mesh axes"):
         gspmd.plan("BE_a -> BE", {"B": 1024, "E": 1024}, mesh)
+
+
+TEN = "A_aB_bC_cD_dE_e, E_fD_gC_hF_iG_j -> A_jB_iF_hG_g"
+
+
+@pytest.mark.parametrize("names", ["abcdefghij", "abcdefg", "abcdefghijklmnopqrstuvwxyz"])
+def test_so_many_placements_that_listing_them_takes_minutes_are_refused_at_once(names):
+    equation = TEN if len(names) == 10 else "A_aB_bC_cD_dE_e, E_fD_gF -> ABCF"
+    began = time.process_time()
+    with pytest.raises(
+        PlanError, match=rf"(?s)cannot plan on {len(names)} mesh axes .*more than the limit.*Merge mesh"
+    ):
+        gspmd.plan(equation, dict.fromkeys("ABCDEFG", 16), dict.fromkeys(names, 2))
+    assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 3, 2), (2, 2, 2, 2)])
+@pytest.mark.parametrize("partial", [0, 0b11])
+def test_permutes_are_at_least_as_many_as_counted_in_advance(monkeypatch, mesh, partial):
+    allowed = tuple(fitting(size, mesh) for size in (8, 12, 4))
+    permutes = len(Graph(mesh, allowed, partial).permutes.code)
+    monkeypatch.setattr(placements, "MOST_PERMUTES", permutes)
+    check_permutes(mesh, allowed, partial)
+    monkeypatch.setattr(placements, "MOST_PERMUTES", permutes / 20)
+    with pytest.raises(PlanError, match="for this tensor at least"):
+        check_permutes(mesh, allowed, partial)
 
 
 def test_pieces_of_many_dimensions_are_told_apart():

@@ -277,9 +277,9 @@ def _read_beside(
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return a complete result; if an interrupt stopped the search before its proof, raise the interrupt again."""
-    if not finding.complete:
-        raise KeyboardInterrupt
+    """Return the result; if an interrupt stopped the search before the proof, raise it again, to stop the run."""
+    if finding.interrupt:
+        raise finding.interrupt
     return finding
 
 

@@ -24,6 +24,7 @@ from gspmd.commands.search.written import beside, header, header_of_stages, save
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
+from gspmd.interruption import number_of
 from gspmd.layouts import Layout, presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.document import LineCost, of_lines, remarks
@@ -42,7 +43,7 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 for an interrupt.
+    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 or 143 for an interrupt.
 
     Args:
         argv: the flags.
@@ -77,7 +78,7 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
             message = nothing_fits(fault, settings, target, spaces, progress.begin)
         else:
             message = ""
-            found = CommandResults(finding, interrupted=not finding.complete)
+            found = CommandResults(finding, interrupted=finding.interrupt)
             if finding.complete:
                 look_closer(found, settings, progress)
     if message:
@@ -86,7 +87,7 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
     report(found, settings, target, argv)
     for fault in found.faults:
         print(fault, file=sys.stderr)
-    return 130 if found.interrupted else 2 if found.faults else 0
+    return 128 + number_of(found.interrupted) if found.interrupted else 2 if found.faults else 0
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
@@ -166,19 +167,19 @@ class CommandResults:
     """The results of the command so far; every part of `look_closer` adds some.
 
     Attributes:
-        finding: the result of the search.
-        planned: the result of the search before anything was compiled.
-        said: the comment on each choice, by its name.
-        asked: the answers to the questions of --why.
-        presets, beside: the presets, and the layouts of --beside, with their costs, whether or not the search
-            considered them.
-        front, drawn: for --frontier, the points of the figure's staircase; and the presets and layouts of --beside on
-            the mesh of the answer.
-        stages: the pipelines for --stages.
-        shortlist: the compiled layouts for --compile.
-        lowering: the lowering of the fastest compiled program; empty if none was compiled.
-        faults: faults of those questions of --why that name no line on this mesh; the answer is printed anyway.
-        interrupted: whether an interrupt left some results out.
+        finding: the answer.
+        planned: the answer before anything was compiled.
+        said: the comment on each choice.
+        asked: the answers to --why.
+        presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
+            outside.
+        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
+            mesh of the answer.
+        stages: the pipelines, for --stages.
+        shortlist: the layouts compiled for --compile.
+        lowering: the lowering of the fastest of these programs; empty if none was compiled.
+        faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
+        interrupted: the exception because of which some results are missing; None for none.
     """
 
     finding: SearchResult
@@ -192,7 +193,7 @@ class CommandResults:
     shortlist: list[compiling.Listed] = field(default_factory=list)
     lowering: str = ""
     faults: list[str] = field(default_factory=list)
-    interrupted: bool = False
+    interrupted: type[KeyboardInterrupt] | None = None
 
     def __post_init__(self) -> None:
         self.planned = self.finding
@@ -230,8 +231,8 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
             best = found.finding.best
             found.front = frontier(best, tell=progress.begin)
             found.drawn = [] if is_own(settings) else placed_presets([best], names=[*settings.beside, *presets()])
-    except KeyboardInterrupt:
-        found.interrupted = True
+    except KeyboardInterrupt as interrupt:
+        found.interrupted = type(interrupt)
 
 
 def staged(best: Candidate, settings: SearchSettings, progress: Progress) -> pipelines.Table:

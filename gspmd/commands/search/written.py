@@ -21,8 +21,11 @@ from gspmd_models.search.stages import PipelineRow
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why", "--beside")
 """Flags that do not affect the answer."""
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
-              "--source-length", "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
+              "--source-length", "--microbatches", "--dtype", "--weights", "--cache", "--remat", "--model.remat",
+              "--compile", "--compiler-options")  # fmt: skip
 """Flags that `gspmd train` does not have, or that are written out in full for it."""
+_SWITCHES = ("--stages", "--no-stages")
+"""Flags of the search without a value, which `gspmd train` does not have."""
 
 
 def header(
@@ -75,7 +78,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
         title: the first line, which says what was found.
         facts: further lines, as name -> text.
         argv: the flags of the search.
-        used: the command, or the flags, with which the layout is used.
+        used: the command that uses the layout.
     """
     width = max(map(len, facts))
     return [
@@ -120,21 +123,34 @@ def header_of_stages(
         "memory": _memory(settings, target, row.answer),
     }
     title = f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search."
-    used = f"--layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}"
+    file = f"{beside(settings.out)}" if settings.out else ""
+    used = _train(settings, argv, file, mesh, config.remat, row.microbatches)
     return comment(title, facts, argv, used)
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the flags with which a run uses the found layout; for a custom model the whole command."""
-    if not is_own(settings):
-        remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
-        return f"--layout FILE --mesh {best.named}{remat}"
-    sources = settings.sources
+    """Return the command that uses the layout, as it was found."""
+    if settings.phase == "train":
+        return _train(settings, argv, settings.out, best.named, best.remat, best.microbatches)
+    stored = [
+        word for name in ("weights", "cache") if getattr(settings, name) == "int8" for word in (f"--{name}", "int8")
+    ]
+    placed = ["--layout", settings.out or "FILE", "--mesh", best.named, "--dtype", settings.dtype, *stored]
+    return shlex.join(["gspmd", "generate", "--checkpoint", "DIR", *placed])
+
+
+def _train(
+    settings: SearchSettings, argv: Sequence[str], file: str, mesh: str, remat: str | None, microbatches: int
+) -> str:
+    """Return the command that trains with a layout; `file` is empty if the layout is printed."""
+    given = [word for word in argv if word not in _SWITCHES]
+    model = [] if settings.model_class or "--config" in {word.partition("=")[0] for word in argv} else [settings.config]
     return shlex.join(
         [
-            "gspmd", "train", *asked(argv, _OF_SEARCH), "--layout", settings.out or "FILE", "--mesh", best.named,
-            "--batch", f"{settings.batch}", "--length", f"{settings.length}", "--microbatches", f"{best.microbatches}",
-            "--dtype", settings.dtype, *(["--source-length", f"{sources}"] if sources else []),
+            "gspmd", "train", *(word for name in model for word in ("--config", name)), *asked(given, _OF_SEARCH),
+            "--layout", file or "FILE", "--mesh", mesh, *(["--model.remat", remat] if remat else []),
+            "--batch", f"{settings.batch}", "--length", f"{settings.length}", "--microbatches", f"{microbatches}",
+            "--dtype", settings.dtype, *(["--source-length", f"{settings.sources}"] if settings.sources else []),
         ]
     )  # fmt: skip
 

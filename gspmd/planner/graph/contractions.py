@@ -17,7 +17,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.matmul import local_einsum_seconds
 from gspmd.planner.graph.paths import FAR, ShortestPaths, shortest_paths
-from gspmd.planner.graph.placements import fitting, numbered, parts_of, placements, sequences
+from gspmd.planner.graph.placements import check_permutes, fitting, numbered, parts_of, placements, sequences
 from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds
 
 joint = lru_cache(maxsize=16)(placements)
@@ -86,6 +86,10 @@ class ContractionTable:
         axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
         masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in operands)
         allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
+        over = axes if self._summed or added else [axis for tensor in operands for axis in tensor.spec.partial]
+        summed = sum(1 << axes.index(axis) for axis in {*over})
+        for (dims, _), partial in zip(tensors, (*masks, summed), strict=True):
+            check_permutes(sizes, tuple(fitting(self.sizes[dim], sizes) for dim in dims), partial)
         self._rows, _, self._partials = joint(len(sizes), allowed, masks)
         self._masks = sequences(len(sizes)).mask[self._rows]  # the axes on each dimension, by row
         placed = [
@@ -95,7 +99,6 @@ class ContractionTable:
         self.left, self.right = placed[0], placed[1] if len(placed) == 2 else None
         contracted = [d for d, dim in enumerate(self._union) if dim not in self.dims]
         made = np.bitwise_or.reduce(np.hstack([self._partials, self._masks[:, contracted]]), axis=1)
-        over = axes if self._summed or added else (axis for tensor in operands for axis in tensor.spec.partial)
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:

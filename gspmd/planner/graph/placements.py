@@ -10,11 +10,19 @@ and d dimensions there are at most (n + d)! / d! placements without a partial su
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import permutations
+from math import factorial, prod
 from typing import Any
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
+
 Axes = tuple[int, ...]
+
+MOST_AXES = 8
+"""The largest number of mesh axes that are planned; 8 axes have 109,601 sequences, and 10 have 9,864,101."""
+MOST_PERMUTES = 1 << 26
+"""The largest number of permutes that are compared for a tensor; they take about 1 GB of memory."""
 
 
 class Sequences:
@@ -58,8 +66,48 @@ def parts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
-    """Return the bit masks of the sets of mesh axes that divide a dimension of this size."""
+    """Return the sets of mesh axes that divide a dimension of this size.
+
+    Raises:
+        PlanError: there are more mesh axes than can be planned.
+    """
+    if len(mesh_sizes) > MOST_AXES:
+        raise too_many(mesh_sizes, f", more than the limit of {MOST_AXES}.")
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
+
+
+def too_many(mesh_sizes: Axes, fact: str) -> PlanError:
+    """Return the error for mesh axes whose placements are too many; `fact` ends its first sentence."""
+    axes = f"{len(mesh_sizes)} mesh axes (of sizes {', '.join(map(str, mesh_sizes))})"
+    return PlanError(f"cannot plan on {axes}{fact}\n  Merge mesh axes that are always used together.")
+
+
+def check_permutes(mesh_sizes: Axes, allowed: Sequence[frozenset[int]], partial: int) -> None:
+    """Refuse a tensor with too many permutes before its placements are listed, which may take minutes.
+
+    Placements are counted by the set of axes that they use. With n placements of s shapes there are at least n² / s
+    permutes between placements of one shape.
+
+    Args:
+        mesh_sizes, allowed, partial: as in `Nodes`.
+
+    Raises:
+        PlanError: there are too many.
+    """
+    subsets, parts = np.arange(1 << len(mesh_sizes)), parts_of(mesh_sizes)
+    ways = (subsets == 0).astype(float)
+    for sets in allowed:
+        before, ways = ways, np.zeros(len(subsets))
+        for mask in sets:
+            free = subsets[subsets & mask == 0]
+            ways[free | mask] += before[free] * factorial(mask.bit_count())
+    count = sum(each * 2.0 ** (partial & ~used).bit_count() for used, each in enumerate(ways.tolist()))
+    shapes = prod((len({parts[mask] for mask in sets}) for sets in allowed), start=2 ** partial.bit_count())
+    if (permutes := count**2 / shapes) > MOST_PERMUTES:
+        fact = (
+            f": for this tensor at least {int(permutes):,} permutes\n  would have to be compared, more than the limit"
+        )
+        raise too_many(mesh_sizes, f"{fact} of {MOST_PERMUTES:,}.")
 
 
 def placements(

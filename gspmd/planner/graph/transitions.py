@@ -15,11 +15,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from gspmd.annotate.errors import PlanError
-from gspmd.planner.graph.placements import Axes, Nodes, numbered
+from gspmd.planner.graph.placements import MOST_PERMUTES, Axes, Nodes, numbered, too_many
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
-_MOST = 1 << 26  # Largest number of permutes; they take about 1 GB of memory.
 _CHUNK = 1 << 21  # arcs that are processed together, to bound the memory that a large graph needs
 
 
@@ -144,12 +142,9 @@ class Graph:
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # puts placements of the same shape together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
-        if (permutes := (counts.astype(float) ** 2).sum()) > _MOST:
-            raise PlanError(
-                f"cannot plan on {len(nodes.sizes)} mesh axes (of sizes {', '.join(map(str, nodes.sizes))}): for this"
-                f" tensor {int(permutes):,} permutes\n  would have to be compared, more than the limit of {_MOST:,}.\n"
-                "  Merge two mesh axes that are always used together."
-            )
+        if (permutes := (counts.astype(float) ** 2).sum()) > MOST_PERMUTES:
+            fact = f": for this tensor {int(permutes):,} permutes\n  would have to be compared, more than the limit"
+            raise too_many(nodes.sizes, f"{fact} of {MOST_PERMUTES:,}.")
         many = np.repeat(counts, counts)  # for each placement in this order: the number of placements with its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)

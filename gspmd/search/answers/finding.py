@@ -67,6 +67,7 @@ class SearchResult(Printed):
         ranges: the ranges of numbers of microbatches above one that were searched.
         complete: whether the search was not interrupted.
         refused: the meshes that cannot be searched, with the reason.
+        interrupt: the exception that interrupted the search; None if it was not interrupted.
     """
 
     best: Candidate
@@ -77,6 +78,7 @@ class SearchResult(Printed):
     ranges: tuple[Range, ...] = ()
     complete: bool = True
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
+    interrupt: type[KeyboardInterrupt] | None = None
 
     def table(self) -> Sheet:
         """Return a table of the meshes that were tried, cheapest first."""
@@ -203,11 +205,11 @@ def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) 
         search.gather(every)
         search.solve()
         search.divide(every)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         finding = search.so_far()
         if finding is None:
             raise
-        return finding
+        return replace(finding, interrupt=type(interrupt))
     return search.finding()
 
 

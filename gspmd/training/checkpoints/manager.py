@@ -26,7 +26,10 @@ from gspmd.training.state import TrainState
 # Endings of folders that are no checkpoints: half written, half removed, or newer than the step resumed from.
 _PARTIAL, _ASIDE = ".partial", ".aside"
 
-# Python's warning about an array whose write orbax has not begun.
+# Orbax's messages, without the system's error number, for files that it has written and does not find again.
+_MISSING = ("does not exist", "No ArrayMetadata found")
+
+# Python's message for an array that orbax has not begun to write.
 _NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
 
@@ -47,7 +50,8 @@ class Checkpoints:
         self._out, self._keep, self._tell = Path(out), keep, tell
         self._folder = saved.folder_of(out)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._identity = _identity(self._folder)
+        # While it is open, no new folder can have its number (its inode), by which `_check_there` knows it.
+        self._opened = os.open(self._folder, os.O_RDONLY)
         self._primary = jax.process_index() == 0
         if self._primary:
             self._clear(f"*{_PARTIAL}*")
@@ -145,6 +149,7 @@ class Checkpoints:
                 raise
         finally:
             self._thread.shutdown()
+            os.close(self._opened)
             self._writer.close()
 
     def _complete(self, step: int, folder: Path, began: float) -> str:
@@ -178,8 +183,8 @@ class Checkpoints:
             written = re.search(r"os_error_code='(\d+)'", str(error))
             code = int(written[1]) if written else getattr(error, "errno", None)
             self._clear(f"{step}{_PARTIAL}*")
-            # An error without a code means that written files are missing, for example because the folder is being
-            # deleted.
+            if code == errno.ENOENT or (code is None and any(words in str(error) for words in _MISSING)):
+                raise OSError(errno.ENOENT, f"its files were deleted while saving step {step}") from None
             reason = str(error).partition("\n")[0][:200] if code is None else os.strerror(code)
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
@@ -188,7 +193,7 @@ class Checkpoints:
 
         The run's metrics files are in the same folder, and data written to a deleted file is lost without an error.
         """
-        if _identity(self._folder) != self._identity:
+        if not _is(self._folder, self._opened):
             reason = f"its folder {self._folder.name} was deleted or replaced while the run went on"
             raise OSError(errno.ENOENT, reason)
 
@@ -197,13 +202,12 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return what identifies a folder on disk, even if another takes its path; None if there is no folder."""
+def _is(folder: Path, opened: int) -> bool:
+    """Return whether a folder is the one that was opened: it was not deleted, and no other took its place."""
     try:
-        found = folder.stat()
+        return os.path.samestat(folder.stat(), os.fstat(opened))
     except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return False
 
 
 def _silence_unfinished_writes() -> None:

@@ -111,10 +111,10 @@ class Own:
                 continue
             rows[path] = Row(each.line, _stacked(each, spec), each.shape(sizes), each.float32 or len(each.dims) < 2)
         if missing and layout.name in preset_names():
-            more = ", ..." if len(missing) > _SHOWN else ""
+            named = f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}"
             raise LayoutError(
-                f"{self.name} needs a layout file: the preset '{layout.name}' has no lines {', '.join(missing[:_SHOWN])}"
-                f"{more}.\n  Write its lines in a TOML file, and name it with --layout FILE."
+                f"{self.name} needs a layout file: the preset '{layout.name}' has no lines {named}.\n"
+                "  Write its lines in a TOML file, and name it with --layout FILE."
             )
         if faults:
             doing = f"cannot place the parameters of {self.name} by layout '{layout.name}'"

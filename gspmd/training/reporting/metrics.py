@@ -1,5 +1,6 @@
 """Metrics of a run: one JSON object per step, TensorBoard events and, on request, Weights & Biases."""
 
+import errno
 import hashlib
 import json
 import math
@@ -63,11 +64,15 @@ class Metrics:
         that is resumed at its end validates again.
 
         Args:
-            step: the number of the step.
-            figures: the metrics. A scalar is an event; [layers] an event per layer; [layers, X] a histogram per layer,
-                with bucket i for expert i, and an event with the largest value times X, which is 1 if the load is
-                balanced. The file has arrays as lists.
+            step: the step's number.
+            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
+                bucket i for expert i, and an event with the largest value times X, which is 1 if the load is balanced.
+                The file has arrays as lists.
+
+        Raises:
+            OSError: the file was deleted or replaced, or cannot be written.
         """
+        self._check_there()
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         line = _lines([row])
         if _is_of_update(row):
@@ -104,6 +109,16 @@ class Metrics:
         """Replace the file by a new one once that is complete, so that a full disk loses no metrics."""
         write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
+
+    def _check_there(self) -> None:
+        """Raise OSError if the file was deleted or replaced: what is written to it would be lost without an error."""
+        try:
+            there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            there = False
+        if not there:
+            reason = "it was deleted or replaced while the run went on"
+            raise OSError(errno.ENOENT, reason, str(self._path))
 
     def __enter__(self) -> "Metrics":
         return self

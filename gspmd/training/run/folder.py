@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspmd.reading import folder_fault
+from gspmd.reading import new_folder_fault
 from gspmd.training.checkpoints import check_step, has_settings, newest
 from gspmd.training.toml import ConfigError
 
@@ -101,19 +101,8 @@ def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
         ConfigError: the folder cannot be created or written, or it holds a run that would be overwritten.
     """
     path = _named(out, resume, step)
-    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-    fault = folder_fault(there)
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:  # For example a name that is too long, which `lexists` takes for one that is free.
-        there, fault = path, error.strerror
-    if not fault and not os.access(there, os.W_OK | os.X_OK):
-        fault = "you may not write there"
-    if fault:
-        what = "" if there == path else f"{str(there)!r}: "
-        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{what}{fault}. Choose another --out."])
+    if fault := new_folder_fault(path):
+        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{fault}. Choose another --out."])
 
 
 def _named(out: str, resume: bool, step: int | None) -> Path:

@@ -145,7 +145,10 @@ class _Run:
         """Train with one program after another; between two programs, move the state."""
         begin = int(state.step)
         if begin >= self.config.steps:
-            self.console.print(f"All {self.config.steps} steps are done.")
+            past = f"the run is at step {begin}, past --steps {self.config.steps}: it trains no further"
+            done = f"all {begin} steps are done"
+            said = f"{past if begin > self.config.steps else done}; --steps {2 * begin} would train on."
+            self.console.print(f"{said[0].upper()}{said[1:]}", highlight=False)
             return state
         changes = sorted(step for step in programs if begin < step < self.config.steps)
         with closing(self.profile):

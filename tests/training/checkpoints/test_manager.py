@@ -1,7 +1,9 @@
 """Checkpoints: whole or absent, and restored onto another mesh and layout."""
 
 import dataclasses
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +105,33 @@ def test_another_optimizer_is_one_message(make_program, corpus, tmp_path):
     assert len(said) == 6
     assert "more." in said[4]
     assert said[5] == f"  Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or {ANEW}."
+
+
+def test_a_new_folder_in_the_place_of_the_old_one_is_noticed(tmp_path):
+    """Some file systems give it the number of the old one, if that is free."""
+    with Checkpoints(tmp_path) as checkpoints:
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "checkpoints").mkdir()
+        with pytest.raises(OSError, match="its folder checkpoints was deleted or replaced while the run went on"):
+            checkpoints.check()
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("No ArrayMetadata found for process_index=0 in the checkpoint directory: /a/b. But input PyTree ..."),
+    ValueError("Checkpoint directory does not exist: /a/b."),
+    FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/a/b"),
+])  # fmt: skip
+def test_files_that_are_deleted_while_they_are_saved_are_one_message(
+    make_program, corpus, tmp_path, monkeypatch, error
+):
+    def missing():
+        raise error
+
+    _, state = trained(make_program, corpus)
+    with Checkpoints(tmp_path) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(checkpoints._writer, "wait_until_finished", missing)
+        with pytest.raises(OSError, match=r"its files were deleted while saving step 3$"):
+            checkpoints.save(state, {})
 
 
 def test_a_save_that_is_killed_loses_nothing(tmp_path):

@@ -42,8 +42,34 @@ def without_checkpoints(out):
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
 
 
+def made_again(out):
+    deleted(out)
+    (out / "checkpoints").mkdir(parents=True)
+
+
+def without_figures(out):
+    """As `rm -r` leaves a folder in which a save writes meanwhile."""
+    for path in (out / "metrics.jsonl", out / "config.json"):
+        path.unlink()
+
+
+def with_other_figures(out):
+    (out / "other").write_text("")
+    (out / "other").replace(out / "metrics.jsonl")
+
+
 @pytest.mark.parametrize("save_every", [4, 0], ids=["saving on the way", "saving at the end"])
-@pytest.mark.parametrize("what", [deleted, replaced_by_a_file, without_checkpoints])
+@pytest.mark.parametrize(
+    "what",
+    [
+        deleted,
+        replaced_by_a_file,
+        without_checkpoints,
+        made_again,
+        without_figures,
+        with_other_figures,
+    ],
+)
 def test_a_folder_that_is_gone_ends_the_run_with_one_message(make_program, corpus, tmp_path, capfd, what, save_every):
     out = tmp_path / "out"
     out.mkdir()

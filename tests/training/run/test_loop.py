@@ -189,6 +189,18 @@ def test_figures_after_the_checkpoint_are_dropped_on_resume(make_program, corpus
     assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 7), 6, *range(7, 21), 20]
 
 
+@pytest.mark.parametrize(("steps", "said"), [
+    (4, "All 4 steps are done; --steps 8 would train on."),
+    (3, "The run is at step 4, past --steps 3: it trains no further; --steps 8 would train on."),
+])  # fmt: skip
+def test_a_resume_that_has_no_steps_left_says_so(make_program, corpus, console, tmp_path, steps, said):
+    fit(replace(CONFIG, steps=4), make_program()[0], corpus, tmp_path, console)
+    shown = Console(file=io.StringIO(), width=200)
+    state = fit(replace(CONFIG, steps=steps, resume=True), make_program()[0], corpus, tmp_path, shown)
+    assert said in shown.file.getvalue()
+    assert int(state.step) == 4
+
+
 def test_resume_of_a_finished_run_validates_again(make_program, corpus, console, tmp_path):
     fit(CONFIG, make_program()[0], corpus, tmp_path, console)
     before = metrics.read(tmp_path)
