@@ -334,7 +334,7 @@ class MeshProblem:
         names = [option.name for option in self.prices.choices]
         time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
         found = []
-        for of in sorted({*time, *size}):
+        for of in dict.fromkeys((*time, *size)):
             shape = tuple(len(self.prices.choices[each].rows) for each in of)
             table = np.ascontiguousarray(np.broadcast_to(time.get(of, 0.0), shape))
             name = " and ".join(names[each] for each in of) or "always"
