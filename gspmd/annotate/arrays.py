@@ -42,8 +42,8 @@ def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
       SpecError: the array is on a different mesh or on different devices; the message begins with `doing`.
     """
     here, there, devices = jax.sharding.get_abstract_mesh(), _mesh_of(x), mesh_with_devices()
-    explicit = there is not None and {*there.axis_types, *here.axis_types} == {AxisType.Explicit}
-    if explicit and there.shape != here.shape:
+    differs = there is not None and there is not here and there.shape != here.shape
+    if there is not None and differs and {*there.axis_types, *here.axis_types} == {AxisType.Explicit}:
         from gspmd.annotate.diagnosis.placement import on_another_mesh
 
         raise on_another_mesh(spec, there.shape, here.shape, doing)

@@ -38,7 +38,7 @@ _MOST_UNKNOWNS = 8
 """The largest number of further unknowns in one dimension for which a type shows how an array is sharded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class HeldArray:
     """An array in the memory of a device.
 
@@ -206,7 +206,7 @@ def work(jaxpr: Jaxpr) -> ProgramWork:
     passed: Counter = Counter()
     flops: Counter = Counter()
     _passes(jaxpr, 1, passed, flops)
-    return ProgramWork(dict(passed), dict(flops))
+    return ProgramWork(dict(sorted(passed.items())), dict(sorted(flops.items())))
 
 
 def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
@@ -348,7 +348,7 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
         array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
     )
     inside, _, found = _most(jaxpr, devices, moment)
-    return Held(arguments, inside + (results - arguments), found)
+    return Held(arguments, dict(sorted((inside + (results - arguments)).items())), found)
 
 
 def _nominal(arrays: Counter, devices: int) -> float:

@@ -312,10 +312,12 @@ class Lines:
     def _is_as_default(self, line: str) -> bool:
         """Return whether a line missing from the layout is tied, in all dimensions, to the line that is its default.
 
-        Such a line adds no choice. Most models have no tensor for it: few have latents of attention, for example.
+        Such a line adds no choice, and most models have no tensor for it: few have latents of attention, for example. A
+        trained parameter keeps its line, since its gradient and optimizer state have choices.
         """
         default = KEYS[line].default if line in KEYS else None
-        if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
+        written = line in self.layout.table or line in self.fixed or line in self.trained
+        if default is None or default not in self.dims or written:
             return False
         return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 

@@ -181,7 +181,7 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> Any:
-        """Return a table, or its parts, made once for all programs with these choices, which run steps more or less often."""
+        """Return a table, or its parts, made once for all programs with these choices: only numbers of runs differ."""
         known = _latest(self._key)
         if (kind, what, of) not in known:
             known[kind, what, of] = made(what, of)

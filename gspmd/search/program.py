@@ -217,7 +217,7 @@ def _tie_operands(what: Unknown, lines: Lines) -> bool:
         return False
     tied = False
     specs.append(equation.outputs[0])
-    for dim in {*specs[0].dims, *specs[1].dims}:
+    for dim in dict.fromkeys((*specs[0].dims, *specs[1].dims)):
         first, *others = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
         for other in others:
             if first != other:

@@ -128,7 +128,7 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return, for each choice, which options are allowed, without those that cost infinite seconds by themselves."""
+        """Return, for each choice, which options are allowed; those of infinite seconds never are."""
         allowed = {choice.name: mask.copy() for choice, mask in zip(self.problem.choices, self._possible)}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):

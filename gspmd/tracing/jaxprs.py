@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.core.primitives import closed_call_p
+from jax.sharding import AbstractMesh, Sharding
 
 from gspmd import jax_internals
 
@@ -100,6 +101,8 @@ def _text(value: Any) -> Any:
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
         return fingerprint(value)
+    if isinstance(value, (AbstractMesh, Sharding)):
+        return _written(value)
     # Only the name of a function counts: rules of differentiation are new objects at each call, and do not run here.
     is_function = callable(value) and not isinstance(value, type)
     return getattr(value, "__name__", type(value).__name__) if is_function else value
@@ -137,6 +140,11 @@ _fingerprints: weakref.WeakKeyDictionary[Jaxpr, str] = weakref.WeakKeyDictionary
 @lru_cache(maxsize=1 << 14)
 def _type(aval: Any) -> str:
     return str(aval)
+
+
+@lru_cache(maxsize=1 << 10)
+def _written(placement: AbstractMesh | Sharding) -> str:
+    return repr(placement)  # a mesh has an axis for every dimension of every line while a layout is searched
 
 
 def has_effects(equation: Any) -> bool:

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import os
 import re
 import shlex
 import signal
@@ -109,6 +110,19 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     assert priced
     assert all(seconds >= figures["seconds"] for seconds in priced.values())
     assert all(name in out for name in priced)
+
+
+def test_hash_seeds_change_no_figure_nor_their_order(tmp_path):
+    config, found = tmp_path / "tiny.toml", [tmp_path / f"{seed}.json" for seed in (1, 2)]
+    config.write_text(MODEL)
+    flags = ["--config", str(config), "--topology", "tpu-v5p:2x2x1", "--mesh", "x=2,y=2", "--remat", "full"]
+    flags += ["--batch", "8", "--length", "16", "--microbatches", "1"]
+    for seed, path in enumerate(found, 1):
+        command = [sys.executable, "-m", "gspmd", "search", *flags, "--json", str(path)]
+        env = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        subprocess.run(command, env=env, capture_output=True, check=True)
+    first, second = (path.read_text() for path in found)
+    assert first == second
 
 
 def test_a_layout_of_one_s_own_is_priced_beside_the_presets(run, tmp_path):

@@ -36,6 +36,7 @@ UNEVEN = replace(ROWS, layers=2, activation="relu", moe=replace(ROWS.moe, expert
 DEEPSEEK = replace(ROWS, moe=replace(ROWS.moe, shared=2))
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
+T5 = replace(WIDE, kv_heads=16, tied=True, positions="relative", attention_scale=1.0)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
 PARALLEL = replace(WIDE, block="parallel")
 MULTIHEAD = replace(PARALLEL, kv_heads=16, activation="gelu", norm="layer", norm_bias=True)
@@ -205,6 +206,14 @@ def test_the_best_is_the_cheapest_of_many(config):
     assert best.complete
     assert best.seconds == pytest.approx(problem.cost(best.picks))
     assert all(problem.cost(drawn(problem, rng)) >= best.seconds * (1 - 1e-12) for _ in range(200))
+
+
+def test_the_table_of_relative_positions_is_sharded_as_its_queries_and_its_state_is_searched():
+    found = problem_of(T5, mesh={"x": 2})
+    assert {"attention.relative", "optimizer.attention.relative"} <= {*found.question.lines.table()}
+    assert "optimizer.attention.relative" in found.choices and "attention.relative" not in found.choices
+    lines = found.written(Search(found.problem()).best().picks)
+    assert Layout.load("replicated").override(lines)["attention.relative"] in ("RH", "RH_x")
 
 
 def test_renamed_axes_cost_the_same():

@@ -12,6 +12,8 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+import numpy as np
+
 from gspmd.display.units import mesh_text
 from gspmd.search import Answer, NothingFits, Problem, Search
 from gspmd.search.answers.options import Options
@@ -110,21 +112,28 @@ class Candidate:
     def _holding_less(self, cheapest: Answer) -> Answer:
         """Find by bisection the lowest memory limit at which some layout is almost as cheap; return this layout."""
         found, least = cheapest, self.least.bytes
+        most, dear = cheapest.seconds * (1 + NEAR), dict[str, list[int]]()
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
                 break
             middle = (found.bytes + least) / 2
+            dear = dear or self._above(most)
             try:
                 self.budget.left = LESS
-                other = Search(self.within(middle), self.budget, TOLERANCE).best()
+                other = Search(self.within(middle), self.budget, TOLERANCE).best(without=dear)
             except NothingFits:
                 least = middle
                 continue
-            if other.seconds <= cheapest.seconds * (1 + NEAR):
+            if other.seconds <= most:
                 found = replace(other, bound=cheapest.bound)
             else:
                 least = middle
         return found
+
+    def _above(self, seconds: float) -> dict[str, list[int]]:
+        """Return the options of each choice with which all picks cost more than this, whatever the limit."""
+        bounds = self.unlimited_search.bounds()
+        return {name: np.flatnonzero(costs > seconds * (1 + TIE)).tolist() for name, costs in bounds.items()}
 
     @property
     def so_far(self) -> Answer | None:
