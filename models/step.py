@@ -40,13 +40,13 @@ class Language:
     """The transformer as a `gspmd.training.model.Trainable`, from which training steps are built.
 
     Attributes:
-        config: sizes and choices.
+        config: the model configuration.
         dtype: compute dtype.
-        schedule: the pipeline's schedule, if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: chunks of layers per stage of a pipeline.
-        masked: whether some tokens of a batch are read but not predicted, see `gspmd_models.loss`.
+        schedule: the pipeline schedule if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: number of chunks of layers per pipeline stage.
+        masked: whether some tokens of a batch are read but not predicted, as for `gspmd_models.loss`.
         packed: whether batches have segments, because rows hold several texts or padding.
-        source_length: tokens that an encoder reads, T; 0 for a decoder without one.
+        source_length: T, number of tokens that an encoder reads; 0 for a decoder-only model.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -67,11 +67,11 @@ class Language:
     source_length: int = 0
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
-        """Return the size of every dimension; T is the length of the source, if there is one."""
+        """Return the size of every dimension; T is the length of the source if there is one."""
         return self.config.sizes(batch, length, self.source_length)
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of each array of a batch: tokens and, if batches have them, source and segments."""
+        """Return the width of each array of a batch: of tokens and, if batches have them, of source and segments."""
         found = {"tokens": length + 1}
         if self.packed:
             found["segments"] = length + 1
@@ -82,7 +82,7 @@ class Language:
         return found
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path in the module."""
+        """Return every parameter by its path in the module, with line, spec and shape."""
         return {
             path: Row(row.key, row.spec, row.shape, row.key.rpartition(".")[2] in WIDE)
             for path, row in parameters(self.config, layout).items()
@@ -93,7 +93,7 @@ class Language:
         return optimizer_specs(self.config, layout)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return the spec of each parameter's gradient on its way to the optimizer."""
+        """Return the spec in which the optimizer gets each parameter's gradient."""
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
