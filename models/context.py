@@ -25,7 +25,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads besides the residual stream; None for those that a model or batch lacks.
+    """The arrays that attention reads besides the residual stream, with None for those that a model or batch lacks.
 
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.

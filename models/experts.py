@@ -56,8 +56,7 @@ class Experts(Layer):
 
         Args:
             y: the normed input.
-            context: the context, which tells which tokens are padding (they get no slot) and whether the stack is
-                causal.
+            context: tells which tokens are padding (they get no slot), and whether the stack is causal.
             key: the random key of the router, for training.
             train: whether to use the router's random draws and capacity for training.
 

@@ -77,7 +77,7 @@ def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.
 
 
 def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:
-    """Set x to 0 where a dimension is padding, so that no values or gradients pass; None means no padding."""
+    """Set x to 0 where a dimension is padding, so that no values or gradients pass; without padding, return x."""
     return x if padded is None else x * along(padded.origins >= 0, dim, spec).astype(x.dtype)
 
 

@@ -92,7 +92,7 @@ class Equation:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The start and end in `text` of each of `specs`, for the carets of an error; empty if there is no text."""
+        """The start and end in `text` of each of `specs`, for the carets of an error, or () if there is no text."""
         from gspmd.annotate.diagnosis.refusals import spans  # imported here, as below, since most notation has no fault
 
         return spans(self.text) if self.text else ()

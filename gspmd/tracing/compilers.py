@@ -1,4 +1,4 @@
-"""Which common subexpressions compilers merge, and which operations they move out of loops.
+"""The rules by which compilers merge common subexpressions, and move operations out of loops.
 
 XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
 

@@ -65,7 +65,7 @@ class TracedStep:
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the step with its collective in a different dtype; None keeps the dtype."""
+        """Return the step with its collective in a different dtype, or unchanged if `dtype` is None."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)

@@ -36,7 +36,7 @@ _RESHAPES = ("transpose", _CONVERTED)
 
 
 class Change(NamedTuple):
-    """How a compiler changes a planned reduction.
+    """The change that a compiler makes to a planned reduction.
 
     Attributes:
         first: the operation that reduces the sum of both, or None if the reduction is not merged into another.

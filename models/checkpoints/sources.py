@@ -48,7 +48,7 @@ class ParameterSource:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """Those dimensions of the parameter that the names of its tensors number: layers, experts."""
+        """The dimensions of the parameter by which the names of its tensors are numbered: layers, experts."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property

@@ -97,7 +97,7 @@ class Table:
 
     @property
     def best(self) -> PipelineRow | None:
-        """The fastest row and, among equally fast rows, the one with the fewest stages; None if no layout fits."""
+        """The fastest row and, among equally fast rows, the one with the fewest stages, or None if no layout fits."""
         found = [(float(f"{row.answer.seconds:.9g}"), row.stages, row) for row in self.rows if row.answer]
         return min(found, key=lambda each: each[:2])[-1] if found else None
 

@@ -1,4 +1,4 @@
-"""How chunks of keys come to the queries, and gradients go back to the chunks: round a ring, or by gathers."""
+"""The transport of chunks of keys to the queries, and of gradients back to the chunks: round a ring, or by gathers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What attention's logits need besides products: which keys a query sees, a soft cap, and biases."""
+"""The terms of attention's logits besides the products: which keys a query sees, a soft cap, and biases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """What the logits of some queries and keys need besides products: the mask, the soft cap, and the biases."""
+    """The terms of the logits of some queries and keys besides the products: mask, soft cap, and biases."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -205,7 +205,7 @@ class Terms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The optional operands of a call of attention, or one device's part of them; None if not given."""
+    """The optional operands of a call of attention, or one device's part of them, with None for those not given."""
 
     mask: jax.Array | None = None
     of_queries: jax.Array | None = None

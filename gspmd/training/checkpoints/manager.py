@@ -198,7 +198,7 @@ class Checkpoints:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return what identifies a folder on disk, even if another takes its path; None if there is no folder."""
+    """Return what identifies a folder on disk, even if another takes its path, or None if there is no folder."""
     try:
         found = folder.stat()
     except OSError:
