@@ -38,7 +38,7 @@ class LatentAttention(Attention):
         assert config.latent is not None
         rank = config.latent.rank
         q, latent = self.projected(where, y)  # [B, L, E] -> [B, L, H, D] and [B, L, Z]
-        # The latent is normalised, and the shared key beside it rotated: [B, L, Z] -> [B, L, Z].
+        # The latent is normalized, and the shared key beside it rotated: [B, L, Z] -> [B, L, Z].
         normed = at.rms_norm("latent, latent_norm", latent[..., :rank], self.vector("latent_norm"), **self.epsilon)
         q, turned = self.turned(q, latent[:, :, None, rank:], context, past)
         latent = jnp.concatenate([normed, turned[:, :, 0]], axis=-1)

@@ -61,7 +61,7 @@ def chip_in_force() -> Chip | None:
 
 
 def current() -> str:
-    """Return the lowering in force."""
+    """Return the lowering in force, which calls use by default."""
     return _default.value
 
 

@@ -229,7 +229,7 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
 
 
 def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
-    """Return the number of prediction modules after the last layer."""
+    """Return the number of multi-token prediction modules after the last layer."""
     given = {key: json[key] for key in family.modules if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 0:

@@ -218,7 +218,7 @@ class _Core:
     spread: tuple[str, ...]
     """The mesh axes that shard the queries of a sequence; a device needs all keys of the sequence."""
     kernel: bool = False
-    """Whether attention runs in the TPU's kernel; its normalisers are kept for the gradient."""
+    """Whether attention runs in the TPU's kernel; its normalizers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:

@@ -139,7 +139,7 @@ Differs: transformers and fairseq count no position for a padding token inside a
 
 
 def _read_nllb(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the blocks that have experts; both stacks must have the same share of such blocks."""
+    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
     _same_sizes(json, fields, faults)
     steps = {key: json.get(key, 4) for key in ("encoder_sparse_step", "decoder_sparse_step")}
     wrong = [key for key, step in steps.items() if not is_whole(step) or step < 1]
@@ -352,7 +352,7 @@ def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[
 
 
 def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the blocks that have experts; both stacks must have the same share of such blocks."""
+    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
     encoder = _sparse_step(json, "encoder", fields["encoder_layers"], faults)
     decoder = _sparse_step(json, "decoder", fields["layers"], faults)
     if encoder != decoder and encoder and decoder:
