@@ -49,7 +49,7 @@ from .vectors import cast_matrices
 Values = dict[str, jax.Array]
 
 Chunk = tuple[jax.Array, jax.Array, Values]
-"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and the experts' figures."""
+"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and the experts' metrics."""
 
 SCALAR = Spec((), ())
 """The spec of a scalar."""

@@ -19,7 +19,7 @@ _PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
 """Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest candidate is known already."""
 WORDS = 3
-"""The number of int32 words of a mass."""
+"""The number of int32 words that hold a probability mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters, stages_axes
 
 CHOICE_BIAS = "moe.choice_bias"
-"""The line of the biases for choosing experts."""
+"""The layout key of the biases for choosing experts."""
 
 
 def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:

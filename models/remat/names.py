@@ -33,7 +33,7 @@ PRODUCTS = (
 )  # fmt: skip
 """Names that dots keeps: products with weights, and the statistics of norms, which are small."""
 WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
-"""Names that dots-except-hidden computes again."""
+"""Names that dots-except-hidden recomputes."""
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip

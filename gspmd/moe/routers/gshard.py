@@ -14,7 +14,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     """Send each token to its two most probable experts while slots are free: first all first choices, then all second.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
-        the second choice is kept with probability min(1, 2 · g2), where g2 is normalised
+        the second choice is kept with probability min(1, 2 · g2), where g2 is normalized
         ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, times k = config.aux_weight · X²
 
     Args:

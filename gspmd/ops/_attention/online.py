@@ -15,7 +15,7 @@ class Attended(NamedTuple):
     """The result of attention to some of the keys, in float32: the output is values / total."""
 
     top: jax.Array
-    """[B, K, Q, L] the largest logit; -inf if there is no key yet."""
+    """[B, K, Q, L], the largest logit, or -inf if there is no key yet."""
     total: jax.Array
     """[B, K, Q, L] Σ exp(logit - top)."""
     values: jax.Array
