@@ -54,7 +54,7 @@ CLOSED_CALL = closed_call_p.name
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
-    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced; None if no mesh is set."""
+    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced, or None if none is set."""
     mesh = get_concrete_mesh()
     return None if mesh is None or mesh.empty else mesh
 
@@ -63,7 +63,7 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Return how many constant and how many carried operands a `scan` has; its sliced operands come last."""
+    """Return the numbers of constant and of carried operands of a `scan`; its sliced operands come last."""
     params = equation.params
     if "num_consts" in params:  # JAX 0.10 and 0.11
         return params["num_consts"], params["num_carry"]
@@ -91,7 +91,7 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
     """Reduce an equation to the part that computes the used results.
 
     Returns:
-        The reduced equation; the given equation if JAX has no rule for its primitive; None if nothing is left.
+        The reduced equation, the given equation if JAX has no rule for its primitive, or None if nothing is left.
     """
     rule = _dce_rules.get(equation.primitive)
     if rule is None:

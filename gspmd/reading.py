@@ -54,11 +54,11 @@ WHOLE = "a whole number of at most 18 digits"
 
 
 class ReadError(ValueError):
-    """A file cannot be read; the message is the reason, without the file's name and without a full stop."""
+    """The error for a file that cannot be read; its message is the reason, without file name or full stop."""
 
 
 class MissingError(ReadError):
-    """A file does not exist."""
+    """The error for a file that does not exist."""
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
@@ -82,7 +82,7 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
     """Read a text file of at most `most` bytes.
 
     Raises:
-        ReadError: the file cannot be opened (see `open_file`), is larger than `most`, or is not UTF-8.
+        ReadError: the file cannot be opened (as for `open_file`), is larger than `most`, or is not UTF-8.
     """
     try:
         with open_file(path) as file:
@@ -109,7 +109,7 @@ def read_json(path: str | os.PathLike, *, unique: bool = False) -> Any:
     """Read a JSON file; `unique` is passed to `parse_json`.
 
     Raises:
-        ReadError: see `read_text` and `parse_json`.
+        ReadError: as for `read_text` and `parse_json`.
     """
     return parse_json(read_text(path), unique=unique)
 
@@ -118,7 +118,7 @@ def read_toml(path: str | os.PathLike) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ReadError: see `read_text` and `parse_toml`.
+        ReadError: as for `read_text` and `parse_toml`.
     """
     return parse_toml(read_text(path, LARGEST_TOML))
 
@@ -127,8 +127,8 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     """Parse JSON.
 
     Args:
-        text: JSON.
-        unique: whether to refuse an object with a repeated key; otherwise the last value counts.
+        text: the JSON text.
+        unique: whether an object with a repeated key is an error; otherwise the last value counts.
 
     Raises:
         ReadError: the text is not JSON, or nested too deeply.
@@ -201,7 +201,7 @@ def _toml_fault(text: str, said: str) -> str:
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
-    """Return why a path is not a folder; None if it is one.
+    """Return why a path is not a folder, or None if it is one.
 
     Example:
         >>> folder_fault("/"), folder_fault("/nowhere"), folder_fault("/" + 5000 * "a")
@@ -231,7 +231,7 @@ def new_folder_fault(path: Path) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
+    """Parse a whole number of at most 18 digits, as flags accept it, or return None for any other text.
 
     `int` by itself also accepts underscores and digits of other scripts, and raises an error about Python's settings
     for 5,000 digits; `str.isdigit` is true for `²`, which `int` does not accept.
@@ -276,7 +276,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse nesting deeper than `DEEPEST` levels; the check goes level by level, without recursion."""
+    """Raise an error about nesting deeper than `DEEPEST` levels; the check goes level by level, without recursion."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _inner(each)]
@@ -291,7 +291,7 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def _check_numbers(value: Any) -> None:
-    """Refuse whole numbers beyond 64 bits, as the TOML standard does; Python's parser accepts them."""
+    """Raise an error about whole numbers beyond 64 bits, as the TOML standard does; Python's parser accepts them."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)
@@ -308,7 +308,7 @@ def _too_long() -> ReadError:
 
 
 def similar_file(path: str) -> str:
-    """Return "Did you mean ...? " with the most similar name in a missing file's folder; empty if none is similar."""
+    """Return "Did you mean ...? " with the most similar name in a missing file's folder, or "" if none is similar."""
     folder, name = os.path.split(path)
     try:
         there = [each.name for each in os.scandir(folder or ".") if each.is_file()]

@@ -1,4 +1,4 @@
-"""The slopes of ALiBi, attention with linear biases: how far each head's scores fall with every token of distance."""
+"""The slopes of ALiBi (attention with linear biases), by which scores fall with every token of distance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
     Args:
         heads: number of query heads.
-        most: exponent of the flattest head.
+        most: the exponent of the head with the smallest slope.
 
     Example:
         >>> slopes(4).tolist()
@@ -41,11 +41,11 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
 
 def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
-    """Return the slopes of a model's query heads, in the form that `gspmd.ops.attention` reads.
+    """Return the slopes of a model's query heads, as `gspmd.ops.attention` takes them.
 
     Args:
         config: the model.
-        padded: the padding of the heads, if there is any; padded heads have slope 0.
+        padded: the padding of the heads, if there is any; heads that are padding have slope 0.
     """
     found = slopes(config.heads, config.alibi_max)
     if config.alibi_scaled:

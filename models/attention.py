@@ -27,50 +27,50 @@ from .vectors import masked, padded_dimensions
 
 
 class Past(Protocol):
-    """The cached keys and values of one layer, for attention of the tokens that follow them."""
+    """The cached keys and values of one layer, to which new tokens attend."""
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the rotary angles of the new tokens for a kind of layer, sharded as `spec` shards B and L."""
+        """Return the rotary angles of the new tokens in a kind of layer, sharded as `spec` shards B and L."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] that scale queries up with the position, for the new tokens."""
+        """Return the factors [B, L, 1, 1] by which queries of the new tokens grow with the position."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries to the cache and to the given keys and values, and store these keys and values.
+        """Attend with queries to the cache and to the given keys and values, and add these to the cache.
 
-        Options are passed to `gspmd.ops.cached_attention`.
+        The options are passed to `gspmd.ops.cached_attention`.
         """
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend only to one another."""
+        """Whether nothing is cached yet, so that the new tokens attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them in the dtype of the cache.
+        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them in the cache's dtype.
 
-        The first `rank` elements of Z are the latent.
+        The first `rank` elements of Z are the latent, and the others the rotated key.
         """
 
     def attend_latents(
         self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries [B, L, H, Z] to the cached latents and to the latents [B, L, Z] of the new tokens.
+        """Attend with queries [B, L, H, Z] to the cached latents, and to the latents [B, L, Z] of the new tokens.
 
         Returns:
-            [B, L, H, `rank`], the weighted sums of latents. The options are those of `attend`.
+            [B, L, H, `rank`], the weighted sums of latents. The options are the same as for `attend`.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of an encoded source, which do not change."""
+        """Attend with queries to the keys and values of an encoded source, which stay the same."""
 
 
 class Attention(Layer):
     """Self-attention on the residual stream, causal in a decoder.
 
-    The parallel block calls only `core`, and computes the products around it itself, to share collectives with
-    feed-forward.
+    The parallel block only calls `core`, and computes the products before and after it by itself, to share collectives
+    with the feed-forward layer.
 
     Args:
         kind: full, sliding, chunked or unrotated, see `ModelConfig.layer_kinds`.
@@ -84,12 +84,12 @@ class Attention(Layer):
         self.padded = self.padded_heads.get("H")
 
     def __call__(self, x: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
+        """Return the output [B, L, E], to be added to the residual stream, sharded as the line `attention.residual`."""
         added = self.attend("residual", self.normed_before("residual", x), context, past)
         return self.normed_after("residual", added)
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
+        """Attend with a normed input [B, L, E]; input and output are sharded as the line `where`."""
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
@@ -99,9 +99,9 @@ class Attention(Layer):
         return self.affine(where, checkpoint_name(added, "attention.added"), "o")
 
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], keys and values [B, L, K, D] from the products of y with the three weights.
+        """Return queries [B, L, H, D], keys and values [B, L, K, D], from the products of y with the three weights.
 
-        Adapters, scales, biases, clipping and norms of heads are applied to the products, if the model has them.
+        Adapters, scales, biases, clipping and head norms are applied to the products if the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
@@ -113,12 +113,12 @@ class Attention(Layer):
         return q, k, v
 
     def clipped(self, x: jax.Array) -> jax.Array:
-        """Return queries, keys or values, clipped if the model has `qkv_clip`."""
+        """Return queries, keys or values, clipped to `qkv_clip` if the model has it."""
         bound = self.config.qkv_clip
         return x if bound is None else jnp.clip(x, -bound, bound)
 
     def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
-        """Normalise queries or keys: each head [D] by itself, or all heads [H, D] together."""
+        """Normalize queries or keys, each head [D] by itself or all heads [H, D] together."""
         options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
         if self.config.qk_norm == "head":
             return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)
@@ -127,23 +127,23 @@ class Attention(Layer):
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
     def normed_after_rotation(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normalise rotated queries and keys, each head by itself and without a scale, if the model has such norms."""
+        """Normalize rotated queries and keys, each head by itself and without a scale, if the model does so."""
         if self.config.qk_norm != "rotated":
             return q, k
         return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
 
     def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
-        """Return the factors that scale queries up with the position, for tokens in the order of training."""
+        """Return the factors by which queries grow with the position, for tokens in the order used in training."""
         if context.growth is not None:
             return context.growth
         ring = ring_size(self.at.spec("key")) if context.causal else 1
         return query_growth(zigzag_positions(length, ring)[None], self.config)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D]; the result is placed as the queries.
+        """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D], sharded like the queries.
 
-        With a `past`, the tokens follow it. Without one, sequences begin here, and their tokens are in zigzag order if
-        attention is causal and shards L of the keys.
+        Given a `past`, the tokens follow it. Without one, sequences begin here; their tokens are in zigzag order if
+        attention is causal and the spec of keys shards L.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         how = self.scores(context)
@@ -169,7 +169,7 @@ class Attention(Layer):
         return masked(out, self.padded, "H", query)
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` for this model's scores, without those that have no effect."""
+        """Return the arguments of `gspmd.ops.attention` about this model's scores, except those without effect."""
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
@@ -184,7 +184,7 @@ class Attention(Layer):
         return found
 
     def rotated(self, rotary: ModelConfig, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Rotate queries and keys by their positions, with the rotary embedding of a model."""
+        """Apply the rotary embedding of a model to queries and keys, by their positions."""
         query, key = self.at.spec("query"), self.at.spec("key")
         if context.angles is not None:
             of_query, of_key = context.angles[rotary]
@@ -199,7 +199,7 @@ class Attention(Layer):
 
 
 class CrossAttention(Layer):
-    """Attention of a decoder's tokens to the output of an encoder.
+    """Attention of a decoder's tokens to the output of the encoder.
 
     Source: Vaswani et al. 2017, *Attention Is All You Need* (arXiv 1706.03762), section 3.2.3.
     """
@@ -209,7 +209,7 @@ class CrossAttention(Layer):
         self.padded = padded_dimensions(config, layout).get("H")
 
     def __call__(self, x: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
+        """Return the output [B, L, E], to be added to the residual stream, sharded as the line `attention.residual`."""
         stream, query, key = "attention.residual", self.at.spec("query"), self.at.spec("key")
         into, out = f"{stream}, w_q -> query", f"query, w_o -> {stream}"
         y = self.normed(stream, x)
@@ -228,7 +228,7 @@ class CrossAttention(Layer):
         return self.affine(stream, checkpoint_name(added, "attention.added"), "o")
 
     def keys(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return keys and values [B, T, K, D] of an encoder's output [B, T, E]."""
+        """Return keys and values [B, T, K, D], computed from the encoder's output [B, T, E]."""
         products = self.at.einsum("memory, (w_k, w_v) -> (key, key)", memory, self.matrices("w_k", "w_v"))
         found = []
         for x, weight, kept in zip(products, "kv", ("key", "value")):
@@ -238,18 +238,18 @@ class CrossAttention(Layer):
 
 
 def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
-    """Divide each head [D] by its root mean square. D is not sharded, so nothing is sent."""
+    """Divide each head [D] by its root mean square; D is not sharded, so nothing is sent."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
 
 
 def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
-    """Return queries [B, L, H, D] times the factors by which they grow with the position."""
+    """Return queries [B, L, H, D], multiplied by the factors by which they grow with the position."""
     return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
 def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:
-    """Return the arguments of `gspmd.ops.attention` for a relative position bias; empty without a table."""
+    """Return the arguments of `gspmd.ops.attention` for a relative position bias, or none without a bias table."""
     if context.relative is None:
         return {}
     buckets = Buckets(config.relative_buckets, config.relative_distance, bidirectional=not context.causal)
@@ -257,7 +257,7 @@ def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any
 
 
 def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Shard cosines and sines [1, L, 1, R/2] of constant positions over the mesh axes of a spec's L."""
+    """Shard constant cosines and sines [1, L, 1, R/2] of positions like L of a spec."""
     whole = Spec(("B", "L", "H", "D"), ((), (), (), ()))
     move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
     cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)

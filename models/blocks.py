@@ -26,8 +26,8 @@ from .placement import moved
 class Block(nnx.Module):
     """x + Attention(norm x), then x + CrossAttention(norm x) if there is an encoder, then x + FeedForward(norm x).
 
-    With `ModelConfig.norms` "after", each part reads the residual stream without a norm, and the part's output is
-    normalised before it is added; with "both", each part has a norm before it and a norm after it.
+    With `ModelConfig.norms` "after", each part reads the residual stream without a norm, and its output is normalized
+    before it is added; with "both", each part has a norm before it and one after it.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
@@ -46,7 +46,7 @@ class Block(nnx.Module):
         train: bool,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual stream after the block, and the figures of its experts, if it has any."""
+        """Return the residual stream after the block, and the metrics of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x, context, past)
@@ -67,8 +67,8 @@ class Block(nnx.Module):
 class ParallelBlock(Layer):
     """x + Attention(norm x) + FeedForward(norm x): one norm, one gather of the input, one reduction of the output.
 
-    With two norms, x + Attention(norm x) + FeedForward(norm' x), the input is gathered for each, and the output is
-    still reduced once.
+    With two norms, x + Attention(norm x) + FeedForward(norm' x), the input is gathered once for each, and the output is
+    still reduced only once.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4;
         Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1.2, for two norms.
@@ -89,7 +89,7 @@ class ParallelBlock(Layer):
         train: bool,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual stream after the block, and the figures of its experts, if it has any."""
+        """Return the residual stream after the block, and the metrics of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y = self.normed("residual", x)
             if self.moe is None:
@@ -104,9 +104,9 @@ class ParallelBlock(Layer):
     def both(
         self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
     ) -> jax.Array:
-        """Return attention of y plus feed-forward of z, both normed [B, L, E], added before they are reduced.
+        """Return attention of y plus feed-forward of z, both normed [B, L, E], added up before they are reduced.
 
-        If both inputs are the same array, they are multiplied by all weights in one product.
+        If both inputs are the same array, all weights are multiplied by it in one product.
         """
         attention = self.attention
         # [B, L, E] -> [B, L, H, D], twice [B, L, K, D], and [B, L, F], twice with a gate
@@ -140,18 +140,18 @@ class ParallelBlock(Layer):
 def _feed_forward(
     config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any
 ) -> tuple[FeedForward | None, Experts | None]:
-    """Return the dense layer or the experts of a block, depending on its weights; the other is None."""
+    """Return the dense layer and the experts of a block, one of which is None, depending on its weights."""
     ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     return ffn, Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 
 
 @contextmanager
 def part(layout: Layout, name: str) -> Iterator[None]:
-    """Run a part of the model under its named scope, and under the lowering that the layout gives for it.
+    """Run a part of the model in its named scope, and under the lowering that the layout sets for it.
 
     Args:
-        layout: a `gspmd.Layout`; its lowering for the part, if any, takes precedence over the caller's.
-        name: the layout's section of the part, such as `ffn`.
+        layout: a `gspmd.Layout`, whose lowering for the part, if it sets one, takes precedence over the caller's.
+        name: the part's section in the layout, such as `ffn`.
     """
     lowering = layout.lowering_of(name)
     with jax.named_scope(name), gspmd.lowering(lowering) if lowering else nullcontext():

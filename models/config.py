@@ -188,7 +188,7 @@ class ModelConfig:
     """Low-rank adapters of some weights; only the adapters are trained. None for no adapters."""
 
     def __post_init__(self) -> None:
-        # Old settings and checkpoints have True or False for remat and qk_norm.
+        # Old settings and checkpoints have True or False as values of remat and qk_norm.
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
         if isinstance(self.qk_norm, bool):
@@ -201,13 +201,13 @@ class ModelConfig:
 
     @property
     def remat_name(self) -> Remat:
-        """`remat` as a name; True and False are replaced when the config is made."""
+        """The field `remat` as a name: True and False are replaced by names when the config is made."""
         assert not isinstance(self.remat, bool)
         return self.remat
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate, a second input weight."""
+        """Whether the feed-forward layer is gated, that is has two input weights."""
         return self.activation in GATED
 
     @property
@@ -217,13 +217,13 @@ class ModelConfig:
 
     @property
     def rotary(self) -> int:
-        """Elements of a head that are rotated by position."""
+        """Number of elements of a head that are rotated by position."""
         if self.latent is not None:
             return self.latent.rotary
         return self.rotary_size or self.head_size
 
     def layer_kind(self, place: int) -> str:
-        """Return the kind of attention of a block, counted from the first: full, sliding, chunked or unrotated.
+        """Return the kind of attention of a block (counted from 0): full, sliding, chunked or unrotated.
 
         >>> config = ModelConfig(sliding_window=32, layer_kinds=("sliding", "sliding", "full"), layers=6)
         >>> [config.layer_kind(number) for number in range(4)]
@@ -246,23 +246,23 @@ class ModelConfig:
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
-        """Return the number of last tokens to which a token attends in a layer of this kind; None for all tokens."""
+        """Return the number of last tokens to which a token attends in layers of this kind, or None for all tokens."""
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
-        """Return the number of tokens of a chunk in layers of this kind; None if they do not attend in chunks."""
+        """Return the number of tokens in a chunk in layers of this kind, or None if they do not attend in chunks."""
         return self.attention_chunk if kind == "chunked" else None
 
     def reach_of(self, kind: str) -> int | None:
-        """Return the largest number of last tokens to which a token attends in a layer of this kind; None for all."""
+        """Return the largest number of last tokens to which a token attends in layers of this kind, or None for all."""
         return self.window_of(kind) or self.chunk_of(kind)
 
     def grows(self, kind: str) -> bool:
-        """Return whether the queries of a layer of this kind are scaled up with their position."""
+        """Return whether queries grow with their position in layers of this kind."""
         return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
-        """Return the config of the rotary embedding in layers of this kind; None if these layers are not rotated."""
+        """Return the config with the rotary embedding of layers of this kind, or None if they are not rotated."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
@@ -279,7 +279,7 @@ class ModelConfig:
 
     @property
     def by_length(self) -> bool:
-        """Whether the rotary embedding of a text depends on its length."""
+        """Whether the rotary embedding of a text depends on the text's length."""
         return any(each.rope_scaling is not None and each.rope_scaling.by_length for each in self.rotaries)
 
     @property
@@ -289,7 +289,7 @@ class ModelConfig:
 
     @property
     def pattern(self) -> int:
-        """Length of the pattern of expert blocks and kinds of attention that repeats after the first `lead` blocks."""
+        """Number of blocks in the repeating pattern of expert layers and kinds of attention, after `lead` blocks."""
         return self._repetition[1]
 
     @property
@@ -313,20 +313,20 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of blocks in a period, which one step of the scan runs: the pattern, or all blocks if not stacked."""
+        """Number of blocks that one step of the scan over blocks runs: the pattern, or all blocks if not stacked."""
         return self.pattern if self.stacked else self.layers
 
     @property
     def is_one_pattern(self) -> bool:
-        """Whether the blocks do not repeat, because of their kinds of attention, or because only some are dense."""
+        """Whether the pattern of blocks does not repeat, due to kinds of attention, or since only some are dense."""
         every = self.moe.every if self.moe else 1
         return self.pattern == self.layers and self.pattern > every
 
     def stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the layers of each stack: one stack for each layer of `lead`, then one for each block of the pattern.
+        """Return the layers of each stack: one stack per layer of `lead`, and one per block of the pattern.
 
         Args:
-            layers: number of layers of the encoder or the decoder; None for the decoder.
+            layers: number of layers of the encoder or the decoder; by default those of the decoder.
 
         >>> ModelConfig(layers=7, moe=MoEConfig(every=1, dense_layers=(0,))).stacks()
         (range(0, 1), range(1, 7))
@@ -336,14 +336,14 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the layers whose weights are in one array: those of `stacks`, or each layer alone if not `stacked`."""
+        """Return the layers whose weights share an array: those of each of `stacks`, or each alone if not `stacked`."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
 
     @property
     def table_rows(self) -> int:
-        """Rows of the embedding table: the vocabulary, padded to a multiple.
+        """Number of rows of the embedding table: the vocabulary, padded to a multiple.
 
         >>> ModelConfig(vocabulary=250, vocabulary_multiple=64).table_rows
         256
@@ -352,23 +352,23 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """Position in the pattern of the block whose feed-forward layer is a mixture of experts; -1 without experts."""
+        """Position, within the pattern, of the block with a mixture of experts; -1 without experts."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
-        """Return whether the feed-forward layer of a block, counted from the first, is a mixture of experts."""
+        """Return whether the feed-forward layer of a block (counted from 0) is a mixture of experts."""
         if self.moe is None or place in self.moe.dense_layers:
             return False
         return place % self.moe.every == self.expert_place
 
     @property
     def expert_layers(self) -> int:
-        """Number of blocks whose feed-forward layer is a mixture of experts, in both stacks."""
+        """Number of blocks with a mixture of experts, in encoder and decoder together."""
         return sum(map(self.is_sparse, (*range(self.layers), *range(self.encoder_layers))))
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, including all experts, without padding of the tables."""
+        """Number of parameters, including those of all experts, without the padding of tables."""
         return self._parameters(self.moe.experts if self.moe else 0)
 
     @property
@@ -377,31 +377,31 @@ class ModelConfig:
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
-        """Count parameters with this number of experts in each expert layer; a router has one output per expert."""
+        """Count the parameters with this number of experts per expert layer; routers have one output per expert."""
         sizes = tensor_sizes(self)
         return round(sum(experts * each.size(sizes | {"X": 1}) if _of_experts(each) else each.size(sizes)
                          for each in tensors(self)))  # fmt: skip
 
     def flops_per_token(self, length: int, source_length: int = 0, *, encoded: bool = False) -> int:
-        """Return the floating-point operations per trained token, forward and backward, without rematerialization.
+        """Return the FLOPs per trained token, forward and backward, without rematerialization.
 
         Args:
-            length: tokens per sequence.
-            source_length: tokens per source of an encoder–decoder, whose operations are divided among the tokens of its
-                target; 0 for as many as `length`.
-            encoded: whether sources are encoded already, so that their operations are not counted.
+            length: number of tokens per sequence.
+            source_length: number of tokens per source of an encoder–decoder, whose FLOPs are divided among the tokens
+                of its target; 0 for as many as `length`.
+            encoded: whether sources have already been encoded, so that their FLOPs are not counted.
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores, with the window in place of the length in sliding layers, and the chunk in chunked ones; the
-            embedding look-up is not counted, but the logits are.
+            scores, with the window instead of the length in sliding layers, and the chunk in chunked ones. The
+            embedding lookup is not counted, but the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
             1572864
 
         Source: PaLM (arXiv 2204.02311), appendix B.
-        Differs: norms, biases and an untied input table are not counted, since no matrix product uses them.
+        Differs: norms, biases and an untied input table are not counted, because no matrix product uses them.
         """
         of_target = self._flops_of_matrices[1]
         scores = 6 * self.heads * (self.head_size + (self.latent.values if self.latent else self.head_size))
@@ -416,19 +416,19 @@ class ModelConfig:
         return round(of_target + self.flops_per_source_token(source_length) * source_length / length)
 
     def flops_per_source_token(self, source_length: int) -> int:
-        """Return the floating-point operations per token of a source, forward and backward.
+        """Return the FLOPs per token of a source, forward and backward.
 
-        These are the operations of the encoder, and of the keys and values that every block of the decoder computes
-        from its output.
+        They are those of the encoder, and those of the keys and values that every block of the decoder computes from
+        the encoder's output.
 
         Args:
-            source_length: tokens per source.
+            source_length: number of tokens per source.
         """
         return self._flops_of_matrices[0] + 12 * self.heads * self.head_size * self.encoder_layers * source_length
 
     @property
     def _flops_of_matrices(self) -> tuple[int, int]:
-        """FLOPs of matrix products per token of a source, and of a target: 6 for each active parameter."""
+        """FLOPs of matrix products per token of a source, and per token of a target: 6 per active parameter."""
         sizes, of_source, of_target = tensor_sizes(self), 0.0, 0.0
         for each in tensors(self):
             if not each.is_matrix or (each.key == "embedding.table" and not self.tied):
@@ -443,7 +443,7 @@ class ModelConfig:
         return 6 * round(of_source), 6 * round(of_target)
 
     def tokens_of_source(self, source_length: int, length: int) -> int:
-        """Return the number of tokens of a source: `source_length`, or `length` if that is 0; 0 without an encoder.
+        """Return the number of tokens of a source: `source_length`, or `length` if that is 0, or 0 without an encoder.
 
         >>> ModelConfig(encoder_layers=4).tokens_of_source(0, 128), ModelConfig().tokens_of_source(0, 128)
         (128, 0)
@@ -453,8 +453,7 @@ class ModelConfig:
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
         """Return the sizes that the mesh axes of a layout must divide if encoder and decoder share its lines.
 
-        L is the greatest common divisor of both lengths, and C the greatest common divisor of an expert's numbers of
-        slots in both stacks.
+        L is the greatest common divisor of both lengths, and C that of the capacities of an expert in both stacks.
 
         Args:
             batch, length, source_length: see `sizes`.
@@ -475,9 +474,9 @@ class ModelConfig:
         """Return the size of every dimension that a layout may shard, for `Layout.check`.
 
         Args:
-            batch: sequences per step, over all devices.
-            length: tokens per sequence.
-            source_length: tokens per source, T, of an encoder–decoder; 0 for as many as `length`.
+            batch: number of sequences per step, over all devices.
+            length: number of tokens per sequence.
+            source_length: T, number of tokens per source of an encoder–decoder; 0 for as many as `length`.
 
         Example:
             >>> ModelConfig().sizes(batch=32, length=256)["F"]
@@ -507,7 +506,7 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the number of layers before the repeating ones and the length of the pattern, where their sum is smallest.
+    """Return the number of layers before the repeating ones, and the pattern's length, with the smallest sum.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
@@ -523,7 +522,7 @@ def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _of_experts(tensor: Tensor) -> bool:
-    """Return whether every expert has its own copy of a parameter; a router has only one output for each expert."""
+    """Return whether every expert has a copy of a parameter of its own; a router just has an output for each."""
     return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
@@ -725,7 +724,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has the weight `key`, which is one of those that may have an adapter."""
+    """Return whether the model has the weight `key`, one of those that can have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

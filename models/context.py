@@ -1,6 +1,6 @@
-"""The context of attention: rotary angles, segments, the table of relative positions, and the memory of an encoder.
+"""The context of attention: rotary angles, segments, relative positions, and the output of an encoder.
 
-All blocks of a stack read the same context, so it is placed once, before the scan over them.
+All blocks of a stack read the same context, so it is moved to its devices once, before the scan over blocks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads besides the residual stream; None for an array that a model or a batch lacks.
+    """The arrays that attention reads besides the residual stream, with None for those that a model or batch lacks.
 
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
-        angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
-            in its segment, placed as queries and as keys are.
-        segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
-        chunks: the same as `segments`, but every chunk of a text begins a new segment, for chunked layers.
-        growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
+        angles: for each config that `ModelConfig.rotary_of` returns, the rotary angles at the position of every token
+            in its segment, sharded as queries and as keys are.
+        segments: [B, L] int32, the segment of every token, 0 for padding, sharded as queries and as keys are.
+        chunks: like `segments`, but every chunk of a text begins a new segment, for chunked layers.
+        growth: [B, L, 1, 1] float32, the factors by which queries grow with their position in their segment, sharded as
             queries are.
         relative: [R, H], the table of the relative position bias.
-        memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
-        memory_segments: the segments of the targets [B, L], placed as the queries of cross-attention, and of the source
-            [B, T], placed as its keys.
-        real: [B, L] booleans, False for padding, placed and ordered as experts read them.
+        memory: [B, T, E], the output of the encoder, sharded as the line `cross.memory`.
+        memory_segments: the segments of the targets [B, L], sharded as the queries of cross-attention, and those of the
+            source [B, T], sharded as its keys.
+        real: [B, L] booleans, False for padding, sharded and ordered as the experts read them.
     """
 
     causal: bool = True
@@ -56,13 +56,13 @@ class Context:
 def context_of(
     config: ModelConfig, layout: Layout, segments: jax.Array | None, relative: jax.Array | None, *, causal: bool
 ) -> Context:
-    """Place the segments of a stack's tokens as its attention and its experts read them.
+    """Return the context of a stack, with the segments of its tokens sharded as attention and experts read them.
 
     Args:
         config: the model.
         layout: the layout of the stack.
-        segments: [B, L] int32, in the order of the text, placed as `batch_spec`; None if every row is one text.
-        relative: the stack's table of relative positions, if it has one.
+        segments: [B, L] int32, in the order of the text, sharded as `batch_spec`; None if every row is one text.
+        relative: the table of relative positions of the stack, if it has one.
         causal: whether the stack is a decoder.
     """
     if segments is None:
@@ -101,16 +101,16 @@ def with_memory(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> Context:
-    """Return the context of a decoder with the output of an encoder.
+    """Return the context of a decoder with the output of an encoder added.
 
     Args:
         context: the context of the decoder's own tokens.
         layout: the layout of the decoder.
-        memory: [B, T, E], placed as `cross.memory`.
-        length: L, the number of tokens of a row of targets.
-        segments: [B, L], the segments of the targets, placed as `batch_spec`, in the order of the text; None if every
+        memory: [B, T, E], sharded as the line `cross.memory`.
+        length: L, the number of tokens in a row of targets.
+        segments: [B, L], the segments of the targets, sharded as `batch_spec`, in the order of the text; None if every
             row is one target, which attends to segment 1 of the source.
-        source_segments: [B, T], the segments of the source, placed as `batch_spec`; None if every row is one source
+        source_segments: [B, T], the segments of the source, sharded as `batch_spec`; None if every row is one source
             without padding.
     """
     if source_segments is None:
@@ -131,7 +131,7 @@ def check_inputs(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> None:
-    """Refuse inputs that do not fit together; the values of segments are checked, unless they are traced.
+    """Raise an error if inputs do not fit together; the values of segments are checked unless they are traced.
 
     Raises:
         ValueError: the inputs do not fit together; the message names the first fault.
@@ -163,7 +163,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments are negative, or decrease before padding; None if there is none."""
+    """Return the first row whose segments are negative, or decrease before the padding, or None."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)
@@ -183,7 +183,7 @@ def positions_in(segments: jax.Array) -> jax.Array:
 
 
 def chunks_in(segments: jax.Array, size: int) -> jax.Array:
-    """Return segments [B, L] in which every chunk of a segment is a segment of its own; 0 stays 0.
+    """Return segments [B, L] in which every chunk of a segment has become a segment; 0 stays 0.
 
     Example:
         >>> chunks_in(jnp.array([[1, 1, 1, 2, 2, 0]]), 2)[0].tolist()
@@ -194,7 +194,7 @@ def chunks_in(segments: jax.Array, size: int) -> jax.Array:
 
 
 def lengths_in(segments: jax.Array) -> jax.Array:
-    """Return for every token the number of tokens in its segment, from segments [B, L].
+    """Return, for every token, the number of tokens in its segment, given the segments [B, L].
 
     Example:
         >>> lengths_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
@@ -204,27 +204,27 @@ def lengths_in(segments: jax.Array) -> jax.Array:
 
 
 def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> np.ndarray | jax.Array:
-    """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` reads the tokens.
+    """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` gets the tokens.
 
     Args:
         layout: the layout of the decoder.
-        length: tokens of a row.
-        segments: [B, L], in the order of the text, placed as `batch_spec`.
+        length: number of tokens in a row.
+        segments: [B, L], in the order of the text, sharded as `batch_spec`.
 
     Returns:
-        [L] constants; with segments [B, L], placed as `batch_spec`.
+        [L] constants; or, with segments, [B, L], sharded as `batch_spec`.
     """
     devices = ring_size(layout.spec("attention.key"))
     return zigzag_positions(length, devices) if segments is None else zigzag(positions_in(segments), devices)
 
 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
-    """Return `along_text` for queries and for keys: the same array if they are placed alike, for TPU kernels."""
+    """Return `along_text` for queries and for keys; it is one array if both are sharded alike, for TPU kernels."""
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
 
 
 def along_text(layout: Layout, x: jax.Array, spec: Spec) -> jax.Array:
-    """Move an array [B, L], placed as `batch_spec`, to the placement of B and the length in a tensor's spec."""
+    """Reshard an array [B, L] from `batch_spec` to the sharding of batch and length in a tensor's spec."""
     whole = batch_spec(layout)
     return moved(x, whole, Spec(whole.dims, spec.axes[:2]))

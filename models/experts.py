@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer: the residual stream is moved to groups of tokens and back."""
+"""The mixture-of-experts feed-forward layer; it regroups the residual stream into groups of tokens, and back."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class Experts(Layer):
     def __call__(
         self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the output [B, L, E] to add to the residual stream, and the figures of the experts' load."""
+        """Return the output [B, L, E], to be added to the residual stream, and metrics of the experts' load."""
         added, figures = self.mix(self.normed_before("residual", x), context, key=key, train=train)
         return self.normed_after("residual", added), figures
 
     def mix(
         self, y: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the experts' output for a normed input [B, L, E], both placed as `ffn.residual`.
+        """Return the experts' output for a normed input [B, L, E]; both are sharded as the line `ffn.residual`.
 
         Args:
-            y: the input.
-            context: tells which tokens are padding (they take no slot), and whether the stack is causal.
-            key: random key of the router, in training.
-            train: whether to use the router's random draws and capacity of training.
+            y: the normed input.
+            context: tells which tokens are padding (they get no slot), and whether the stack is causal.
+            key: the random key of the router, for training.
+            train: whether to use the router's random draws and capacity for training.
 
         Returns:
-            The output, and the figures of `expert_layer`, with its loss as `aux_loss`.
+            The output, and the metrics of `expert_layer`, including its loss as `aux_loss`.
         """
         residual, groups = self.at.spec("residual"), self.moe.spec("groups")
         sequences = groups.rename({"G": "B"})
@@ -85,7 +85,7 @@ class Experts(Layer):
         return answers if self.shared is None else answers + self.of_shared(y), {"aux_loss": loss, **stats}
 
     def of_shared(self, y: jax.Array) -> jax.Array:
-        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has `shared_mix`."""
+        """Return the output of the shared experts, multiplied by sigmoid(y · shared_mix) if the model has it."""
         assert self.shared is not None
         answers = self.shared.answer(y)
         if (mix := self.parameter("shared_mix")) is None:
@@ -100,7 +100,7 @@ class Experts(Layer):
         return gspmd.einsum(Equation.product(residual, rows, residual), answers, by)
 
     def weights(self) -> dict[str, jax.Array]:
-        """Return the experts' weights in the compute dtype, or as int8 with scales; vectors in float32."""
+        """Return the experts' matrices in the compute dtype, or as int8 with scales, and their vectors in float32."""
         held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
         found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
         # Where F is padding, rows of 0 give no output, and no gradient of the hidden layer.
@@ -109,7 +109,7 @@ class Experts(Layer):
 
 
 def shared_section(layout: Layout) -> Section:
-    """Return the lines of the shared experts in a layout, by the names that a feed-forward layer uses.
+    """Return the section of the shared experts, with the names of lines that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
@@ -119,9 +119,9 @@ def shared_section(layout: Layout) -> Section:
 
 
 def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Reshape [B, L, ...] into groups [G, tokens, ...], or back; tokens stay on their device.
+    """Reshape [B, L, ...] into groups [G, tokens, ...] or back, while tokens stay on their devices.
 
-    The leading dimension has the same mesh axes before and after, so each device reshapes its own shard.
+    The leading dimension has the same mesh axes before and after, so that each device reshapes its own shard.
 
     Raises:
         ValueError: the tokens cannot be divided into the groups of `shape`.

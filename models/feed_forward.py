@@ -35,11 +35,11 @@ class FeedForward(Layer):
         self.padded = padded_dimensions(config, layout, self.at.key_of("w_in")).get("F")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the output [B, L, E] to add to the residual stream, placed as `ffn.residual`."""
+        """Return the output [B, L, E], to be added to the residual stream, sharded as the line `ffn.residual`."""
         return self.normed_after("residual", self.answer(self.normed_before("residual", x)))
 
     def answer(self, y: jax.Array) -> jax.Array:
-        """Return the output for a normed input, both placed as `ffn.residual`."""
+        """Return the output for a normed input; both are sharded as the line `ffn.residual`."""
         if self.config.gated:  # [B, L, E] -> [B, L, F], and the same for the gate
             into, names = "residual, (w_in, w_gate) -> (hidden, hidden)", ("w_in", "w_gate")
         else:
@@ -51,7 +51,7 @@ class FeedForward(Layer):
         return self.affine("residual", added, "out")
 
     def activate(self, products: Sequence[jax.Array], y: jax.Array) -> jax.Array:
-        """Return the hidden layer [B, L, F] from the products of y with `w_in` and `w_gate`; 0 where F is padding."""
+        """Return the hidden layer [B, L, F], from y's products with `w_in` and `w_gate`; it is 0 where F is padding."""
         names = ("in", "gate")[: len(products)]
         hidden = [self.adapted(f"residual, w_{name} -> hidden", x, y) for name, x in zip(names, products)]
         hidden = checkpoint_name(hidden, "ffn.hidden")

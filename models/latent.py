@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one latent of each token."""
+"""Multi-head latent attention: keys and values of all heads are computed from one latent vector per token."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .vectors import masked
 
 
 class LatentAttention(Attention):
-    """Self-attention whose keys and values are products of a latent [B, L, Z] of each token.
+    """Self-attention in which keys and values are computed from a latent [B, L, Z] of each token.
 
-    Z is the sum of the latent's rank and the width of one rotated key, which all heads share. A query's first elements
-    are multiplied by keys made of the latent, and its last elements by the rotated key. In training, and where a prompt
-    is read in one chunk, keys and values of all heads are computed. With a cache, w_k_up is multiplied into the queries
-    instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached latents: Z elements
-    per token for all heads.
+    Z is the sum of the latent's rank and the width of one rotated key, which all heads share. The first elements of a
+    query are multiplied by keys computed from the latent, and its last elements by the rotated key. In training, and
+    where a prompt is read in one chunk, keys and values of all heads are computed. With a cache, w_k_up is multiplied
+    into the queries instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached
+    latents: Z elements per token for all heads.
 
     Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
     """
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
+        """Attend with a normed input [B, L, E]; input and output are sharded as the line `where`."""
         config, at = self.config, self.at
         assert config.latent is not None
         rank = config.latent.rank
         q, latent = self.projected(where, y)  # [B, L, E] -> [B, L, H, D] and [B, L, Z]
-        # The latent is normalised, and the shared key beside it rotated: [B, L, Z] -> [B, L, Z].
+        # The latent is normalized, and the shared key beside it rotated: [B, L, Z] -> [B, L, Z].
         normed = at.rms_norm("latent, latent_norm", latent[..., :rank], self.vector("latent_norm"), **self.epsilon)
         q, turned = self.turned(q, latent[:, :, None, rank:], context, past)
         latent = jnp.concatenate([normed, turned[:, :, 0]], axis=-1)
@@ -55,12 +55,12 @@ class LatentAttention(Attention):
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """The argument `epsilon` of the latents' norms."""
+        """The argument `epsilon` for the norms of latents."""
         assert self.config.latent is not None
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries may be made of a latent [B, L, U]."""
+        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries too may come from a latent, [B, L, U]."""
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -80,7 +80,7 @@ class LatentAttention(Attention):
         return checkpoint_name(q, "attention.query"), latent
 
     def turned(self, q: jax.Array, key: jax.Array, context: Context, past: Past | None) -> tuple[jax.Array, jax.Array]:
-        """Rotate the last elements of queries [B, L, H, D], and the shared key [B, L, 1, D]."""
+        """Rotate the last elements of queries [B, L, H, D], and the shared key [B, L, 1, D], by their positions."""
         assert self.rotary is not None
         first = q.shape[3] - key.shape[3]
         plain, last = q[..., :first], q[..., first:]
@@ -92,14 +92,14 @@ class LatentAttention(Attention):
         return jnp.concatenate([plain, last], axis=-1), key
 
     def expanded(self, q: jax.Array, latent: jax.Array, context: Context, *, in_order: bool) -> jax.Array:
-        """Attend with the keys and values of all heads; return [B, L, H, D], where D is the width of values.
+        """Attend with keys and values of all heads; return [B, L, H, D], where D is the width of values.
 
         Args:
-            q: [B, L, H, D], rotated.
-            latent: [B, L, Z].
+            q: the rotated queries [B, L, H, D].
+            latent: the latents [B, L, Z].
             context: the context of the step.
-            in_order: whether tokens are in the order of the text, as in a prompt, not in the order of a ring; if so,
-                and if L is sharded, the keys are gathered.
+            in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring; if so, and
+                if L is sharded, the keys are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
@@ -119,10 +119,10 @@ class LatentAttention(Attention):
         return attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
 
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
-        """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.
+        """Copy the shared key [B, L, D], sharded like the latent, to every head: [B, L, H, D], with the spec `keys`.
 
         The gradient is a sum over the heads, which are sharded. For the gradient of a broadcast, the compiler would
-        choose a collective that no plan counts, so this is a product with a vector of ones.
+        choose a collective that no plan counts, so this is written as a product with a vector of ones.
         """
         before = Spec(("B", "L", "D"), (*self.at.spec("latent").axes[:2], ()))
         beside = Spec(before.dims, (*keys.axes[:2], ()))
@@ -131,7 +131,7 @@ class LatentAttention(Attention):
         return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
-        """Attend to cached latents; see `expanded` for arguments and result."""
+        """Attend to cached latents, with w_k_up and w_v_up absorbed; arguments and result are those of `expanded`."""
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
         # The product sums over the channels of w_k_up, so the queries are multiplied by the channels' scales first.
@@ -147,6 +147,6 @@ class LatentAttention(Attention):
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention`, with the scale for the width of a complete query."""
+        """Return the arguments of `gspmd.ops.attention` about scores, with the scale for the width of a whole query."""
         scale = self.config.head_size**-0.5 if self.config.attention_scale is None else self.config.attention_scale
         return super().scores(context) | {"scale": scale}

@@ -1,8 +1,8 @@
-"""The base class of all layers: it looks up parameters by name, and applies adapters, scales and biases to products.
+"""The base class of all layers, which looks up parameters by name, and applies adapters, scales and biases.
 
-Each layer writes its own equations, such as `at.einsum("hidden, w_out -> residual", ...)`. This base has the operations
-around an equation: the norm before it and, if the model has them, the low-rank adapter, the scales of an int8 weight
-and the bias after it.
+Each layer writes its own equations, such as `at.einsum("hidden, w_out -> residual", ...)`. This base class has the
+operations around an equation: the norm before it and, if the model has them, the low-rank adapter, the scales of an
+int8 weight and the bias after it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .vectors import matrix, scaled
 
 
 class Layer(nnx.Module):
-    """A layer whose equations use the names of lines in a section of the layout.
+    """A layer, whose equations are written with the names of lines in a section of the layout.
 
     Attributes:
         config: the configuration of the model.
-        at: the layer's section of the layout, such as `layout.ffn`.
-        dtype: compute dtype of the products.
+        at: the section of the layout for this layer, such as `layout.ffn`.
+        dtype: the compute dtype of products.
 
     Args:
-        weights: the layer's parameters by name; each becomes an attribute. `w_q_a` and `w_q_b` are the adapter of
-            `w_q`. Entries that are mappings belong to other layers, and are not read.
+        weights: the parameters of the layer by name, each of which becomes an attribute. `w_q_a` and `w_q_b` are the
+            adapter of `w_q`. Entries that are mappings belong to other layers, and are ignored.
     """
 
     def __init__(self, config: ModelConfig, at: Section, weights: Mapping[str, Any], dtype: Any):
@@ -43,29 +43,29 @@ class Layer(nnx.Module):
                 setattr(self, name, nnx.Param(value))
 
     def parameter(self, name: str) -> nnx.Param | None:
-        """Return a parameter by its name; None if the model does not have it."""
+        """Return a parameter by its name, or None if the model does not have it."""
         return getattr(self, name, None)
 
     def vector(self, name: str) -> jax.Array:
-        """Return a parameter in its stored dtype."""
+        """Return a parameter in the dtype in which it is stored."""
         return getattr(self, name)[...]
 
     def matrix(self, name: str) -> jax.Array:
-        """Return a weight in the compute dtype, or unchanged if it is stored as int8."""
+        """Return a weight in the compute dtype, or as it is if it is stored as int8."""
         return matrix(getattr(self, name), self.dtype)
 
     def matrices(self, *names: str) -> tuple[jax.Array, ...]:
-        """Return weights in the compute dtype, or unchanged if they are stored as int8."""
+        """Return weights in the compute dtype, or as they are if they are stored as int8."""
         return tuple(map(self.matrix, names))
 
     def normed(self, where: str, x: jax.Array, norm: str = "norm") -> jax.Array:
-        """Normalise x [B, L, E] over E by the configuration's norm, with its scale and, if it has one, its bias.
+        """Normalize x [B, L, E] over E by the norm of the configuration, with its scale and any bias.
 
         Args:
-            where: name of the line of x, and of the result.
+            where: the name of the line of x, and of the result.
             x: the input.
-            norm: name of the scale; the bias is called `<norm>_bias`. All norms of a layer are placed by its line
-                `norm`.
+            norm: the name of the scale; the bias is called `<norm>_bias`. All norms of a layer have the spec of its
+                line `norm`.
         """
         epsilon = self.config.norm_epsilon
         if self.config.norm == "rms":
@@ -77,26 +77,26 @@ class Layer(nnx.Module):
         return checkpoint_name(y, "norm")
 
     def normed_before(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the input of a part of a block: the residual stream, normalised unless norms come only after parts."""
+        """Return the input for a part of a block: the residual stream, normalized unless norms are only after parts."""
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the output of a part of a block, normalised unless norms come only before parts."""
+        """Return the output of a part of a block, normalized unless norms are only before parts."""
         return x if self.config.norms == "before" else self.normed(where, x, "norm_after")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and the adapter of a weight; without an adapter, return the product unchanged.
+        """Add the product of x and a weight's adapter to that of x and the weight, if the weight has an adapter.
 
         Args:
-            names: the equation of the weight's product, such as `"residual, w_q -> query"`.
+            names: the equation of the product with the weight, such as `"residual, w_q -> query"`.
             product: the product of x and the weight.
-            x: the weight's operand.
+            x: the operand that the weight multiplies.
         """
         _, weight, _ = names_in(names)
         return self.adapted_by(weight, self.at.equation(names), product, x)
 
     def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and a weight's adapter, like `adapted`, for an equation whose specs are not lines."""
+        """Add the product of x and a weight's adapter as in `adapted`, for an equation whose specs are not lines."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:
@@ -107,17 +107,17 @@ class Layer(nnx.Module):
         return product + (lora.alpha / lora.rank * wide).astype(product.dtype)
 
     def affine(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Multiply the product of a weight by the scales of its int8 columns, and add its bias: `s_in` and `b_in`.
+        """Multiply the product with a weight by the scales of int8 columns, and add the bias: `s_in` and `b_in`.
 
         Args:
-            where: name of the line of x, and of the result.
-            x: the product, whose last dimensions are the dimensions of scales and bias.
-            weight: the suffix of their names, after `s_` and `b_`; both are placed as the line of the bias.
+            where: the name of the line of x, and of the result.
+            x: the product, whose last dimensions are those of scales and bias.
+            weight: the suffix of their names, after `s_` and `b_`; both have the spec of the bias's line.
         """
         return self.biased(where, self.scaled(where, x, weight), weight)
 
     def scaled(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Multiply by the scales `s_<weight>` in float32, if the weight has scales."""
+        """Multiply by the scales `s_<weight>` in float32, if the weight has any."""
         assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
         scale = self.parameter(f"s_{weight}")
         return x if scale is None else scaled(x, scale[...], self.at.spec(where), self.at.spec(f"b_{weight}"))

@@ -1,4 +1,4 @@
-"""The training objective: the mean cross-entropy of the next token plus the routers' auxiliary losses."""
+"""The training objective: the mean cross-entropy of the next token, plus auxiliary losses of routers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from .vectors import cast_matrices
 Values = dict[str, jax.Array]
 
 Chunk = tuple[jax.Array, jax.Array, Values]
-"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and the experts' figures."""
+"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and the experts' metrics."""
 
 SCALAR = Spec((), ())
 """The spec of a scalar."""
@@ -70,32 +70,32 @@ def loss(
     masked: bool = False,
     total: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute the mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
+    """Compute the mean next-token cross-entropy in nats; in training, add the auxiliary losses of expert layers.
 
     Args:
-        model: a placed model.
-        tokens: [B, L+1] integers, placed as `batch_spec`; every token except the first is predicted. A compiled program
-            cannot refuse an id outside the vocabulary; such an id is embedded as zeros, and as a label it has a logit
-            of 0.
-        source: [B, T] integers that the encoder of an encoder–decoder reads, placed as `batch_spec`.
-        segments: [B, L+1] integers, placed as `batch_spec`: the number of the text that each token belongs to, from 1,
-            and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is over
-            the other tokens. None if every row is a single text.
+        model: a sharded model.
+        tokens: [B, L+1] integers, sharded as `batch_spec`; every token except the first is predicted. A compiled
+            program cannot detect an id outside the vocabulary; such an id is embedded as zeros, and as a label it has a
+            logit of 0.
+        source: [B, T] integers for the encoder of an encoder–decoder, sharded as `batch_spec`.
+        segments: [B, L+1] integers, sharded as `batch_spec`: the number of the text to which each token belongs, from
+            1, and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is
+            over the other tokens. None if every row is a single text.
         source_segments: [B, T], the same for the source; text s is generated from source s.
         key: random key of the routers.
         train: whether to add auxiliary losses and use the routers' random draws.
         schedule: "1f1b", "gpipe" or "zero-bubble", if the layout has stages; see `gspmd.pipeline`.
-        microbatches: number of parts of the batch that follow one another through the stages, each with its own draws.
-        rounds: chunks of layers per stage: each microbatch passes through the stages this many times.
+        microbatches: number of parts of the batch that go through the stages in turn, each with its own draws.
+        rounds: number of chunks of layers per stage: each microbatch goes through the stages this many times.
         masked: whether some tokens, such as those of a prompt, are read but not predicted. They are given as their
-            complement `~t`, which is negative, and the mean is over the other tokens.
-        total: number of tokens over which the mean is taken; by default the number that is predicted in `tokens`. For a
-            part of a batch, pass that of the whole batch divided by the number of parts: then the mean over the
-            parts is the mean over the batch, however unevenly the predicted tokens are distributed.
+            complements `~t`, which are negative, and the mean is over the other tokens.
+        total: number of tokens over which the mean is taken; by default the number of predicted ones in `tokens`. For a
+            part of a batch, pass that of the whole batch divided by the number of parts: the mean over the parts is
+            then the mean over the batch, however unevenly the predicted tokens are distributed.
 
     Returns:
         A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, summed over their layers, and
-        for each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
+        for each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, as in `gspmd.moe.expert_layer`.
     """
     mesh = jax.sharding.get_abstract_mesh().shape
     if segments is not None:
@@ -119,7 +119,7 @@ def loss(
 def _mean_cross_entropy(
     layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
 ) -> jax.Array:
-    """Return the mean over all labels; with `total`, the sum over labels that are not negative, divided by `total`."""
+    """Return the mean over all labels; given `total`, the sum over non-negative labels, divided by `total`."""
     with part(layout, "output"):
         if total is None:
             each = cross_entropy(logits, labels, layout["output.logits"])
@@ -132,11 +132,11 @@ def _mean_cross_entropy(
 
 
 def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
-    """Return the number of predicted tokens of a batch, at least 1: all except the first and the negative ones.
+    """Return the number of predicted tokens in a batch, at least 1: all but the first of a row and negative ones.
 
     Args:
         layout: a `gspmd.Layout`.
-        tokens: [B, L+1] integers, placed as `batch_spec`; those that are not predicted are given as their complement.
+        tokens: [B, L+1] integers, sharded as `batch_spec`; those that are not predicted are given as complements.
     """
     with part(layout, "output"):
         each = (tokens[:, 1:] >= 0).astype(jnp.float32)
@@ -144,10 +144,10 @@ def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
 
 
 def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Mark padding, and tokens that follow a token of another text, as read but not predicted.
+    """Mark padding, and the first token of each text but the first, as read but not predicted.
 
     Args:
-        tokens, segments: [B, L+1], see `loss`.
+        tokens, segments: [B, L+1], as for `loss`.
 
     Example:
         >>> only_within(jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])).tolist()
@@ -177,7 +177,7 @@ def _pipelined(
     total: jax.Array | None,
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute the loss of a model in stages along a mesh axis, with embedding in the first and loss in the last."""
+    """Compute the loss of a model in stages along a mesh axis; the first embeds, and the last computes the loss."""
     config, dtype = model.config, model.dtype
     check_inputs(config, tokens[:, :-1], **inner)
     rows, values = parameters(config, model.layout), arrays(model)
@@ -213,14 +213,14 @@ def _pipelined(
 
 @dataclass(frozen=True)
 class _Stacks:
-    """The computations of a model's stages, for `gspmd.pipeline.Stages`: embeddings, chunks of layers, and the loss.
+    """The computations of a model's stages, for `gspmd.pipeline.Stages`: embedding, chunks of layers, and loss.
 
     Attributes:
-        config: the model.
-        layout: the layout of the decoder, including the encoder's section, inside the shard_map of the stages.
+        config: the model configuration.
+        layout: the layout inside the shard_map of the stages: that of the decoder, with the encoder's section.
         dtype: compute dtype.
-        chunks: the number of chunks that make a stack.
-        train: whether to use the routers' random draws and capacity of training.
+        chunks: the number of chunks of layers in a stack.
+        train: whether to use the routers' random draws and capacity for training.
         in_loop: whether to scan over the layers of a chunk.
     """
 
@@ -273,7 +273,7 @@ class _Stacks:
         number: jax.Array,
         encoded: jax.Array | None = None,
     ) -> Chunk:
-        """Run a chunk of the decoder's layers; `encoded` is the output of the encoder before its last norm."""
+        """Run a chunk of the decoder's layers, given the encoder's output before its last norm, if there is one."""
         segments = batch.get("segments")
         context = context_of(self.config, self.layout, segments, shared.get("relative"), causal=True)
         if encoded is not None:
@@ -285,7 +285,7 @@ class _Stacks:
         return self._chunk(self.layout, weights, x, context, keys, number, self.in_loop)
 
     def last(self, shared: Values, x: jax.Array, batch: Values) -> jax.Array:
-        """Compute the cross-entropy of a microbatch."""
+        """Compute the cross-entropy of one microbatch."""
         of = nested(shared)
         embedding = Embedding(self.config, self.layout, of["embedding"], self.dtype)
         with part(self.layout, "output"):
@@ -303,7 +303,7 @@ class _Stacks:
         number: jax.Array,
         in_loop: bool,
     ) -> Chunk:
-        """Run a chunk of a stack's layers; `keys` are the keys of all layers of the stack."""
+        """Run a chunk of a stack's layers; `keys` are the random keys of all layers of the stack."""
         stack = Stack.of(blocks(self.config, layout, weights, self.dtype), 0).cast(self.dtype)
         if keys is not None:
             each = keys.shape[0] // self.chunks
@@ -313,13 +313,13 @@ class _Stacks:
 
 
 def _stacked(values: Values, prefix: str, lead: int) -> Values:
-    """Return the weights of the repeating blocks of a stack, by path."""
+    """Return the weights of a stack's repeating blocks, by path."""
     of_blocks = {path: path.removeprefix(f"{prefix}blocks.") for path in values if path.startswith(f"{prefix}blocks.")}
     return {path: values[path] for path, within in of_blocks.items() if int(within.partition(".")[0]) >= lead}
 
 
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
-    """Return the weights of a stack's blocks [R, N, ...], by position in the period, for `pipelined`."""
+    """Return the weights of a stack's blocks, [R, N, ...] for R rounds, by position in the period, for `pipelined`."""
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
     stacked = nested({short[path]: value for path, value in values.items()})
@@ -331,7 +331,7 @@ def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dt
 
 
 def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Split the key of a batch into keys of the repeating layers of each stack, as `BlockStack.run` does."""
+    """Split the random key of a batch into keys of each stack's repeating layers, as `BlockStack.run` does."""
     if not config.encoder_layers:
         return (jax.random.split(key, config.lead + config.repeats)[config.lead :],)
     layers = config.encoder_layers, config.layers
@@ -339,20 +339,20 @@ def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _of_all_layers(each: Sequence[Values], axis: str) -> Values:
-    """Gather the figures [N, ...] of all layers of all stacks, the encoder first, onto every stage."""
+    """Gather the metrics [N, ...] of all layers of all stacks, those of the encoder first, onto every stage."""
     found = [{name: _of_layers(x, axis) for name, x in figures.items()} for figures in each]
     return {name: jnp.concatenate([figures[name] for figures in found]) for name in found[0]}
 
 
 def _of_layers(x: jax.Array, axis: str) -> jax.Array:
-    """Gather the figures [N, ...] of all layers onto every stage, from the figures [R, N/R, ...] of the rounds."""
+    """Gather the metrics [N, ...] of all layers onto every stage, from those of all rounds, [R, N/R, ...]."""
     dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
     x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
     return x.reshape(-1, *x.shape[2:])
 
 
 def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Split tokens [B, L+1] into inputs and labels [B, L], placed and ordered as `Transformer.hidden` reads them."""
+    """Split tokens [B, L+1] into inputs and labels [B, L], sharded and ordered as `Transformer.hidden` takes them."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))
     inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)

@@ -1,4 +1,4 @@
-"""The table of a model's parameters: spec, shape and initializer of each."""
+"""The table of a model's parameters: the spec, the shape and the initializer of each."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .vectors import SCALES, pad, padded_dimensions, wide_sizes
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One row of the table.
+    """The row of one parameter in the table.
 
     Attributes:
-        key: the layout's key, such as `ffn.w_in`, the same for every layer.
-        spec: the parameter's spec; layers of a scan are stacked in a leading N, which only a pipeline shards.
-        shape: the parameter's shape, N first if layers are stacked, with the padding that the layout asks for.
-        initialise: function from a random key and the shape to float32 values, the same on every mesh.
-        padding: for each dimension its padding; None for a dimension that is not padded.
+        key: the key of its line in the layout, such as `ffn.w_in`, the same for every layer.
+        spec: the spec of the parameter; layers of a scan are stacked in a leading N, which only a pipeline shards.
+        shape: the shape of the parameter, with N first if layers are stacked, and with the layout's padding.
+        initialise: a function from a random key and the shape to float32 values, the same on every mesh.
+        padding: for each dimension, its padding, or None if it is not padded.
     """
 
     key: str
@@ -49,25 +49,25 @@ class ParameterRow:
 
 
 def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
-    """Return every parameter by its path in the module, in the order in which the model uses them.
+    """Return the row of every parameter by its path in the module, in the order in which the model uses them.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: a `gspmd.Layout`; for a model without experts, any mapping from its keys to specs.
 
     Returns:
         A mapping from paths, such as `blocks.0.ffn.w_in`, to rows.
 
     Raises:
-        LayoutError: some layers have no experts, and the layout has no lines for dense layers.
-        ValueError: a spec of the layout has different dimensions from the model's tensor.
+        LayoutError: some layers have no experts, but the layout has no lines for dense layers.
+        ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
     _check_dense(config, layout)
     return dict(_rows(config, layout, lambda of, key: of[key]))
 
 
 def _check_dense(config: ModelConfig, layout: Layout) -> None:
-    # `Layout.check` does not know the model, and allows a layout with experts to leave out the dense lines.
+    # `Layout.check` does not know the model: it lets a layout with experts leave out the lines of dense layers.
     missing = [key for key in DENSE if key not in layout.table] if config.moe else []
     layers = config.layers + config.encoder_layers
     if missing and config.expert_layers < layers:
@@ -80,22 +80,22 @@ def _check_dense(config: ModelConfig, layout: Layout) -> None:
 
 
 def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return a mapping from the path of every parameter to its spec and shape."""
+    """Return spec and shape of every parameter, by its path."""
     return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
 
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's optimizer state by path: the parameter's unless the layout overrides it."""
+    """Return the spec of every parameter's optimizer state, by path: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's gradient by path: the parameter's unless the layout overrides it."""
+    """Return the spec of every parameter's gradient, by path: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.gradient)}
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty without a pipeline."""
+    """Return the mesh axes over which a pipeline splits the stacked layers into stages, if there is a pipeline."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
 
@@ -103,12 +103,12 @@ def stages_axes(layout: Layout) -> tuple[str, ...]:
 def check_placed(
     doing: str, rows: Mapping[str, ParameterRow], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
 ) -> None:
-    """Raise one error for all parameters that cannot be placed on a mesh; JAX would name only the first.
+    """Raise one error about all parameters that a mesh cannot hold with their specs; JAX would name only the first.
 
     Args:
-        doing: the beginning of the message.
+        doing: the first words of the error message.
         rows: the table of parameters.
-        mesh: devices with named axes; it may lack axes of the layout, which `Layout.check` does not refuse.
+        mesh: a mesh, which may lack axes of the layout, as `Layout.check` allows.
         kind: the class of the error.
     """
     faults = [
@@ -121,15 +121,15 @@ def check_placed(
 
 
 def initialise(rows: Mapping[str, ParameterRow], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-    """Draw every parameter with its sharding: no device ever holds more than its own shards.
+    """Initialize every parameter with its sharding; no device ever holds more than its own shards.
 
     Args:
         rows: the table of parameters.
-        mesh: devices with named axes.
-        key: one random key; the key of each parameter is folded from it with the parameter's path.
+        mesh: a mesh of devices with named axes.
+        key: one random key, from which the key of each parameter is derived by the parameter's path.
 
     Returns:
-        A mapping from paths to arrays. Values do not depend on the layout, and padding is 0.
+        A mapping from path to array. Values do not depend on the layout, and padding is 0.
     """
     with jax.set_mesh(mesh):
         return {path: _drawer(row)(folded(key, path)) for path, row in rows.items()}
@@ -163,7 +163,7 @@ class _WithPadding:
 def _rows(
     config: ModelConfig, layout: Layout, spec_of: Callable[[Layout, str], str]
 ) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield the rows of all parameters; `spec_of` returns the spec of a line, or of its optimizer state or gradient."""
+    """Yield the row of every parameter; `spec_of` returns a line's spec, or that of its optimizer state or gradient."""
     sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
     # An encoder's lines may differ from a decoder's. A mapping in place of a layout has no lines of an encoder.
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
@@ -180,7 +180,7 @@ def _rows(
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
-        """Yield the adapter matrices A and B of a weight; their product is 0 at first."""
+        """Yield the rows of a weight's adapter matrices A and B, whose product is 0 at first."""
         key = tensor.key
         _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None
@@ -202,7 +202,7 @@ def _rows(
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
-    """Return whether a matrix shares the scales of its block's `ffn.w_out`, because their products are summed first."""
+    """Return whether a matrix shares the scales of `ffn.w_out`, as their products are summed before scaling."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     number = config.weight_stacks()[int(path.split(".")[1])][0]

@@ -1,4 +1,4 @@
-"""Placements of arrays of tokens, and moves between them."""
+"""Specs of arrays of tokens, and moves between them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
 
 
 def batch_spec(layout: Layout) -> Spec:
-    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens`, but L is unsharded: few meshes divide L+1."""
+    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, as few meshes divide L+1."""
     return layout.spec("embedding.tokens").with_axes("L", ())
 
 
 def label_spec(layout: Layout) -> Spec:
-    """Return the spec of labels [B, L]: the spec of the logits without V."""
+    """Return the spec of labels [B, L]: that of the logits without V."""
     return layout.spec("output.logits").without("V")
 
 
 def tokens_spec(layout: Layout) -> Spec:
-    """Return the spec of the experts' per-token arrays [B, L]: the groups' spec with B instead of G."""
+    """Return the spec of the experts' per-token arrays [B, L]: that of the groups with B instead of G."""
     return layout.spec("moe.groups").rename({"G": "B"}).without("E")

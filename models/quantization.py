@@ -1,4 +1,4 @@
-"""int8 weights: matrices with a scale for each channel of their products, by which the product is multiplied."""
+"""int8 weights: matrices with a scale for each channel, by which the products with them are multiplied."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ def quantize(model: Transformer) -> Transformer:
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
     scale[f] is max |w[:, f]| / 127, or NaN if a weight of the channel is not finite. For channels of up to 256
-    elements, 65 scales at and near this value are tried, and the scale with the least squared error is used. This
-    reduces the error by 15% with 24 elements, and by 5% with 96. Wider channels would gain 2%, for 65 passes over the
-    weights.
+    elements, 65 scales at and near this value are tried, and the one with the least squared error is used. This reduces
+    the error by 15% with 24 elements, and by 5% with 96. Wider channels would gain 2%, for 65 passes over the weights.
 
     Embedding tables have a scale for every row, which is a token's vector and a channel of the logits. Experts' weights
     have a scale for every expert and channel. In a parallel block w_o and w_out share one scale, from the larger
     maximum, because their products are summed before they are reduced. Norms, biases and routers stay float32. An int8
-    weight is sent as int8. Products cast it to the activations' dtype, which represents it exactly.
+    weight is sent as int8. Products cast it to the dtype of activations, which represents it exactly.
 
     Args:
-        model: a model of arrays, from `build` or `load`. It is not changed.
+        model: a model with arrays, from `build` or `load`, which is not changed.
 
     Returns:
-        A model whose config has `int8`, with each weight and its scales placed by the layout.
+        A model whose config has `int8`, with each weight and its scales sharded by the layout.
 
     Raises:
-        ValueError: the model has int8 weights already.
+        ValueError: the model already has int8 weights.
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.6, for int8 weights with bfloat16 activations; a scale for
         every channel as in Qwix and AQT, by least squared error as in Choukroun et al. 2019 (arXiv 1902.06822).
@@ -60,10 +59,10 @@ def quantize(model: Transformer) -> Transformer:
 
 
 def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator[tuple[list[str], str]]:
-    """Yield the paths of matrices that share their scales (usually a single matrix), and the path of the scales.
+    """Yield the paths of matrices that share scales (usually just one matrix), and the path of the scales.
 
     Args:
-        config: a config with `int8`.
+        config: a configuration with `int8`.
         rows: the `parameters` of this config.
     """
     for path, row in rows.items():
@@ -76,15 +75,15 @@ def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator
 
 
 def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Array], scale: str) -> dict[str, jax.Array]:
-    """Quantize matrices that share their scales; loading calls it for one group after the other.
+    """Quantize the matrices that share scales; loading calls this for one group of matrices after another.
 
     Args:
-        rows: `parameters` of a config with `int8`.
-        weights: floating-point weights by path, placed as their rows say.
-        scale: the path of their scales.
+        rows: the `parameters` of a configuration with `int8`.
+        weights: floating-point weights by path, sharded as in their rows.
+        scale: the path of the scales.
 
     Returns:
-        The int8 weights and the float32 scales by path, placed as their rows say.
+        The int8 weights and the float32 scales by path, sharded as in their rows.
     """
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
@@ -99,7 +98,7 @@ def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Arra
 NARROW = 256
 """Number of elements of the widest channel for which several scales are tried."""
 
-# Below 1 the largest weights are clipped; above 1 another grid may fit the few numbers of a channel better.
+# Below 1 the largest weights are clipped; above 1 another grid may fit a channel of few numbers better.
 _FACTORS = 1 + np.arange(-24, 41, dtype=np.float32) / 320
 
 
@@ -108,7 +107,7 @@ def _rounded(w: jax.Array, scale: jax.Array, over: tuple[int, ...]) -> jax.Array
 
 
 def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ...], widest: jax.Array) -> jax.Array:
-    """Return for each channel the scale near `widest` with the least squared error, over all weights that share it."""
+    """Return, for each channel, the scale near `widest` with the least squared error over the weights that share it."""
 
     def error(scale: jax.Array) -> jax.Array:
         near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))

@@ -1,4 +1,4 @@
-"""Scalings of the rotary position embedding, for sequences longer than those of a model's first training."""
+"""Scalings of the rotary position embedding, for sequences longer than those of a model's pretraining."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of the rotary position embedding's wavelengths, for sequences longer than those of the first training.
+    """A scaling of the rotary embedding's wavelengths, for sequences longer than those of a model's pretraining.
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-      original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
-      high_frequency are the same, as in Llama 4 Scout, nothing lies in between.
+    original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
+    high_frequency are equal, as in Llama 4 Scout, nothing lies in between.
     - `yarn`: the same as `llama3`, but interpolated by the index of the pair. Cosines and sines are multiplied by
       `attention_factor`.
-    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
-      (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
+    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by (factor · L /
+    original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
     - `longrope`: the wavelength of each pair has its own factor: one of `short_factors` in texts of up to
       original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
       `attention_factor`.
@@ -82,12 +82,12 @@ class RopeScaling:
 
     @property
     def by_length(self) -> bool:
-        """Whether the scaling depends on the length of each text."""
+        """Whether the scaling depends on the length of a text."""
         return self.kind in ("dynamic", "longrope")
 
     @property
     def cosine_factor(self) -> float:
-        """Factor of cosines and sines: the attention factor, or its default."""
+        """The factor of cosines and sines: the attention factor, or its default."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1 or self.kind not in ("yarn", "longrope"):

@@ -1,4 +1,4 @@
-"""Rotary position embedding, which rotates queries and keys by position, and factors that scale queries by position."""
+"""Rotary position embedding, by which queries and keys are rotated, and factors by which queries grow."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def rotate(
 
     Args:
         x: [B, L, H, D].
-        config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        angles: the result of `angles_at` for positions [B, L], placed as B and L of x; None for positions 0 to L - 1 of
-            a text of L tokens.
+        config: a configuration, of which `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling` are used.
+        angles: `angles_at` for positions [B, L], sharded like B and L of x; None for positions 0 to L - 1 of a text of
+            L tokens.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
@@ -44,8 +44,7 @@ def rotate(
         ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: by default a pair has one element from each half of the head, which is a permutation of the head's
-    elements.
+    Differs: by default a pair has one element from each half of the head, which permutes the elements of the head.
     """
     size = config.rotary
     cos, sin = cos_sin(np.arange(x.shape[1]), turns(config, x.shape[1])) if angles is None else angles
@@ -63,11 +62,11 @@ def rotate(
 
 
 class Turns(NamedTuple):
-    """The rotation of every pair of a head's elements.
+    """The speed at which every pair of a head's elements is rotated.
 
     Attributes:
-        per_position: turns per position, [R/2] float64.
-        factor: factor of cosines and sines.
+        per_position: [R/2] float64, the angle of each pair per position, in turns.
+        factor: the factor of cosines and sines.
     """
 
     per_position: np.ndarray
@@ -75,11 +74,11 @@ class Turns(NamedTuple):
 
 
 def turns(config: ModelConfig, length: int | None = None) -> Turns:
-    """Return the rotation of every pair per position, in turns.
+    """Return the angle by which every pair is rotated per position, in turns.
 
     Args:
-        config: `rotary`, `rope_base` and `rope_scaling`.
-        length: tokens of the text; it may be left out if the scaling does not depend on it (`RopeScaling.by_length`).
+        config: a configuration, of which `rotary`, `rope_base` and `rope_scaling` are used.
+        length: number of tokens of the text; needed if the scaling depends on it (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     plain = config.rope_base ** (-np.arange(0, config.rotary, 2) / config.rotary) / (2 * np.pi)
@@ -102,10 +101,10 @@ def turns(config: ModelConfig, length: int | None = None) -> Turns:
 
 
 def _exponents(config: ModelConfig) -> np.ndarray:
-    """Return the exponents [R/2] of dynamic scaling, which multiplies turns by the growth of a text to these powers.
+    """Return the exponents [R/2] of dynamic scaling: turns are multiplied by the growth of a text to these powers.
 
-    The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and the
-    turns of the last pair are divided by the growth.
+    The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and those
+    of the last pair are divided by the growth.
     """
     return -np.arange(0, config.rotary, 2) / (config.rotary - 2)
 
@@ -120,7 +119,7 @@ def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarra
 
 
 def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each pair: 1 up to the pair of high_frequency, 0 from the pair of low_frequency."""
+    """Return the unscaled share of each pair: 1 up to the pair of high_frequency, 0 from that of low_frequency on."""
     assert scaling.high_frequency is not None
     first, last = (
         # the unrounded number of the pair that makes this many turns within the original length
@@ -136,15 +135,15 @@ def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray)
 
 
 def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
-    """Return the factors [B, L, 1, 1] that scale queries up with the position, in layers that are not rotated.
+    """Return the factors [B, L, 1, 1] by which queries grow with the position, in layers without rotation.
 
         1 + a · ln(1 + ⌊(p + 1) / n⌋),  a = `config.query_growth`,  n = `config.growth_interval`
 
-    Softmax over more keys is flatter; queries that grow with their position keep it sharp.
+    A softmax over more keys is flatter, and queries that grow with their position keep it sharp.
 
     Args:
-        positions: integers p, [B, L]; constants give constants.
-        config: the model.
+        positions: the positions p, integers [B, L]; the result is constant if they are constants.
+        config: the model configuration.
 
     Example:
         >>> config = ModelConfig(layer_kinds=("unrotated",), query_growth=0.5, growth_interval=4)
@@ -159,24 +158,23 @@ def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
 
 
 def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L], times the factor of the turns."""
+    """Return the cosines and sines [1, L, 1, R/2] of angles at constant positions [L], times the turns' factor."""
     angles = (2 * np.pi * positions[:, None] * turns.per_position)[None, :, None, :]
     return (turns.factor * np.cos(angles)).astype(np.float32), (turns.factor * np.sin(angles)).astype(np.float32)
 
 
 def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | None = None) -> Angles:
-    """Return cosine and sine [B, L, 1, R/2] of the angles of `rotate` at positions [B, L], all below `LONGEST`.
+    """Return the cosines and sines [B, L, 1, R/2] of the angles of `rotate` at positions [B, L] below `LONGEST`.
 
-    The angles are the same in every layer. An angle of a hundred thousand radians has few digits after the point in
-    float32. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and
-    an angle is exact to 2^-24 turns. (With dynamic scaling, turns depend on the text, and are computed in float32
-    first.)
+    The angles are the same in every layer. In float32, an angle of a hundred thousand radians has few digits after the
+    point. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and an
+    angle is exact to 2^-24 turns. (With dynamic scaling, turns depend on the text, and are first computed in float32.)
 
     Args:
         positions: [B, L], integers.
-        config: see `turns`.
+        config: a configuration, as for `turns`.
         lengths: [B, L], the number of tokens of the text at each position, sharded like the positions; needed if the
-            scaling depends on the length (`RopeScaling.by_length`).
+            scaling depends on it (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     at = positions.astype(jnp.uint32)[..., None, None]
@@ -200,7 +198,7 @@ def _fixed(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fixed_by_length(config: ModelConfig, scaling: RopeScaling, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1], in the form of `_fixed`."""
+    """Return the turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1], as two integers like `_fixed`."""
     original = scaling.original_length
     if scaling.kind == "longrope":
         short, long = (_fixed(turns(config, length).per_position) for length in (original, original + 1))

@@ -1,4 +1,4 @@
-"""Abstract models, inputs and activations: shapes, dtypes and shardings, for compilation without devices."""
+"""Abstract models, inputs and activations (shapes, dtypes and shardings), to compile without devices."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ def abstract(
     *,
     stored: Any = jnp.float32,
 ) -> Transformer:
-    """Return the model of `build` with `jax.ShapeDtypeStruct`s for parameters; nothing is allocated.
+    """Return a model as from `build`, with `jax.ShapeDtypeStruct`s as parameters; nothing is allocated.
 
     Args:
-        config: sizes and choices.
+        config: the model configuration.
         layout: a `gspmd.Layout`.
-        mesh: devices with the layout's axes, possibly of an offline topology.
+        mesh: a mesh with the layout's axes, possibly of an offline topology.
         dtype: compute dtype.
-        stored: dtype of the matrices, float32 for training; norms, biases and routers are always float32. With int8,
-            the model also has the scales that `quantize` makes.
+        stored: the dtype of matrices, float32 for training; norms, biases and routers are always float32. With int8,
+            the model also has the scales that `quantize` adds.
 
     Returns:
-        A model whose `arrays` are abstract arguments with which a program is lowered; the program replaces them by
-        `with_arrays`.
+        A model whose `arrays` are abstract arguments for lowering a program, in which `with_arrays` replaces them.
 
     Raises:
         ValueError: a spec does not fit the model or the mesh.
@@ -71,31 +70,31 @@ def abstract(
 
 
 def abstract_tokens(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """Return the input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
+    """Return the abstract input of a forward step: int32 [B, L], sharded as `embedding.tokens`."""
     return _placed(layout.spec("embedding.tokens"), (batch, length), jnp.int32, mesh)
 
 
 def abstract_source(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """Return the source of an encoder–decoder: int32 [B, T], placed as `batch_spec`."""
+    """Return the abstract source for an encoder–decoder: int32 [B, T], sharded as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length), jnp.int32, mesh)
 
 
 def abstract_batch(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """Return the input of a training step: int32 [B, L+1], placed as `batch_spec`."""
+    """Return the abstract input of a training step: int32 [B, L+1], sharded as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
 
 
 def activation_specs(
     config: ModelConfig, layout: Layout, batch: int, length: int, source_length: int = 0
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return the spec and global shape of a training step's activations by layout key, in forward order.
+    """Return spec and global shape of a training step's activations, by layout key, in forward order.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: a `gspmd.Layout`, or for a decoder-only model any mapping from its keys to specs.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
-        source_length: tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with
+        batch: number of sequences per step, over all devices.
+        length: number of tokens per sequence.
+        source_length: number of tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with
             `encoder.`.
 
     Example:
@@ -118,7 +117,7 @@ def activation_specs(
 def _placed_activations(
     config: ModelConfig, layout: Layout, batch: int, length: int, keys: Iterable[str], source_length: int = 0
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return the spec and global shape of some activations of one stack."""
+    """Return spec and global shape of some activations in one stack of blocks."""
     sizes = wide_sizes(config, layout, batch, length)
     if source_length:
         sizes["T"] = source_length
@@ -134,7 +133,7 @@ def _placed_activations(
 
 
 def stored_dtype(row: ParameterRow, stored: Any) -> Any:
-    """Return the dtype of a parameter in a model whose matrices are stored as `stored`."""
+    """Return the dtype of a parameter in a model whose matrices have dtype `stored`."""
     return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
 
 

@@ -1,4 +1,4 @@
-"""A model in the stages of a pipeline: its schedule, its layout in a stage, and checks before anything is traced."""
+"""A model in pipeline stages: its schedule, its layout within a stage, and checks that come before tracing."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def schedule_of(
     microbatches: int = 1,
     rounds: int = 1,
 ) -> Schedule | None:
-    """Return the schedule of the stages into which a layout splits a model's layers; None if it has no stages.
+    """Return the schedule of the stages into which a layout splits a model's layers, or None if it has no stages.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: a `gspmd.Layout`.
-        mesh: sizes of its axes.
+        mesh: sizes of the mesh axes.
         schedule, microbatches, rounds: see `loss`.
 
     Raises:
-        PlanError: `Schedule.of` raises it; or stages times rounds does not divide the layers; or groups of tokens span
-            several microbatches.
+        PlanError: the schedule is impossible, as in `Schedule.of`; or stages times rounds does not divide the layers;
+            or groups of tokens span several microbatches.
     """
     if not (axes := stages_axes(layout)):
         return None
@@ -57,15 +57,15 @@ def schedule_of(
 
 
 def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
-    """Refuse numbers of layers that do not split into chunks, in any stack of the model.
+    """Raise an error if the layers of some stack of the model cannot be split into equal chunks.
 
     Args:
-        config: the model.
+        config: the model configuration.
         stages: the number of stages.
-        rounds: chunks of layers per stage, of each stack.
+        rounds: the number of chunks of layers per stage, in each stack.
 
     Raises:
-        PlanError: some stack does not split, or a layer with experts comes before the repeating layers.
+        PlanError: some stack cannot be split, or a layer with experts comes before the repeating layers.
     """
     if ahead := [number for number in range(config.lead) if config.is_sparse(number)]:
         raise PlanError(
@@ -136,9 +136,9 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
 
 
 def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes along which pipelines of a model run side by side: the `data_axes` of all its stacks.
+    """Return the mesh axes along which pipelines run side by side: those that are `data_axes` of all stacks.
 
-    A model with experts has no such axis: experts, or their random draws, depend on all tokens.
+    A model with experts has no such axis: the experts, or their random draws, depend on all tokens.
     """
     if config.moe:
         return ()
@@ -150,7 +150,7 @@ def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def for_stages(config: ModelConfig, layout: Layout) -> Any:
-    """Return a layout with the parameter specs of a pipeline's loss in training, such as `EF_yz reduced-x`.
+    """Return a layout with the specs of parameters in the loss of a pipeline, such as `EF_yz reduced-x`.
 
     Their gradients stay partial sums until the end of the step, over the mesh axes along which pipelines run side by
     side (`side_axes`).

@@ -40,13 +40,13 @@ class Language:
     """The transformer as a `gspmd.training.model.Trainable`, from which training steps are built.
 
     Attributes:
-        config: sizes and choices.
+        config: the model configuration.
         dtype: compute dtype.
-        schedule: the pipeline's schedule, if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: chunks of layers per stage of a pipeline.
-        masked: whether some tokens of a batch are read but not predicted, see `gspmd_models.loss`.
+        schedule: the pipeline schedule if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: number of chunks of layers per pipeline stage.
+        masked: whether some tokens of a batch are read but not predicted, as for `gspmd_models.loss`.
         packed: whether batches have segments, because rows hold several texts or padding.
-        source_length: tokens that an encoder reads, T; 0 for a decoder without one.
+        source_length: T, number of tokens that an encoder reads; 0 for a decoder-only model.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -67,11 +67,11 @@ class Language:
     source_length: int = 0
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
-        """Return the size of every dimension; T is the length of the source, if there is one."""
+        """Return the size of every dimension; T is the length of the source if there is one."""
         return self.config.sizes(batch, length, self.source_length)
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of each array of a batch: tokens and, if batches have them, source and segments."""
+        """Return the width of each array of a batch: of tokens and, if batches have them, of source and segments."""
         found = {"tokens": length + 1}
         if self.packed:
             found["segments"] = length + 1
@@ -82,7 +82,7 @@ class Language:
         return found
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path in the module."""
+        """Return every parameter by its path in the module, with line, spec and shape."""
         return {
             path: Row(row.key, row.spec, row.shape, row.key.rpartition(".")[2] in WIDE)
             for path, row in parameters(self.config, layout).items()
@@ -93,7 +93,7 @@ class Language:
         return optimizer_specs(self.config, layout)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return the spec of each parameter's gradient on its way to the optimizer."""
+        """Return the spec in which the optimizer gets each parameter's gradient."""
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
@@ -105,15 +105,15 @@ class Language:
         return batch_spec(layout)
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch; 1 in a pipeline, whose stages cut it."""
+        """Return the number of microbatches into which the step cuts a batch: 1 in a pipeline, whose stages cut it."""
         return 1 if stages_axes(layout) else microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Any:
-        """Return the layout with the parameter specs of the loss; see `Layout.for_loss` and `for_stages`."""
+        """Return the layout with the specs of the parameters in the loss, by `Layout.for_loss` or `for_stages`."""
         return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens over which the loss of a batch is averaged; None stands for all tokens."""
+        """Return the number of tokens over which the loss of a batch is averaged, or None if it is all tokens."""
         # Read from the batch, not from `packed`: `training_step` builds steps that leave this setting out.
         segments = tokens.get("segments") if isinstance(tokens, Mapping) else None
         if segments is not None:
@@ -129,7 +129,7 @@ class Language:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a training step and its figures; in a pipeline, for the whole batch."""
+        """Return the loss and the metrics of a training step; in a pipeline, of the whole batch."""
         model, how = self._placed(layout, params), self._masked | _beside(tokens)
         if stages_axes(layout):
             how |= {"schedule": self.schedule, **self._rounds(layout, microbatches)}
@@ -148,7 +148,8 @@ class Language:
     ) -> tuple[Parameters, Mapping[str, jax.Array]]:
         """Change the biases for choosing experts to bias_i + rate · sign(mean load - load_i), in every layer.
 
-        A load is the number of choices of an expert in the whole batch, counted before capacity.
+        The load of an expert is how often the tokens of the whole batch chose it, counted before capacity drops any
+        token.
 
         Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1; DeepSeek-V3
             (arXiv 2412.19437), section 2.1.2.
@@ -191,7 +192,7 @@ class Language:
         return Transformer(self.config, layout, nested(params), self.dtype)
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
-        """Split rows [expert layers, X], the encoder's first, into an array [N, X] for each bias, by its path."""
+        """Split the rows of `way` [expert layers, X], the encoder's first, into arrays [N, X] by each bias's path."""
         config, found = self.config, {}
         ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
         for path, row in parameters(config, layout).items():
@@ -219,7 +220,7 @@ def _tokens(batch: Batch) -> jax.Array:
 
 
 def _beside(batch: Batch) -> dict[str, jax.Array]:
-    """Return the arrays of a batch besides its tokens."""
+    """Return the arrays of a batch other than its tokens."""
     return {name: x for name, x in batch.items() if name != "tokens"} if isinstance(batch, Mapping) else {}
 
 
@@ -236,14 +237,14 @@ def check_step(
     """Check, before a model is built, that a layout fits a training step of these sizes and its evaluation.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: a `gspmd.Layout`, resolved.
         mesh: a mesh with the layout's axes, or their sizes.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
-        microbatches: the number of parts of the batch.
-        frozen: patterns of parameters that are not trained; see `trained_paths`.
-        source_length: tokens per source, if the model has an encoder.
+        batch: number of sequences per step, over all devices.
+        length: number of tokens per sequence.
+        microbatches: number of parts into which the batch is cut.
+        frozen: patterns of the paths of parameters that are not trained, as for `trained_paths`.
+        source_length: number of tokens per source, if the model has an encoder.
 
     Raises:
         LayoutError: the layout does not fit; the message lists every fault.
@@ -268,9 +269,9 @@ def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, leng
     """Check that the mesh divides the experts' slots as the layout shards them; dropless experts have no slots.
 
     Args:
-        config, layout, mesh, length: see `check_step`.
-        batch: sequences whose tokens are routed together.
-        train: whether to use the experts' capacity of training instead of that of evaluation.
+        config, layout, mesh, length: as for `check_step`.
+        batch: number of sequences whose tokens are routed together.
+        train: whether to use the experts' capacity in training instead of that in evaluation.
 
     Raises:
         LayoutError: the mesh does not divide the slots; the message lists every fault.
@@ -305,8 +306,8 @@ def training_step(
     the mesh axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
 
     Args:
-        model: a model, possibly abstract; only its config, layout and dtype are used.
-        optimizer: rates and decays.
+        model: a model, whose arrays may be abstract; only its configuration, layout and dtype are used.
+        optimizer: the optimizer's settings, such as its learning rate and weight decay.
         steps: total number of updates.
         microbatches: number of parts of a batch that are computed one after the other, which saves memory, or that
             follow one another through the stages of a pipeline. The loss and its figures are those of the whole batch.
@@ -314,12 +315,12 @@ def training_step(
             and so are random draws.
         schedule: the pipeline's schedule: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: chunks of layers per stage of a pipeline; with more than one, the schedule is interleaved.
-        frozen: patterns of parameters that are not trained; see `trained_paths`. They have no gradients and no
-            optimizer state. With adapters (`ModelConfig.lora`), all other parameters are frozen too.
-        parameter_dtype: dtype in which matrices are stored; if not float32, the optimizer keeps float32 masters.
+        frozen: patterns of the paths of parameters that are not trained, as for `trained_paths`. They have no gradients
+            and no optimizer state. With adapters (`ModelConfig.lora`), all other parameters are frozen too.
+        parameter_dtype: dtype in which matrices are stored; if not float32, the optimizer keeps float32 master copies.
 
     Returns:
-        A pure function of a state (`initial_state` or `abstract_state`), tokens [B, L+1] placed as `batch_spec`, and a
+        A pure function of a state (`initial_state` or `abstract_state`), tokens [B, L+1] sharded as `batch_spec`, and a
         random key. Call or lower it under `jax.set_mesh`.
 
     Raises:
@@ -352,7 +353,7 @@ def abstract_state(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
-    """Return the shapes, dtypes and shardings of `initial_state`; the model may be abstract."""
+    """Return the shapes, dtypes and shardings of `initial_state`; the model's arrays may be abstract."""
     update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
     return building.abstract_state(_language(model), model.layout, arrays(model), update, mesh)
 
@@ -365,10 +366,10 @@ def abstract_gradients(
     Partial sums are reduced into the optimizer's layout, as in ZeRO-2.
 
     Args:
-        model: a model, possibly abstract.
-        params: the parameters, or their shapes.
+        model: a model, whose arrays may be abstract.
+        params: the parameters, or their shapes, by path.
         mesh: the mesh.
-        frozen: patterns of parameters that are not trained; see `training_step`.
+        frozen: patterns of the paths of parameters that are not trained, as for `training_step`.
     """
     return building.abstract_gradients(_language(model), model.layout, params, mesh, frozen)
 
@@ -379,7 +380,7 @@ def evaluation_step(
     """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
 
     Args:
-        model: a model, possibly abstract; see `training_step`.
+        model: a model, whose arrays may be abstract, as for `training_step`.
         microbatches: number of parts of a batch that follow one another through the stages of a pipeline.
         rounds: chunks of layers per stage of a pipeline.
 
@@ -390,7 +391,7 @@ def evaluation_step(
 
 
 def forward_step(model: Transformer) -> Callable[..., jax.Array]:
-    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], placed by the layout; no key/value cache.
+    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], sharded by the layout, without a key/value cache.
 
     For an encoder–decoder, a source [B, T] is the third argument.
     """

@@ -1,6 +1,6 @@
-"""The parameters of a model before any layout: path, line, initializer and layers of each.
+"""The parameters of a model before any layout: path, layout key, initializer and number of layers of each.
 
-`parameters` places them, `ModelConfig` counts them, and the files of public checkpoints are read into them.
+`parameters` adds their specs, `ModelConfig` counts them, and the files of public checkpoints are read into them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_b
 OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
 """The layout's keys of feed-forward layers without experts, whose F may differ from an expert's."""
 
-#: Lines in which a dimension does not have its usual size: the letter, and the name of its size in that line.
+#: Layout keys under which a dimension has another size than usual: its letter, and the name of that size.
 _OTHER_SIZES = {
     **{key: {"F": "shared"} for key in SHARED},
     **{key: {"F": "dense"} for key in OF_DENSE},
@@ -38,7 +38,7 @@ _OTHER_SIZES = {
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of the dimensions of a line; in some lines, letters have sizes that differ from those elsewhere.
+    """Return the sizes of the dimensions of the tensors under a layout key, which differ from the usual for some keys.
 
     F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
     width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
@@ -46,20 +46,20 @@ def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
 
     Args:
         sizes: the result of `tensor_sizes`, or padded sizes.
-        key: the line.
+        key: the layout key, such as `moe.shared_in`.
     """
     other = {dim: sizes[name] for dim, name in _OTHER_SIZES.get(key, {}).items() if name in sizes}
     return {**sizes, **other} if other else sizes
 
 
 def width_of_shared(config: ModelConfig) -> int:
-    """Return the total width of the shared experts; 0 if there are none."""
+    """Return the total width of the shared experts, or 0 if there are none."""
     moe = config.moe
     return (moe.shared_width or moe.shared * config.feed_forward) if moe else 0
 
 
 def latent_widths(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of `line_sizes` that only latent attention has."""
+    """Return the named sizes for `line_sizes` that only a model with latent attention has."""
     latent = config.latent
     if latent is None:
         return {}
@@ -68,15 +68,15 @@ def latent_widths(config: ModelConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter.
+    """One parameter of the model.
 
     Attributes:
         path: its path in the module, such as `blocks.0.ffn.w_in`.
-        key: its line in a layout, such as `ffn.w_in`.
+        key: its key in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
-        layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
-        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`); a pipeline splits only the
-            repeating blocks into stages.
+        layers: number of layers stacked in a leading dimension N; 0 for a parameter that is not stacked.
+        in_lead: whether it belongs to a block before the repeating blocks (`ModelConfig.lead`); a pipeline splits only
+            the repeating blocks into stages.
     """
 
     path: str
@@ -103,14 +103,14 @@ class Tensor:
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """Return how many elements the parameter has."""
+        """Return the number of elements of the parameter."""
         return math.prod(self.shape(sizes))
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the unpadded sizes of the dimensions of parameters, by letter and, for `line_sizes`, by name.
+    """Return the unpadded sizes of the parameters' dimensions, by letter and, for `line_sizes`, by name.
 
-    The names (`shared`, `dense`, `rank` and others) are for sizes that a letter has only in some lines.
+    The names (`shared`, `dense`, `rank` and others) are for sizes that a letter has only under some layout keys.
     """
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
     dense = config.moe.dense_feed_forward if config.moe else 0
@@ -118,7 +118,7 @@ def tensor_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Yield every parameter of a model without adapters and scales, in the order in which the model uses them."""
+    """Yield every parameter of a model except adapters and int8 scales, in the order in which the model uses them."""
     sizes = tensor_sizes(config)
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
     yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
@@ -241,7 +241,7 @@ def _latent_attention(
 
 
 def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
-    """Yield the parameters of the norms before and after a part of a block, both placed by the same line."""
+    """Yield the parameters of the norms before and after a part of a block, both sharded by the same layout key."""
     for name in {"before": ("norm",), "after": ("norm_after",), "both": ("norm", "norm_after")}[config.norms]:
         yield f"{path}{name}", f"{section}.norm", ones
         if config.norm_bias:

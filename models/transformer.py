@@ -35,12 +35,12 @@ Figures = dict[str, jax.Array]
 
 
 class Stack(NamedTuple):
-    """Blocks of a stack, each as its definition and its weights (`nnx.split`).
+    """The blocks of an encoder or decoder, each as its Flax graph definition and its weights (`nnx.split`).
 
     Attributes:
-        first: the blocks before the repeating ones; their weights have no N.
-        definition: the definition of the blocks of one period.
-        weights: the weights of all periods, stacked in a leading N for a scan.
+        first: the blocks before the repeating ones; their weights have no leading dimension N.
+        definition: the graph definition of the blocks of one period.
+        weights: the weights of all periods, stacked in a leading dimension N for a scan.
     """
 
     first: tuple[tuple[Any, Any], ...]
@@ -49,18 +49,18 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Sequence[nnx.Module], lead: int) -> Stack:
-        """Make a stack of blocks, of which the first `lead` do not repeat."""
+        """Make a stack from blocks, of which the first `lead` do not repeat."""
         first = (nnx.split(block) for block in blocks[:lead])
         return cls(tuple((graph, one_layer(own)) for graph, own in first), *nnx.split(nnx.List(blocks[lead:])))
 
     def cast(self, dtype: Any) -> Stack:
-        """Return the blocks with their matrices in a compute dtype."""
+        """Return the blocks with their matrices cast to a compute dtype."""
         first = tuple((graph, cast_matrices(own, dtype)) for graph, own in self.first)
         return self._replace(first=first, weights=cast_matrices(self.weights, dtype))
 
     @property
     def repeats(self) -> int:
-        """Number of periods, N."""
+        """The number of periods, N."""
         return jax.tree.leaves(self.weights)[0].shape[0]
 
 
@@ -70,13 +70,13 @@ def one_layer(weights: Any) -> Any:
 
 
 class BlockStack(nnx.Module):
-    """The blocks of a decoder or of an encoder, and their table of relative positions, if they have one.
+    """The blocks of a decoder or of an encoder, with its table of relative position biases, if it has one.
 
     Blocks repeat with a period, after `ModelConfig.lead`. Blocks at the same position of the period are stacked in a
     leading N (`ModelConfig.weight_stacks`); each step of a scan over N runs one period.
 
     Attributes:
-        within: the path of the stack in a model.
+        within: the path of this stack of blocks in the model.
     """
 
     within: tuple[str, ...] = ()
@@ -89,12 +89,12 @@ class BlockStack(nnx.Module):
 
     @property
     def table(self) -> jax.Array | None:
-        """The table of relative positions [R, H]; None if the model has none."""
+        """The table of relative position biases [R, H], or None if the model has none."""
         table = getattr(self, "relative", None)
         return None if table is None else table[...]
 
     def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
-        """Return the residual stream [B, L, E] after the blocks, and the experts' figures, stacked over layers."""
+        """Return the residual stream [B, L, E] after the blocks, and the experts' metrics, stacked over layers."""
         stack = self.stacked().cast(self.dtype)
         keys = None if key is None else jax.random.split(key, len(stack.first) + stack.repeats)
         return run_blocks(self.config, stack, x, context, keys, train=train)
@@ -132,7 +132,7 @@ class Encoder(BlockStack):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream, from which `memory_of` makes the memory, and the experts' figures."""
+        """Return the residual stream, from which `memory_of` makes the decoder's memory, and the experts' metrics."""
         context = context_of(self.config, self.layout, segments, self.table, causal=False)
         return self.run(x, context, key=key, train=train)
 
@@ -157,14 +157,14 @@ class Transformer(BlockStack):
         key: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[jax.Array, Figures]:
-        """Return the logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
+        """Return the logits, sharded as `output.logits`, and the metrics of the expert layers, stacked over layers.
 
         Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`. A compiled program cannot refuse an id outside the
+            tokens: [B, L] integers, sharded as `embedding.tokens`. A compiled program cannot detect an id outside the
                 vocabulary; such an id is embedded as zeros.
-            source, segments, source_segments: see `hidden`.
-            key: random key of the routers, for training.
-            train: whether to use the routers' random draws and capacity of training.
+            source, segments, source_segments: as for `hidden`.
+            key: random key for the routers in training.
+            train: whether to use the routers' random draws and the experts' capacity in training.
         """
         at = self.layout.spec
         devices, (into, out) = ring_size(at("attention.key")), map(at, ("embedding.tokens", "output.logits"))
@@ -184,19 +184,19 @@ class Transformer(BlockStack):
         key: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
+        """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' metrics.
 
         Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`, in zigzag order if `attention.key`
-                shards L; the stream has the same order.
-            source: [B, T] integers that the encoder reads, placed as `batch_spec`; for an encoder–decoder only.
-            segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
-                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
+            tokens: [B, L] integers, sharded as `embedding.tokens`, in zigzag order if `attention.key` shards L; the
+                stream has the same order.
+            source: [B, T] integers that the encoder reads, sharded as `batch_spec`; for an encoder–decoder only.
+            segments: [B, L] integers in the order of the text, sharded as `batch_spec`: the number of the text to which
+                each token belongs, from 1, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
             source_segments: [B, T], the same for the source. Text s attends to source s of its row, or to nothing if
                 the row has no source s.
-            key: random key of the routers, for training.
-            train: whether to use the routers' random draws and capacity of training.
+            key: random key for the routers in training.
+            train: whether to use the routers' random draws and the experts' capacity in training.
 
         Raises:
             ValueError: a source is missing, or the model has no encoder; or segments do not fit the tokens.
@@ -222,11 +222,11 @@ class Transformer(BlockStack):
         key: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[jax.Array, Figures]:
-        """Return the memory [B, T, E] of a source, placed as `cross.memory`, and the figures of the encoder's experts.
+        """Return the memory [B, T, E] of a source, sharded as `cross.memory`, and the metrics of the encoder's experts.
 
         Args:
             source, segments: the `source` and `source_segments` of `hidden`.
-            key, train: see `hidden`.
+            key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
             raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
@@ -236,7 +236,7 @@ class Transformer(BlockStack):
         return memory_of(self.config, self.layout, self.encoder.output, x), figures
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
+        """Return float32 logits [B, L, V] of a residual stream [B, L, E] that is sharded as `stream`."""
         with part(self.layout, "output"):
             return self.output(x, self.embedding)
 
@@ -254,16 +254,16 @@ def run_blocks(
     """Run stacked blocks one after the other.
 
     Args:
-        config: the configuration of the model.
+        config: the model configuration.
         stack: the blocks.
         x: [B, L, E], the residual stream.
-        context: the context of attention, the same for all blocks.
-        keys: random keys of the routers, for training: one for each first block, and then for the N periods.
-        train: whether to use the routers' random draws and capacity of training.
+        context: what attention needs besides x, the same for all blocks.
+        keys: random keys for the routers in training: one for each block of `first`, and then one for each period.
+        train: whether to use the routers' random draws and the experts' capacity in training.
         in_loop: whether to scan the blocks; otherwise each is traced by itself, and nothing is recomputed.
 
     Returns:
-        The residual stream after the last block, and the experts' figures, stacked over layers.
+        The residual stream after the last block, and the metrics of the experts, stacked over layers.
     """
     count = len(stack.first)  # none in a chunk of a pipeline's stage: the first stage runs them before its chunks
     of_first, keys = (None, None) if keys is None else (keys[:count], keys[count:])
@@ -307,10 +307,10 @@ def run_first(
     train: bool,
     in_loop: bool = True,
 ) -> tuple[jax.Array, list[Figures]]:
-    """Run the blocks before the repeating ones, each recomputed by itself; see `run_blocks` for the arguments.
+    """Run the blocks before the repeating ones, each recomputed by itself; the arguments are those of `run_blocks`.
 
     Returns:
-        The residual stream, and the figures of each block that has experts.
+        The residual stream, and the metrics of each block that has experts.
     """
     each, remat = [], config.remat_name if in_loop else "none"
     for number, (definition, weights) in enumerate(first):
@@ -323,7 +323,7 @@ def run_first(
 def _run_block(
     definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
 ) -> tuple[jax.Array, Figures]:
-    """Run one block, and recompute it in the backward pass as `remat` says."""
+    """Run one block; the backward pass recomputes of it what `remat` says."""
 
     def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         return nnx.merge(definition, weights)(x, context, key=key, train=train)
@@ -332,11 +332,11 @@ def _run_block(
 
 
 def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figures:
-    """Return the figures of all layers with experts.
+    """Return the metrics of all layers with experts, stacked over layers.
 
     Args:
-        ahead: the figures of each layer with experts before the repeating layers.
-        figures: the figures of the repeating layers, [N, ...], or [N, sparse, ...] if a period has several with
+        ahead: the metrics of each layer with experts before the repeating layers.
+        figures: the metrics of the repeating layers, [N, ...], or [N, sparse, ...] if a period has several layers with
             experts.
         sparse: number of layers with experts in a period.
     """
@@ -348,7 +348,7 @@ def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figur
 
 
 class Embedding(Layer):
-    """The embedding table."""
+    """The embedding of tokens: a lookup in the embedding table."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
         super().__init__(config, layout.section("embedding"), weights, dtype)
@@ -356,19 +356,19 @@ class Embedding(Layer):
 
     @property
     def weights(self) -> dict[str, jax.Array]:
-        """The table, and its scales if it is int8, by name."""
+        """The embedding table and, if it is int8, its scales, by name."""
         found = {name: self.parameter(name) for name in ("table", "scale")}
         return {name: value[...] for name, value in found.items() if value is not None}
 
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
-        """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
+        """Return rows of the table, times √E if the configuration scales them, sharded as the residual stream.
 
-        If the model has them, vectors of positions are added, and the sum is normalised.
+        If the model has position embeddings, they are added, and the sum is normalized.
 
         Args:
-            tokens: [B, L], placed as `embedding.tokens`.
-            positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
-                None for 0 to L - 1.
+            tokens: [B, L], sharded as `embedding.tokens`.
+            positions: [L] or [B, L], sharded as `batch_spec`: the positions of the tokens, if the model has position
+                embeddings; None for 0 to L - 1.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -381,7 +381,7 @@ class Embedding(Layer):
         return self.normed(stream_line(self.config), x) if self.config.embedding_norm else x
 
     def added(self, shape: tuple[int, ...], positions: np.ndarray | jax.Array | None, spec: Spec) -> jax.Array:
-        """Return the vectors [B, L, E] of positions, or [1, L, E], placed as the residual stream, `spec`."""
+        """Return position embeddings [B, L, E] or [1, L, E], sharded as `spec`, the spec of the residual stream."""
         positions = np.arange(shape[1]) if positions is None else positions
         batch = self.at.spec("tokens").with_axes("L", ())
         if self.config.positions == "learned":
@@ -389,7 +389,7 @@ class Embedding(Layer):
         return sinusoids(self.config, positions, batch, spec)
 
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
-        """Return the learned vectors [B, L, E] of positions (see `__call__`), placed as the residual stream."""
+        """Return learned position embeddings [B, L, E] for `positions`, sharded as the residual stream."""
         if isinstance(positions, np.ndarray):
             # Only constants are checked: they number the tokens of a whole row. An array has positions in the texts of
             # a packed row, or in a prompt, whose length is checked before; positions of padding do not matter.
@@ -417,13 +417,13 @@ def embedded_source(
     segments: jax.Array | None,
     dtype: Any,
 ) -> jax.Array:
-    """Return the embedded tokens [B, T, E] of a source, placed as the encoder's residual stream.
+    """Return the embedded tokens [B, T, E] of a source, sharded as the encoder's residual stream.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: the layout of the decoder, including the encoder's section.
         weights: the weights of the embedding.
-        source: [B, T], see `Transformer.hidden`.
+        source: [B, T], as for `Transformer.hidden`.
         segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
     """
@@ -435,10 +435,10 @@ def embedded_source(
 
 
 def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) -> jax.Array:
-    """Return the memory [B, T, E] of a decoder: the normed output of an encoder, placed as `cross.memory`.
+    """Return the memory [B, T, E] of a decoder: the normalized output of an encoder, sharded as `cross.memory`.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: the layout of the decoder, including the encoder's section.
         output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
@@ -450,13 +450,13 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 
 
 def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spec, spec: Spec) -> jax.Array:
-    """Return sinusoidal positions [B, L, E], with B of size 1 for constant ones, placed as `spec`.
+    """Return sinusoidal position embeddings [B, L, E] sharded as `spec`; B is 1 if `positions` are constants.
 
         [b, l, i] = sin(p · w_i) for i < E/2, else cos(p · w_(i - E/2));  w_i = 10000^(-i / (E/2 - 1))
 
     Args:
-        config: the model; `position_offset` is added to every position.
-        positions: [L] constants, or [B, L] placed as `batch`.
+        config: the model configuration; `position_offset` is added to every position.
+        positions: [L] constants, or [B, L] sharded as `batch`.
         batch: the spec of a batch of tokens, with L unsharded.
         spec: the spec of the residual stream.
 
@@ -485,7 +485,7 @@ class Output(Layer):
         self.padded = padded_dimensions(config, layout).get("V")
 
     def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
-        """Return float32 logits [B, L, V] of x, by the tied table and its scales, or by an untied table."""
+        """Return float32 logits [B, L, V] of x, by the tied embedding table and its scales, or by an untied table."""
         line, holder = ("embedding.table", embedding) if self.config.tied else ("table", self)
         where, logits = stream_line(self.config), self.at.spec("logits")
         out, y = f"{where}, {line} -> logits", self.normed(where, x)  # [B, L, E] -> [B, L, V]
@@ -514,7 +514,7 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 
 
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
-    """Return the blocks of a period, each with the weights of all periods in a leading N."""
+    """Return the blocks of a period, each with the weights of all periods, stacked in a leading dimension N."""
     block = ParallelBlock if config.block == "parallel" else Block
     stacks = config.weight_stacks()
     return nnx.List(
@@ -524,7 +524,7 @@ def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtyp
 
 
 def stream_line(config: ModelConfig) -> str:
-    """Return the line of the residual stream between blocks: the line of the first layer of a block."""
+    """Return the layout key of the residual stream between blocks: that of the first layer of a block."""
     return "attention.residual" if config.block == "serial" else "ffn.residual"
 
 
@@ -539,17 +539,17 @@ def build(
     """Build a model with initial parameters, each drawn with its sharding.
 
     Args:
-        config: sizes and choices.
+        config: the model configuration.
         layout: a `gspmd.Layout`.
-        mesh: devices with the layout's axes.
-        key: one random key; the same key gives the same model on every mesh and in every layout.
+        mesh: a mesh of devices with the layout's axes.
+        key: a random key; the same key gives the same model on every mesh and in every layout.
         dtype: compute dtype, float32 or bfloat16. Parameters, norms, softmax, router and loss are float32.
 
     Returns:
         A Flax NNX module. Call it under `jax.set_mesh(mesh)`.
 
     Raises:
-        ValueError: a spec does not fit the model or the mesh, or the config asks for int8.
+        ValueError: a spec does not fit the model or the mesh, or the model configuration asks for int8.
     """
     if config.int8:
         raise ValueError("cannot build a model of int8 weights from a key. Build it with int8 off, and quantize it.")
@@ -565,10 +565,10 @@ def arrays(model: Transformer) -> dict[str, jax.Array]:
 
 
 def mesh_of(values: Mapping[str, Any]) -> Mesh:
-    """Return the mesh on which parameters are placed.
+    """Return the mesh over which parameters are sharded.
 
     Raises:
-        ValueError: the parameters are not placed on a mesh of devices.
+        ValueError: the parameters are not on a mesh of devices.
     """
     sharding = getattr(next(iter(values.values())), "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):

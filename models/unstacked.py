@@ -1,4 +1,4 @@
-"""Weights of blocks as separate arrays: a TPU loads these before it runs the block that multiplies by them."""
+"""Weights of blocks as separate arrays, which a TPU loads before it runs the block that multiplies by them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
             copies of all weights. The given model is then of no further use.
 
     Returns:
-        A model whose config has `stacked` off, with each weight placed by the layout.
+        A model with `stacked` off in its configuration, and each weight sharded by the layout.
 
     Raises:
         ValueError: the model has no stacked weights, it has an encoder, or its layout has pipeline stages.
@@ -56,5 +56,5 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
 
 @lru_cache(maxsize=256)
 def _taker(placed: NamedSharding) -> Any:
-    """Return a compiled slice [1, ...] of a stack [N, ...]; one program serves all blocks."""
+    """Return a compiled function from a stack [N, ...] and an index to a slice [1, ...]; it serves all blocks."""
     return jax.jit(lambda stack, at: jax.lax.dynamic_slice_in_dim(stack, at, 1), out_shardings=placed)

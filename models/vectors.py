@@ -1,4 +1,4 @@
-"""Operations on weights besides products: dtypes, the scales of int8, and padding."""
+"""Operations on weights other than products: casts to a dtype, scales of int8, and padding."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def cast_matrices(blocks: Any, dtype: Any) -> Any:
 
 
 def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.Array:
-    """Multiply the product of an int8 weight, placed at `spec`, by the scales of its last dimensions, in float32.
+    """Multiply the product with an int8 weight, sharded as `spec`, by the scales of its last dimensions, in float32.
 
-    If the scales are placed differently from these dimensions of x, they are resharded first.
+    If the scales are sharded differently from these dimensions of x, they are resharded first.
     """
     used = Spec(scale_spec.dims, spec.axes[-len(scale_spec.dims) :])
     factor = scale if used == scale_spec else gspmd.reshard(scale, Equation.move(scale_spec, used))
@@ -77,12 +77,12 @@ def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.
 
 
 def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:
-    """Set x to 0 where a dimension is padding, so that no values or gradients pass; None means no padding."""
+    """Set x to 0 where a dimension is padding, so that no values or gradients pass; without padding, return x."""
     return x if padded is None else x * along(padded.origins >= 0, dim, spec).astype(x.dtype)
 
 
 def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
-    """Return float32 constants along one dimension of a tensor placed at `spec`, with size 1 in all others."""
+    """Return float32 constants along one dimension of a tensor sharded as `spec`, with size 1 in all others."""
     whole, x = Spec((dim,), ((),)), jnp.asarray(values, jnp.float32)
     if axes := spec.axes_of(dim):
         x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
@@ -90,7 +90,7 @@ def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
 
 
 def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
-    """Insert padding of 0 between and after the real values."""
+    """Insert zeros for padding between and after the real values."""
     for at, each in enumerate(padding):
         if each:
             before, after = values.shape[:at], values.shape[at + 1 :]
@@ -102,7 +102,7 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
 
 
 def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes of dimensions for `line_sizes`: the model's sizes, padded as the layout asks."""
+    """Return the sizes of dimensions for `line_sizes`: those of the model, padded as the layout requires."""
     padded = layout.padded if isinstance(layout, Layout) else dict
     wide = padded(config.sizes(batch, length)) | latent_widths(config)
     if config.moe is None:
@@ -118,9 +118,9 @@ def padded_dimensions(config: ModelConfig, layout: Layout, key: str = "") -> dic
     """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: a `gspmd.Layout`, or any mapping from its keys to specs.
-        key: the line of a tensor, such as `moe.shared_in`, if its F differs.
+        key: the layout key of a tensor whose F differs from the usual, such as `moe.shared_in`.
     """
     sizes, wide = (line_sizes(each, key) for each in (tensor_sizes(config), wide_sizes(config, layout)))
     return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)

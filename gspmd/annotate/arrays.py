@@ -36,7 +36,7 @@ def is_unplaced(x: Any) -> bool:
 
 
 def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
-    """Refuse an array whose type has a different mesh, or that is committed to different devices.
+    """Raise an error about an array whose type has a different mesh, or that is committed to different devices.
 
     Raises:
       SpecError: the array is on a different mesh or on different devices; the message begins with `doing`.
@@ -58,7 +58,7 @@ def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
 
 
 def _mesh_of(x: Any) -> Any:
-    """Return the mesh of an array's type or sharding; None if there is no mesh."""
+    """Return the mesh of an array's type or sharding, or None if there is no mesh."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return None if mesh is None or mesh.empty else mesh
@@ -89,7 +89,7 @@ def _devices_of(x: Any) -> list[int]:
 
 
 def _partition_spec_of(x: Any) -> Any:
-    """The `jax.P` of an array; None while the compiler has not chosen it."""
+    """Return the partition spec (`jax.P`) of an array, or None while the compiler has not chosen it."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         if sharding.mesh.empty:  # made outside of any mesh, so not sharded

@@ -68,7 +68,7 @@ class Equation:
         """The sum of several products, each given by its operands: `BF_x, F_xE + BD_x, D_xE -> BE_x`.
 
         Raises:
-          SpecError: the operands and the result do not form an equation; see `parse_equation`.
+          SpecError: the operands and the result do not form an equation, as for `parse_equation`.
         """
         terms, output = _given_terms(products), _given_operand(result)
         text = f"{_sum_text(terms)} -> {output}"
@@ -92,7 +92,7 @@ class Equation:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The position in `text` of each of `specs`, for the carets of an error; empty if there is no text."""
+        """The start and end in `text` of each of `specs`, for the carets of an error, or () if there is no text."""
         from gspmd.annotate.diagnosis.refusals import spans  # imported here, as below, since most notation has no fault
 
         return spans(self.text) if self.text else ()

@@ -88,7 +88,7 @@ def report(kind: type[_Error], doing: str, faults: Iterable[Fault]) -> _Error:
 
 
 def shown(value: object) -> str:
-    """The repr of a value for a message: one line, at most 100 characters.
+    """Return the repr of a value for a message: one line, at most 100 characters.
 
     >>> shown({"x": 4}), shown(object()), shown(range)
     ("{'x': 4}", 'an object', "<class 'range'>")
@@ -110,7 +110,7 @@ def shown(value: object) -> str:
 
 
 def article(noun: str) -> str:
-    """The noun with its indefinite article: 'a Mesh', 'an array'."""
+    """Return the noun with its indefinite article: 'a Mesh', 'an array'."""
     return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
@@ -122,6 +122,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:
-    """The words as a list in a sentence: 'x', 'x and y', 'x, y and z'."""
+    """Return the words as a list in a sentence: 'x', 'x and y', 'x, y and z'."""
     words = list(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if words else "none"

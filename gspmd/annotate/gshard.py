@@ -158,7 +158,7 @@ def _shape(tensor: Any, call: str) -> tuple[int, ...]:
 
 
 def _numbers(given: Any, what: str) -> np.ndarray:
-    """Read device numbers, from an array or from nested sequences."""
+    """Return device numbers as an array, from an array or from nested sequences."""
     with suppress(TypeError, ValueError):  # of numpy, for rows of different lengths or a PRNG key
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":

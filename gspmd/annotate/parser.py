@@ -41,7 +41,7 @@ class Parser:
         self.text, self.at = text, 0
 
     def equation(self) -> tuple[tuple[TermNode, ...], OperandNode]:
-        """The terms to the left of the arrow, and the result."""
+        """Parse an equation: the terms to the left of the arrow, and the result."""
         terms = self.terms()
         self.expect("->")
         result = self.operand()

@@ -102,7 +102,7 @@ class Spec:
 
     @property
     def is_open(self) -> bool:
-        """Whether some dimension is left to the compiler."""
+        """Whether the sharding of some dimension is left to the compiler."""
         return (OPEN,) in self.axes
 
     @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and are printed again and again
@@ -201,7 +201,7 @@ class Spec:
     # -- on a mesh ----------------------------------------------------------------------------------------------------
 
     def partition_spec(self) -> Any:
-        """Return the `jax.P` of this spec."""
+        """Return the partition spec (`jax.P`) of this spec."""
         import jax  # parsing does not import jax
 
         entries = [jax.P.UNCONSTRAINED if axes == (OPEN,) else axes or None for axes in self.axes]

@@ -59,7 +59,7 @@ def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tu
 
 
 def whole(size: Any) -> int | None:
-    """Return a whole number of any library as a Python integer; None for anything else, including True and False."""
+    """Return a whole number of any library as a Python integer, or None for anything else, including True and False."""
     if type(size).__name__ in ("bool", "bool_"):  # numpy's too, without importing it
         return None
     try:

@@ -243,7 +243,7 @@ def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
 
 
 def flags_of(cls: type, default: Any) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a dataclass of settings, each with its choices; see `every_flag`."""
+    """Return the flags of a dataclass of settings, each with its choices, as `every_flag` lists them."""
     found: dict[str, tuple[str, ...]] = {}
     for flag in every_flag(cls, default):
         found |= {flag.name: flag.choices, **({flag.off: ()} if flag.off else {})}

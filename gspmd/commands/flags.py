@@ -40,7 +40,7 @@ HELP = {"-h", "--help", "--help-all"}
 
 @dataclass(frozen=True)
 class EarlyFlags:
-    """Those flags that must be known before all flags can be parsed, as they were given.
+    """The flags that must be known before all flags can be parsed, as they were given.
 
     The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
     decides which flags exist. So these few flags are looked up first. A value is None if the flag is not given, and ""

@@ -66,7 +66,7 @@ def never_fail(stream: Any) -> None:
 
 
 def columns(console: Console) -> int | None:
-    """Return `COLUMNS` if it is set, or a terminal's columns; None for files and pipes, where lines have no limit."""
+    """Return the value of `COLUMNS` or a terminal's width, or None for files and pipes, whose lines have no limit."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
@@ -74,7 +74,7 @@ def text(renderable: Any, width: int | None = None) -> str:
     """Render without colors, in characters that the encoding of standard output has.
 
     Args:
-        renderable: a table, a text, or a group of them.
+        renderable: a table, a text, or a group of them, as rich prints.
         width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns

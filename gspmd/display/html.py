@@ -58,11 +58,11 @@ def table(
     """Return a table as HTML.
 
     Args:
-        title: its title, as text.
-        heads: the headings of its columns, as text.
-        rows: cells, as HTML.
+        title: the title of the table, as text.
+        heads: the column headings, as text.
+        rows: the cells of each row, as HTML.
         right: indices of the columns that are aligned to the right.
-        totals: rows below a line.
+        totals: rows of totals, below a line.
 
     >>> print(table("sizes", ("dim", "size"), [("B", "8")], right=[1]))
     <table><caption>sizes</caption><thead><tr><th>dim</th><th class="right">size</th></tr></thead>
@@ -113,7 +113,7 @@ def _sheet(sheet: Any) -> str:
 
 
 def _table(given: Any) -> str:
-    """Return a table of rich as HTML."""
+    """Return a table of the library rich as HTML."""
     columns = given.columns
     rows = zip(*([_text(cell) for cell in column.cells] for column in columns))
     heads = [_plain(column.header) for column in columns] if given.show_header else []
@@ -126,7 +126,7 @@ def _plain(text: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Return a text of rich, or a text with rich's markup, as HTML with colors as classes."""
+    """Return a text of the library rich, or a text with its markup, as HTML with colors as CSS classes."""
     from rich.text import Text
 
     text = Text.from_markup(given) if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""Pictures that record how they were made: a PNG contains the version, the title, the figures and the command."""
+"""Pictures that record how they were made: a PNG contains the version, the title, the numbers and the command."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +15,8 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
 
     Args:
         figure: the picture, a `matplotlib.figure.Figure`.
-        path: the file.
-        title: the heading.
+        path: the file to write.
+        title: the heading of the picture.
         figures: the numbers that the picture is about, with their units.
         command: the command line that drew it, if there is one.
 

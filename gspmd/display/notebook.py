@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Cell:
-    """A part of the output of a notebook's cell, whose contents can be replaced.
+    """A part of the output of a notebook cell, whose contents can be replaced.
 
     Each new text of progress replaces the last one, since a line for each text would fill the cell.
     `show` may be called from any thread: the kernel finds the cell by the id of this part.
@@ -18,7 +18,7 @@ class Cell:
         self._lock = Lock()  # Two threads that found no place would each make one.
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Show a text and, if `share` (from 0 to 1) is given, a bar that is filled to this share."""
+        """Show a text and, if `share` is given, a bar of which this fraction (from 0 to 1) is filled."""
         from IPython.display import display
 
         bar = "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:14em"></progress> '

@@ -52,13 +52,13 @@ class Progress:
         self._watcher: Thread | None = None
 
     def note(self, sentence: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         Progress._said = time.monotonic()
         if self._console is not None:
             self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def report(self, sentence: str, share: float) -> None:
-        """Print a line that stays; in a notebook, replace the last line that `report` printed, and show a bar.
+        """Print a line that stays; in a notebook, replace the last line that `report` printed, and show a progress bar.
 
         Args:
             sentence: the line.
@@ -71,7 +71,7 @@ class Progress:
         self._cell.show(*self._last)
 
     def say(self, doing: What) -> None:
-        """Change the task, and report it if it is time; if `doing` is a function, it is called only then."""
+        """Change the description of the task, and report it if a line is due; a function is called only then."""
         self._what = doing
         if not self._live and self.due:
             self._line()
@@ -82,7 +82,7 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether the last report is so long ago that a new line is due."""
+        """Whether so much time has passed since the last report that a new line is due."""
         now = time.monotonic()
         if self._cell is not None:
             return now - Progress._said >= _IN_PLACE

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Some text in one style: `""`, `"sub"` (mesh axes below the line) or `"sum"` (the words of a partial sum)."""
+    """Some text in one style: `""`, `"sub"` (mesh axes as a subscript) or `"sum"` (the words of a partial sum)."""
 
     text: str
     style: str = ""
 
 
 def joined(parts: Iterable[Sequence[Run]], between: str) -> list[Run]:
-    """Join runs with a text between them."""
+    """Join lists of runs with a text between them."""
     runs: list[Run] = []
     for part in parts:
         runs += [Run(between), *part] if runs else part
@@ -21,7 +21,7 @@ def joined(parts: Iterable[Sequence[Run]], between: str) -> list[Run]:
 
 
 def runs_html(runs: Iterable[Run]) -> str:
-    """Return runs as HTML.
+    """Return runs as HTML, with subscripts in `<sub>`.
 
     >>> runs_html([Run("B"), Run("data,model", "sub"), Run("LE")])
     'B<sub>data,model</sub>LE'

@@ -1,4 +1,4 @@
-"""Tables that fit a narrow terminal: the least important columns are left out, but names and figures are not cut."""
+"""Tables that fit a narrow terminal: the least important columns are left out, but names and numbers are not cut."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: the heading.
+        name: the heading of the column.
         justify: `"left"` or `"right"`.
         goes: 0 if the column is never left out of a narrow table; the columns with the largest values are left out
             first.
@@ -36,7 +36,7 @@ class Sheet:
     """A table that is fitted to the available width when it is printed.
 
     Attributes:
-        title: the title above it.
+        title: the title above the table.
         columns: all columns, in order.
         rows: the cells of each row in rich's markup, and whether the row is a total below a line.
     """
@@ -46,7 +46,7 @@ class Sheet:
     rows: list[tuple[tuple[str, ...], bool]] = field(default_factory=list)
 
     def add(self, *cells: str, total: bool = False) -> None:
-        """Add a row."""
+        """Add a row of cells, which may be a total below a line."""
         self.rows.append((cells, total))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -70,7 +70,7 @@ class Sheet:
         return table
 
     def _width(self, kept: Sequence[int]) -> int:
-        """Return the width that these columns need, including their borders."""
+        """Return the width in characters that the columns at these indices need, including their borders."""
         return 1 + sum(3 + self._needs(at) for at in kept)
 
     def _needs(self, at: int) -> int:

@@ -8,7 +8,7 @@ OUT, ERR = 1, 2
 
 
 def hung_up(descriptor: int) -> bool:
-    """Return whether this was a terminal that has been closed; False for anything except a character device.
+    """Return whether a file descriptor was a terminal that has been closed; False for anything but character devices.
 
     >>> with open(os.devnull) as nothing, open(__file__) as file:
     ...     hung_up(nothing.fileno()), hung_up(file.fileno())

@@ -118,7 +118,7 @@ def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") 
 
     Args:
         root: the selector of the element around the colored elements.
-        colored: (selector, property, name of a color of the theme).
+        colored: triples of a selector, a CSS property, and the name of a color of the theme.
         theme: `"light"`, `"dark"`, or empty to follow the choice of the reader or of the surrounding page.
     """
     if theme:
@@ -129,10 +129,10 @@ def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") 
 
 
 def style(theme: str = "", *, standalone: bool = True) -> str:
-    """Return the style sheet of a figure.
+    """Return the CSS style sheet of a figure.
 
     Args:
-        theme: see `themed`.
+        theme: as for `themed`.
         standalone: whether the figure is a document of its own, without a page around it whose theme it could follow.
     """
     root = ".gspmd-figure"

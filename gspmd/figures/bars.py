@@ -13,12 +13,13 @@ _LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the figure.
+    """A row of the figure: one or more bars and their texts.
 
     Attributes:
       label: the name of the row, above its bars on the left.
       kind: the class that colors the row: a collective's kind, `"other"`, or `"ink"` for the row that stands out.
-      amounts: the lengths of its bars, from top to bottom; all except the last are pale.
+      amounts: the amounts to which the bars' lengths are proportional, from top to bottom; all except the last are
+          pale.
       told: the amounts as text, above the bars on the right.
       pale: whether the last bar is pale too.
     """
@@ -31,7 +32,7 @@ class Bar:
 
     @property
     def named(self) -> str:
-        """The CSS classes of the label."""
+        """The CSS classes of the row's label."""
         return f"strong {'ink' if self.kind == 'other' else self.kind}"
 
 
@@ -39,7 +40,7 @@ def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: Text = 
     """Draw bars from top to bottom, with lengths proportional to their amounts; an amount of 0 has no bar.
 
     Args:
-        title: the subject.
+        title: the subject of the figure.
         bars: the rows, in order; at most 14 are drawn, and a line says how many are not.
         total: a line below the rows.
         plain: the same information as text, or a function that returns it.

@@ -30,7 +30,7 @@ def blocks_figure(
     Args:
         spec: a `gspmd.Spec` without open dimensions.
         sizes: the size of every dimension by letter, or the shape of the whole tensor.
-        mesh: sizes of the mesh axes, major first.
+        mesh: size of every mesh axis, major first.
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
 
     Returns:

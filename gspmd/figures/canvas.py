@@ -25,7 +25,7 @@ def attributes(given: dict[str, object]) -> str:
 
 
 class Canvas:
-    """Elements of an SVG, and the rectangle that contains them. Coordinates grow to the right and down."""
+    """The elements of an SVG, and the rectangle that contains them. Coordinates grow to the right and down."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -33,7 +33,7 @@ class Canvas:
         self.right = self.bottom = float("-inf")
 
     def hold(self, left: float, top: float, right: float, bottom: float) -> None:
-        """Extend the bounds to include a rectangle."""
+        """Extend the bounds of the drawing to include a rectangle."""
         self.left, self.top = min(self.left, left), min(self.top, top)
         self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
 
@@ -76,7 +76,7 @@ class Canvas:
 
     @contextmanager
     def group(self, **given: object) -> Iterator[None]:
-        """Put everything that is drawn in the `with` block into one `<g>`."""
+        """Put everything that is drawn in the `with` block into one `<g>` element."""
         title = given.pop("title", None)
         self.parts.append(f"<g{attributes(given)}>" + (f"<title>{escaped(str(title))}</title>" if title else ""))
         yield

@@ -25,10 +25,10 @@ class Figure:
     """A picture that notebooks show, `print` writes as text, and `save` writes as SVG or PNG.
 
     Attributes:
-      title: the subject, for a window's title and for screen readers.
+      title: the subject of the picture, for a window's title and for screen readers.
       description: a sentence for those who cannot see the picture.
       text: the same information as text, or a function that returns it.
-      box: left, top, width and height of the drawing.
+      box: left, top, width and height of the drawing, in CSS pixels.
       body: the SVG elements, without the document around them.
 
     Example:
@@ -47,17 +47,17 @@ class Figure:
 
     @cached_property
     def plain(self) -> str:
-        """The same information as text; `print(figure)` prints it."""
+        """The information of the picture as text; `print(figure)` prints it."""
         return self.text if isinstance(self.text, str) else self.text()
 
     @property
     def width(self) -> float:
-        """Width of the picture at its own size, in CSS pixels."""
+        """The width of the picture at its own size, in CSS pixels."""
         return self.box[2]
 
     @property
     def height(self) -> float:
-        """Height of the picture at its own size, in CSS pixels."""
+        """The height of the picture at its own size, in CSS pixels."""
         return self.box[3]
 
     @property
@@ -66,7 +66,7 @@ class Figure:
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:
-        """Return the picture as SVG.
+        """Return the picture as an SVG document.
 
         Args:
           color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers.
@@ -74,7 +74,7 @@ class Figure:
             it, such as JupyterLab, and shrinks to the width that is available on the page.
 
         Raises:
-          ValueError: `color` is no theme.
+          ValueError: `color` is not a theme.
         """
         if color not in ("", *theme.THEMES):
             raise ValueError(f"cannot draw a figure in color {color!r}.\n  Write 'light' or 'dark', or leave it out.")
@@ -123,14 +123,14 @@ class Figure:
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:
-        """Return the picture as PNG.
+        """Return the picture as the bytes of a PNG.
 
         Args:
           color: `"light"` or `"dark"`.
-          scale: pixels for each CSS pixel.
+          scale: number of pixels for each CSS pixel.
 
         Raises:
-          ValueError: `color` is no theme.
+          ValueError: `color` is not a theme.
           ImportError: resvg is not installed.
           RuntimeError: the machine has no fonts, without which resvg leaves texts out.
         """

@@ -34,14 +34,14 @@ class MeshGrid:
     """The arrangement of a mesh: the last axis to the right, the axis before it downwards, all others as panels.
 
     Attributes:
-      mesh: sizes of the mesh axes.
+      mesh: size of every mesh axis.
     """
 
     mesh: Mapping[str, int]
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """Coordinates along each axis that are drawn: all, the first ones and the last, or only the first."""
+        """By axis, the coordinates that are drawn: all, the first ones and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -50,12 +50,12 @@ class MeshGrid:
 
     @property
     def drawn(self) -> int:
-        """Number of devices that are drawn."""
+        """The number of devices that are drawn."""
         return prod(map(len, self.shown.values()))
 
     @property
     def elided(self) -> str:
-        """Caption if devices are left out, such as `64 of 256 devices are drawn, a=0 and b=0 only`; otherwise empty."""
+        """The caption if devices are left out, such as `64 of 256 devices are drawn, a=0 and b=0 only`, or ""."""
         devices = prod(self.mesh.values())
         if self.drawn == devices:
             return ""
@@ -95,11 +95,11 @@ class MeshGrid:
 
     @property
     def columns(self) -> int:
-        """Number of cells in a row."""
+        """The number of cells in a row."""
         return 1 + max(cell.column for cell in self.cells())
 
     def named(self) -> str:
-        """Return the directions of the axes in words."""
+        """Return a sentence that says in which direction of the picture each mesh axis runs."""
         ways = []
         for level, (axis, columns, *_) in enumerate(self._levels):
             rows = ceil(len(self.shown[axis]) / columns)
@@ -110,7 +110,7 @@ class MeshGrid:
 
 @dataclass(frozen=True)
 class CellSize:
-    """Sizes of a grid's cells, in CSS pixels; `head` is the height of the device's number, 0 if it is not drawn."""
+    """The sizes of a grid's cells, in CSS pixels; `head` is the height of a device's number, 0 if it is not drawn."""
 
     wide: float
     high: float
@@ -120,7 +120,7 @@ class CellSize:
 
 
 def extent(mesh: Mapping[str, int], size: CellSize) -> tuple[float, float]:
-    """Return the width and height of a mesh's grid."""
+    """Return the width and height of the picture of a mesh, in CSS pixels."""
     corners = [_corner(cell, size) for cell in MeshGrid(mesh).cells()]
     return max(x for x, _ in corners) + size.wide, max(y for _, y in corners) + size.head + size.high
 
@@ -133,11 +133,11 @@ def _corner(cell: Cell, size: CellSize) -> tuple[float, float]:
 def draw_grid(
     canvas: Canvas, x: float, y: float, held: Ownership, size: CellSize, names: Sequence[int] | None = None
 ) -> None:
-    """Draw the devices of a mesh with the block of each.
+    """Draw the devices of a mesh, each with the block that it holds.
 
     Args:
         canvas: the canvas to draw on.
-        x, y: the upper left corner.
+        x, y: the upper left corner of the grid.
         held: the blocks of the devices.
         size: the sizes of the cells.
         names: the devices' ids, in the order of the mesh; by default 0, 1, ...

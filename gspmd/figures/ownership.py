@@ -15,7 +15,7 @@ class Ownership:
     Attributes:
       spec: the spec of the tensor.
       shape: the sizes of its dimensions, in order.
-      mesh: the sizes of the mesh axes.
+      mesh: size of every mesh axis.
 
     Example:
       >>> from gspmd.annotate import Spec
@@ -30,32 +30,32 @@ class Ownership:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """The number of devices of the mesh."""
         return prod(self.mesh.values())
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Number of blocks along each dimension."""
+        """The number of blocks along each dimension."""
         return tuple(prod(self.mesh[axis] for axis in axes) for axes in self.spec.axes)
 
     @property
     def blocks(self) -> int:
-        """Number of different blocks."""
+        """The number of different blocks."""
         return prod(self.parts)
 
     @property
     def copies(self) -> int:
-        """Number of devices that hold the same block of the same summand."""
+        """The number of devices that hold the same block of the same summand."""
         return self.devices // (self.blocks * self.summands)
 
     @property
     def summands(self) -> int:
-        """Number of summands of a partial sum; 1 for any other tensor."""
+        """The number of summands of a partial sum, which is 1 for any other tensor."""
         return prod(self.mesh[axis] for axis in self.spec.partial)
 
     @property
     def summary(self) -> str:
-        """Number and size of the blocks in words: `4 blocks of 4 × 3, 2 summands`."""
+        """The number and the size of the blocks in words: `4 blocks of 4 × 3, 2 summands`."""
         local = sizes_text([size // count for size, count in zip(self.shape, self.parts)])
         whole = "whole on every device" if self.devices > 1 else "whole"
         said = f"{self.blocks:,} blocks of {local}" if self.blocks > 1 else whole
@@ -69,19 +69,19 @@ class Ownership:
         return {axis: found[axis] for axis in self.mesh}
 
     def place(self, device: int) -> tuple[int, ...]:
-        """Return the index of a device's block along each dimension."""
+        """Return the index of a device's block along each dimension of the tensor."""
         at = self.coordinates(device)
         return tuple(self._number(axes, at) for axes in self.spec.axes)
 
     def block(self, device: int) -> int:
-        """Return the index of a device's block, with the last dimension fastest."""
+        """Return the index of a device's block among all blocks, with the last dimension fastest."""
         number = 0
         for place, count in zip(self.place(device), self.parts):
             number = number * count + place
         return number
 
     def summand(self, device: int) -> int:
-        """Return the index of the summand that a device holds."""
+        """Return the index of the summand of a partial sum that a device holds."""
         return self._number(self.spec.partial, self.coordinates(device))
 
     def holder(self, place: Sequence[int], summand: int, copy: int) -> int:
@@ -113,7 +113,7 @@ class Ownership:
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
-    """Return sizes as text.
+    """Return the sizes of a tensor as text.
 
     >>> sizes_text((8, 6)), sizes_text(())
     ('8 × 6', 'a scalar')

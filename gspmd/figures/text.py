@@ -20,12 +20,12 @@ _WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the approximate width of a text, in units of its font size; it is rather too large than too small."""
+    """Return the approximate width of a text, in the units of `size`; it is rather too large than too small."""
     return sum(_WIDTHS.get(character, 556) for character in text) / 1000 * size * _WIDER
 
 
 def width(runs: Iterable[Run], size: float) -> float:
-    """Return the approximate width of runs of text."""
+    """Return the approximate width of runs of text, in the units of `size`."""
     return sum(text_width(run.text, size * _SIZES[run.style]) for run in runs)
 
 

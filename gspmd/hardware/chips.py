@@ -15,7 +15,7 @@ from gspmd.frozen import FrozenDict
 
 @dataclass(frozen=True, repr=False)
 class Chip(Printed):
-    """Figures of one device in bytes, seconds and FLOPs.
+    """The performance figures of one device: its memory, links and FLOP/s.
 
     A device is a chip, or half a chip if JAX shows a chip as two devices. A node is the set of devices that the links
     connect: 8 GPUs behind an NVLink switch, 72 GPUs in a rack, or the largest slice of a TPU. Devices fill nodes in the

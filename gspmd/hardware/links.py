@@ -316,7 +316,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the times of a collective that uses the links of all its axes at once."""
+    """Return the times on links and network of a collective that uses the links of all its axes at once."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -513,7 +513,7 @@ def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) ->
 def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
     """Return bandwidth (bytes/s) and latency (seconds) of one step of a ring over a mesh axis.
 
-    All devices take a step together, so the network sets the pace if any two neighbours are on different nodes.
+    All devices take a step together, so the network sets the pace if any two neighbors are on different nodes.
 
     Example:
         >>> from gspmd.hardware.chips import chip

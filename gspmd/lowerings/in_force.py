@@ -61,7 +61,7 @@ def chip_in_force() -> Chip | None:
 
 
 def current() -> str:
-    """Return the lowering in force."""
+    """Return the lowering in force, which calls use by default."""
     return _default.value
 
 
@@ -109,7 +109,7 @@ def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the number of chips along each torus axis of the TPU slice that is the mesh; empty if it is no slice.
+    """Return the number of chips along each torus axis of the TPU slice that is the mesh, or () if it is no slice.
 
     The numbers come from `on_slice_shape`, or else from the coordinates of the devices.
     """
@@ -155,7 +155,7 @@ def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
 
 
 def across_slices() -> Mapping[str, int]:
-    """Return, for each axis of the mesh in force, the number of TPU slices along it; empty on one slice.
+    """Return, for each axis of the mesh in force, the number of TPU slices along it, or {} on a single slice.
 
     Raises:
         PlanError: the slices do not divide evenly over the first axes.

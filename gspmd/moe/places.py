@@ -31,7 +31,7 @@ class GroupedSpecs:
         return self.per_group("XCE")
 
     def random(self) -> jax.P | None:
-        """Return the sharding of random numbers by group; None under Auto axes, where the compiler infers it."""
+        """Return the sharding of random numbers by group, or None under Auto axes, where the compiler infers it."""
         return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
 
 

@@ -1,4 +1,4 @@
-"""Planned operations on placed arrays, which model code calls between its einsums.
+"""Planned operations on sharded arrays, which model code calls between its einsums.
 
 `gspmd.einsum` and `gspmd.reshard` are in this package too, under their top-level names.
 """

@@ -33,7 +33,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         dim: the dimension searched, `"V"`.
 
     Returns:
-        [B, L] int32 positions in the unsharded dimension, with the spec `spec` without `dim`.
+        [B, L] int32 positions in the unsharded dimension, with the spec of `logits` without `dim`.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or the dimension has size 0.
@@ -65,7 +65,7 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Return the values to compare: NaN and padding become -inf."""
+    """Return the values to compare, in which NaN and padding are -inf."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
     padding = jnp.asarray(PADDING, logits.dtype)  # in the logits' dtype, in which padded logits are rounded
@@ -93,7 +93,7 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """Return the largest value along dimension `at` and its lowest position, inside a shard_map.
+    """Return the largest value along dimension `at` and its lowest position; for use inside a shard_map.
 
     The dimension is sharded over `axes`. `chains` has two all-reduces over these axes: `biggest` for the value,
     `lowest` for its int32 position.

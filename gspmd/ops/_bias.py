@@ -74,18 +74,18 @@ class _Bias:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The positions of the dimensions of `x` that the bias does not have."""
+        """The indices of the dimensions of `x` that the bias does not have."""
         return tuple(at for at, dim in enumerate(self.x.dims) if dim not in self.bias.dims)
 
     @property
     def partial_bias(self) -> Spec:
-        """The spec of the bias's gradient as each device computes it."""
+        """The spec of the bias's gradient before it is summed over devices."""
         return self.used.with_partial(tuple(axis for at in self.others for axis in self.x.axes[at]))
 
 
 @lru_cache
 def _adding(others: tuple[int, ...]):
-    """Return the function that adds to x a bias without the dimensions at the positions `others`."""
+    """Return a function that adds to x a bias without the dimensions of x at the indices `others`."""
     return lambda x, bias: x + jnp.expand_dims(bias.astype(x.dtype), others)
 
 

@@ -34,12 +34,12 @@ def cross_entropy(
         labels: [B, L] integers, with the spec of the logits without V. A label outside [0, V) counts as a logit of 0,
             so mask such tokens.
         spec: the spec of `logits`, `"BLV_x"`.
-        mask: [B, L], placed like the labels; the loss is multiplied by it. The mask has no gradient. Where it is 0,
+        mask: [B, L], sharded like the labels; the loss is multiplied by it. The mask has no gradient. Where it is 0,
             loss and gradient are 0, whatever the logits are.
         z_loss: the weight of the squared log-normaliser, (log Σ exp(logits))².
 
     Returns:
-        [B, L] float32 losses in nats, placed like the labels; the caller takes their sum or mean.
+        [B, L] float32 losses in nats, sharded like the labels; the caller takes their sum or mean.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or the shape of labels or mask is wrong.

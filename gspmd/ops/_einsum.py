@@ -121,6 +121,6 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
 
 
 def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
-    """Return the shapes of the operands; a group has a tuple of shapes."""
+    """Return the shape of each operand, which for a group is a tuple of shapes."""
     held = iter([x.shape for x in flat])
     return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]

@@ -99,7 +99,7 @@ class Lookup:
 
     @property
     def scales(self) -> Spec:
-        """Return the spec of the scales of the table's rows."""
+        """The spec of the scales of the table's rows."""
         return self.table.without(self.table.dims[1])
 
     @property
@@ -135,7 +135,7 @@ def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
 def _rows(
     first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
-    """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; zeros for ids outside it."""
+    """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; other ids give zeros."""
     if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
         # To look up one int8 row, libtpu 0.0.42 copies the whole table into another order (PaLM 8B: 132 MB, 845 µs on
         # a v4).
@@ -167,7 +167,7 @@ class Route:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step, in the order of execution, except that a gradient moves the table last."""
+        """All steps, in the order of execution, except that a gradient moves the table last."""
         return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
@@ -182,7 +182,7 @@ def route(
         given: the specs of ids, table and rows.
         backward: whether to plan the gradient of the table.
         sizes: the size of every dimension.
-        widths: the bytes of one element of ids, table, rows and, if given, scales.
+        widths: the number of bytes of one element of ids, table, rows and, if given, scales.
         mesh: the size of every mesh axis.
         chip: the chip whose links decide the seconds.
 

@@ -1,4 +1,4 @@
-"""Layer normalisation over the last dimension, which may be sharded."""
+"""Layer normalization over the last dimension, which may be sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,7 +27,7 @@ def layer_norm(
     *,
     epsilon: float = 1e-5,
 ) -> jax.Array:
-    """Standardise over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
+    """Standardize over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
 
     Communication over the mesh axes of E: two all-reduces of [B, L] float32 (for the mean, then for the variance), and
     one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the mesh axes of B and
@@ -91,12 +91,12 @@ class _LayerNorm:
 
     @property
     def statistic(self) -> Spec:
-        """The spec of a statistic with one value per row."""
+        """The spec of a statistic such as the mean, which has one value per row."""
         return self.x.without(self.x.dims[-1])
 
     @property
     def pair(self) -> Spec:
-        """The spec of two statistics together; their first dimension has a letter that x lacks."""
+        """The spec of two statistics stacked in a first dimension, whose letter x lacks."""
         rows = self.statistic
         letter = next(letter for letter in "SPQRUWAB" if letter not in self.x.dims)
         return Spec((letter, *rows.dims), ((), *rows.axes))
@@ -108,7 +108,7 @@ class _LayerNorm:
 
     @property
     def partial_row(self) -> Spec:
-        """The spec of the gradient of scale or bias as each device computes it."""
+        """The spec of the gradient of scale or bias before it is summed over devices."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
 

@@ -1,4 +1,4 @@
-"""Root mean square normalisation over the last dimensions, which may be sharded."""
+"""Root mean square normalization over the last dimensions, which may be sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -121,22 +121,22 @@ class _Norm:
 
     @property
     def _first(self) -> int:
-        """The index of the first dimension of a row."""
+        """The index of the first dimension over which the mean is taken."""
         return len(self.x.dims) - len(self.scale.dims)
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The dimensions of a row, counted from the last: -1 is the last."""
+        """The indices of the dimensions over which the mean is taken, counted from the end: -1 is the last."""
         return tuple(range(-len(self.scale.dims), 0))
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard a row."""
+        """The mesh axes that shard the dimensions over which the mean is taken."""
         return tuple(axis for axes in self.x.axes[self._first :] for axis in axes)
 
     @property
     def statistic(self) -> Spec:
-        """The spec of a statistic with one value per row."""
+        """The spec of the mean square, which has one value per row."""
         return Spec(self.x.dims[: self._first], self.x.axes[: self._first])
 
     @property
@@ -146,7 +146,7 @@ class _Norm:
 
     @property
     def partial_scale(self) -> Spec:
-        """The spec of the scale's gradient as each device computes it."""
+        """The spec of the scale's gradient before it is summed over devices."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[: self._first] for axis in axes))
 
 
@@ -218,5 +218,5 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
-    """Return an array with leading dimensions of size 1 added, so that it applies to every row."""
+    """Return an array with leading dimensions of size 1 added up to `rank`, so that it applies to every row."""
     return jnp.expand_dims(scale, tuple(range(rank - scale.ndim)))

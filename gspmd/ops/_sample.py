@@ -109,7 +109,7 @@ def sample(
 
 @dataclass(frozen=True)
 class _Setting:
-    """The allowed values of a setting, and the number that turns it off."""
+    """The allowed values of a setting such as top-k, and the value that turns it off."""
 
     dtype: str
     low: float
@@ -161,7 +161,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The spec of the logits, and which filters have steps."""
+    """The options of a sampling: the spec of the logits, and which filters have steps."""
 
     spec: Spec
     at: int

@@ -39,7 +39,7 @@ def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | 
     """Find how devices divide `heads` key heads if their query heads are also sharded over the mesh axes `finer`.
 
     Returns:
-        The share; None if the query heads of some device would belong to parts of two groups.
+        The division, or None if the query heads of some device would belong to parts of two groups.
     """
     sliced, common = [], list(finer)
     while common and heads % mesh[common[0]] == 0:

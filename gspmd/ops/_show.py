@@ -91,6 +91,6 @@ def _read(array: Any, letters: Any) -> tuple[Spec, dict[str, int], list[int] | N
 
 
 def _ids(mesh: Any) -> list[int] | None:
-    """Return the ids of a mesh's devices; None if it is abstract."""
+    """Return the ids of a mesh's devices, or None if the mesh is abstract."""
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
     return None if devices is None else [device.id for device in devices.flat]

@@ -88,27 +88,27 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Normaliser:
-    """The plan of log Σ exp over one dimension of `x`."""
+    """The specs of log Σ exp over one dimension of `x`."""
 
     x: Spec
     dim: str
 
     @property
     def at(self) -> int:
-        """The position of the dimension."""
+        """The index of the dimension that is summed."""
         return self.x.dims.index(self.dim)
 
     @property
     def statistic(self) -> Spec:
-        """The spec of a statistic, which has one value per row."""
+        """The spec of a statistic such as the maximum, which has one value per row."""
         return self.x.without(self.dim)
 
     def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
-        """Return the steps that reduce one statistic over the axes of the dimension."""
+        """Return the steps that reduce one statistic over the mesh axes of the dimension."""
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """Return the chains of the maximum, of the sum, and of further sums over the dimension, as named in `more`."""
+        """Return the steps that reduce the maximum, the sum, and further sums over the dimension named in `more`."""
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
@@ -123,7 +123,7 @@ class Normaliser:
         return top, chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at))
 
     def along(self, statistic: jax.Array) -> jax.Array:
-        """Return a statistic with the dimension put back, of size 1."""
+        """Return a statistic with the reduced dimension put back, of size 1."""
         return jnp.expand_dims(statistic, self.at)
 
 

@@ -1,4 +1,4 @@
-"""The largest threshold above which enough tokens lie, over a sharded vocabulary.
+"""The largest threshold at or above which enough tokens lie, over a sharded vocabulary.
 
 The threshold is found exactly, three bits at a time: each all-reduce adds up the tokens at or above eight candidates.
 So the top k of a row, or its nucleus (top-p), takes eleven small all-reduces for any k and vocabulary, and no device
@@ -19,7 +19,7 @@ _PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
 """Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest candidate is known already."""
 WORDS = 3
-"""The number of int32 words of a mass."""
+"""The number of int32 words that hold a probability mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
@@ -29,10 +29,10 @@ def ordered(x: jax.Array) -> jax.Array:
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """Find the largest integer such that the tokens at or above it are enough.
+    """Find the largest integer at or above which enough tokens lie.
 
-    `enough` decides this for each candidate, from the candidate's totals [..., candidates, words] and the totals of all
-    tokens; all tokens must be enough.
+    `enough` decides this for each candidate, from the totals [..., candidates, words] of the candidates and the totals
+    of all tokens; all tokens together must be enough.
     """
     found = jnp.full((*order.shape[:-1], 1), jnp.iinfo(jnp.int32).min, jnp.int32)
     everything = None
@@ -55,7 +55,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; higher bits are in the first word."""
+    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits, the highest bits first."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits
@@ -66,7 +66,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps masses in order."""
+    """Return the total weight that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

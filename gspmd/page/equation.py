@@ -1,4 +1,4 @@
-"""The answer to an equation: its plan, its pictures, and the alternatives that were compared."""
+"""The answer of the page for an equation: its plan, its pictures, and the alternatives that were compared."""
 
 import json
 import shlex
@@ -46,7 +46,7 @@ class EquationAnswer:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the plan and its pictures as plain data, with each amount also as tables print it."""
+        """Return the plan and its pictures as data for JSON, with each amount also as tables print it."""
         plan, measured = self.plan, roofline(self.plan)
         return {
             "plan": json.loads(plan.to_json(gradients=False)),
@@ -106,7 +106,7 @@ class EquationAnswer:
 
 
 def said(plan: Plan) -> dict[str, str]:
-    """Return the figures of a plan as text, as tables print them."""
+    """Return the costs of a plan as text, as tables print them."""
     return {
         "said_seconds": amount_of_seconds(plan.seconds),
         "said_bytes": amount_of_bytes(plan.wire_bytes),
@@ -144,13 +144,13 @@ def _step_text(step: Step) -> str:
 
 
 def _added(plan: Plan) -> Spec:
-    """Return the placement in which the products of a sum are added."""
+    """Return the spec in which the products of a sum are added."""
     output = plan.routine.outputs[0]
     return output.steps[0].before if output.steps else output.spec
 
 
 def inline(figure: Figure) -> str:
-    """Return a figure as an element of the page, without a style sheet: the policy allows only the page's own."""
+    """Return a figure as an SVG element, without a style sheet: the page's security policy allows only its own."""
     left, top, wide, high = (f"{value:.6g}" for value in figure.box)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" width="{wide}" height="{high}"'
     label = f'viewBox="{left} {top} {wide} {high}" aria-label="{escape(figure.title)}: {escape(figure.description)}"'

@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """The error for a request that is not answered, with its HTTP status and the reason."""
+    """The error for a request that the page does not answer, with its HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -49,7 +49,7 @@ class Guard:
     """An ASGI application that wraps another one, and passes on only the requests of this page.
 
     Args:
-        application: the application that answers.
+        application: the application that answers the requests.
         port: the port that the page listens on.
         pages: the paths that a link of another site may open.
     """
@@ -61,7 +61,7 @@ class Guard:
         self._origins = {f"http://{host}" for host in self._hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Answer a request, or send the error for it."""
         if scope["type"] == "lifespan":
             return await self._application(scope, receive, send)
         if scope["type"] != "http":
@@ -92,7 +92,7 @@ class Guard:
             raise
 
     def _check(self, scope: Scope) -> None:
-        """Refuse a request that does not come from this page."""
+        """Raise an error about a request that does not come from this page."""
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
             raise Refused(
@@ -116,7 +116,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 async def _body(scope: Scope, receive: Receive) -> bytes:
-    """Read the body of a request, within its limits of size and time."""
+    """Read the body of a request, within the limits of size and time."""
     declared = _values(scope, b"content-length")
     largest = Refused(413, f"the body may have at most {limits.BODY:,} bytes.")
     if any(not length.isdigit() or len(length) > 12 or int(length) > limits.BODY for length in declared):

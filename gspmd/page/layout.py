@@ -1,4 +1,4 @@
-"""The answer to a layout: seconds and bytes of a training step by equation and by line, and the bytes on a device."""
+"""The answer of the page for a layout: time and traffic of a training step by equation, and memory per device."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ class LayoutRequest(Texts):
     """A training step of a model in a layout; `lines` has changes of the layout, one `key = spec` per line.
 
     `own` has all lines of a layout that a search found, and replaces `layout`. If `remat` is empty, the model's own
-    choice of remat is used.
+    rematerialization is used.
     """
 
     config: str = ""
@@ -73,10 +73,10 @@ class LayoutRequest(Texts):
 
 
 class Shelf:
-    """The models and layouts that a page may name: those of two folders, and the presets.
+    """The models and layouts that a page may name: those in two folders, and the preset layouts.
 
     Args:
-        configs: the folder of the shipped configs.
+        configs: the folder of the config files that come with gspmd.
         folder: the folder of the user's layouts, if there is one.
     """
 
@@ -84,7 +84,7 @@ class Shelf:
         self._configs, self._folder = configs, None if folder is None else folder.resolve()
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """Return, by name, the tables of every config whose model is the transformer, not a custom model."""
+        """Return, by name, the tables of every config file whose model is the transformer, not a custom model."""
         found = {path.stem: read_toml(path) for path in sorted(self._configs.glob("*.toml"))}
         return {name: tables for name, tables in found.items() if "class" not in tables.get("model", {"class": 0})}
 
@@ -112,18 +112,18 @@ class Shelf:
         return False
 
     def model(self, name: str) -> ModelConfig:
-        """Return the model of a config.
+        """Return the model of a config file.
 
         Raises:
-            NotationError: no config has this name.
+            NotationError: no config file has this name.
         """
         return from_mapping(ModelConfig, self._tables(name)["model"], source=f"config {name}")
 
     def path(self, name: str) -> Path:
-        """Return the file of a config.
+        """Return the path of a config file.
 
         Raises:
-            NotationError: no config has this name.
+            NotationError: no config file has this name.
         """
         self._tables(name)
         return self._configs / f"{name}.toml"
@@ -149,7 +149,7 @@ class Shelf:
 
 
 class LayoutAnswer:
-    """The training step of a request, planned.
+    """The plan of the training step of a request, and everything that the page shows about it.
 
     Raises:
         NotationError, ConfigError: the request names something that does not exist, or that does not fit.
@@ -207,7 +207,7 @@ class LayoutAnswer:
         return {"bytes": count, "said_bytes": amount_of_bytes(count)}
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data, with each amount also as tables print it."""
+        """Return everything as data for JSON, with each amount also as tables print it."""
         plan, held = self.planned
         totals = {
             "seconds": plan.seconds - plan.hidden_seconds,
@@ -236,7 +236,7 @@ class LayoutAnswer:
         }
 
     def _rows(self, entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
-        """Add up the steps of each equation, the most seconds first."""
+        """Add up the steps of each equation, with the equation that takes the most seconds first."""
         found: defaultdict[str, list[PlannedStep]] = defaultdict(list)
         for entry in entries:
             found[entry.equation].append(entry)
@@ -282,7 +282,7 @@ class LayoutAnswer:
                 yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
 
     def _own_layout(self) -> Layout:
-        """Return the layout with the lines of the request.
+        """Return the layout with the lines of the request, which a search has found.
 
         Raises:
             BadRequest: a line is not written as a search writes one.
@@ -338,7 +338,7 @@ _KEY, _SPECS = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Za-z0-9_{},.() ?
 
 
 def slice_of(chip: Chip, devices: int) -> str:
-    """Return the name of a slice, or of nodes, that has a number of devices; empty if there is none.
+    """Return the name of a TPU slice, or of GPU nodes, with a number of devices, or "" if there is none.
 
     >>> from gspmd.hardware.chips import CHIPS
     >>> slice_of(CHIPS["tpu-v5p"], 64), slice_of(CHIPS["h100"], 4), slice_of(CHIPS["tpu-v5p"], 2)
@@ -354,7 +354,7 @@ def slice_of(chip: Chip, devices: int) -> str:
 
 
 def compiler_fault(of: Chip) -> str:
-    """Return the reason why programs for a chip cannot be compiled here; empty if they can."""
+    """Return the reason why programs for a chip cannot be compiled here, or "" if they can."""
     try:
         (require_cuda_plugin if of.is_switch else require_libtpu)(of.name, of)
     except PlanError as error:
@@ -409,7 +409,7 @@ def _said(**figures: float) -> dict[str, str]:
 
 
 def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
-    """Add up the steps of each kind and mesh axes, the most seconds first."""
+    """Add up the steps of each kind and mesh axes, with those that take the most seconds first."""
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
     for entry in entries:
         row = found[entry.step.name]

@@ -64,7 +64,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class EquationRequest(Texts):
-    """An equation on a mesh; each field has the form that `gspmd explain` accepts."""
+    """The fields of a request to plan an equation; each has the form that `gspmd explain` accepts."""
 
     equation: str = ""
     sizes: str = ""
@@ -83,8 +83,8 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
 
     Args:
         text: the text that was typed; it may end in a comma.
-        what: the things that have these sizes, for the error.
-        example: a pair, for the remedy.
+        what: what has these sizes, for the error message.
+        example: an example of a pair, for the error message.
 
     Raises:
         SpecError: a pair is not a name and a whole number, or its name was given before; the message lists every such

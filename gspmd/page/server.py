@@ -40,10 +40,10 @@ def application(
 
     Args:
         port: the port on which the page will be served; its requests have to name it.
-        configs: the folder of the shipped configs.
+        configs: the folder of the config files that come with gspmd.
         folder: the folder whose layouts may be read, if there is one.
         long: the class of the tasks that take minutes, as `module:name`, since this package may not import it.
-        ending: returns whether the server is about to end; answers that take minutes then end too.
+        ending: a function that returns whether the server is about to end; answers that take minutes then end too.
     """
     folders = [configs] if folder is None else [configs, folder]
     equations = _Desk(Worker(SHORT), lambda: limits.SECONDS)
@@ -104,14 +104,14 @@ def application(
 
 
 class _Desk:
-    """A process that answers, the requests that wait for it, and a function for the time that each may take."""
+    """A worker process, the requests that wait for it, and a function for the seconds that each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
 
 
 class _Told(Response):
-    """An answer in lines of JSON: notes, then the status and the last part.
+    """An answer in lines of JSON: notes about progress, then the HTTP status and the last part of the answer.
 
     If the page is closed, or its button stops the answer, the connection ends, and with it the process that answers.
     """
@@ -187,7 +187,7 @@ async def _figures(_: Request) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Answer a request for a path that does not exist, or with a method that the path does not take."""
+    """Answer a request for a path that does not exist, or with an HTTP method that the path does not accept."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         return _refused(405, f"{request.method} is not a method of {request.url.path[:100]}.")

@@ -1,4 +1,4 @@
-"""The tasks of the process that answers: each converts the object of a request to plain data."""
+"""The tasks of the worker process: each converts the JSON object of a request to data for JSON."""
 
 from collections.abc import Callable, Mapping
 from operator import methodcaller
@@ -22,7 +22,7 @@ class Tasks:
     """The tasks that a page may ask for, by name.
 
     Args:
-        configs: the folder of the shipped configs; None for a process that plans no layouts.
+        configs: the folder of the config files that come with gspmd; None for a process that plans no layouts.
         folder: the folder whose layouts may be read, if there is one.
     """
 
@@ -53,7 +53,7 @@ class Tasks:
         return {"chips": [*CHIPS], "dtypes": DTYPES, "lowerings": LOWERINGS}
 
     def _shelf(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the models and layouts that a page may name, and the settings with which each config trains."""
+        """Return the models and layouts that a page may name, and the settings with which each config file trains."""
         from gspmd.page.layout import Shelf
         from gspmd_models.config import REMATS
 
@@ -80,9 +80,9 @@ class Tasks:
         return self._of_layout(given, "record")
 
     def _kept(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the memory of activations.
+        """Return the memory of the activations that a training step keeps.
 
-        To find it takes as long as to plan the step, so the page asks for it later.
+        It takes as long to compute as the plan of the step, so the page asks for it later.
         """
         return self._of_layout(given, "kept")
 
@@ -124,7 +124,7 @@ def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str,
 
 
 def fault_record(error: NotationError, request: Texts | None = None) -> dict[str, Any]:
-    """Return the faults in the fields of a request, each with the field that has it, as plain data."""
+    """Return, as data for JSON, the faults in a request and the field that has each of them."""
     texts = {} if request is None else {text: name for name, text in reversed(vars(request).items())}
     faults = [
         {

@@ -25,7 +25,7 @@ _NOTE = "note "
 
 
 class TooLong(RuntimeError):
-    """The error for an answer that took longer than it may; its process has been ended."""
+    """The error for an answer that took longer than it may; the process has been ended."""
 
 
 class Ended(RuntimeError):
@@ -37,7 +37,7 @@ class Worker:
 
     Args:
         tasks: the class whose tasks the process runs, as `module:name`; it is called with the folders.
-        folders: the folders of the configs and of the user's layouts, for a process that plans layouts.
+        folders: the folders of the config files and of the user's layouts, for a process that plans layouts.
     """
 
     def __init__(self, tasks: str, *folders: Path):
@@ -58,9 +58,9 @@ class Worker:
 
         Args:
             task: the name of a task.
-            given: the object of the request.
+            given: the JSON object of the request.
             seconds: the maximum time that the answer may take, not counting the start of the process.
-            tell: called with each note, as JSON.
+            tell: a function that is called with each note about progress, as JSON.
 
         Raises:
             TooLong: the answer took longer than `seconds`.
@@ -89,13 +89,13 @@ class Worker:
             return int(status), body
 
     def interrupt(self) -> None:
-        """End the process; the answer that is waited for is lost, and the next request starts a new process."""
+        """End the process: the answer that is waited for is lost, and the next request starts a new process."""
         process = self._process
         if process is not None:  # Without the lock, which a thread that waits for an answer holds.
             _kill(process)
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process, and start no new one."""
         self._closed = True
         self.interrupt()
         with self._lock:

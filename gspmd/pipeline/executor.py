@@ -28,11 +28,11 @@ Tree = Any
 
 
 class StageResults(NamedTuple):
-    """The results of one stage after the last tick.
+    """The results of one stage of the pipeline after the last tick.
 
     Attributes:
         loss: the stage's summand of the loss: the losses of its chunks and, in the last stage, the loss of the model.
-        figures: for each stack, the figures of the stage's chunks, [rounds, layers, ...], as a summand of the mean over
+        figures: for each stack, the metrics of the stage's chunks, [rounds, layers, ...], as a summand of the mean over
             microbatches.
         shared: the stage's summand of the gradients of shared weights; None if only forward passes ran.
         weights: for each stack, the stage's summand of the gradients of weights; None if only forward passes ran.
@@ -45,7 +45,7 @@ class StageResults(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """The carry of a stage from tick to tick."""
+    """The state that a stage carries from tick to tick."""
 
     sums: StageSums
     stacks: tuple[StackState, ...]
@@ -53,13 +53,13 @@ class _Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineExecutor:
-    """One stage of a pipeline, while its shard_map is traced.
+    """The program of one stage of a pipeline, as its shard_map is traced.
 
     Attributes:
-        stages: the functions to compute, for each stack of blocks.
-        schedules: the order in which they run, for each stack.
-        axis: the mesh axis of the stages.
-        streams: the spec of the tensor that a stage sends to the next, for each stack.
+        stages: the functions to compute in a stage, for each stack of blocks.
+        schedules: the order in which these functions run, for each stack.
+        axis: the mesh axis over which layers are split into stages.
+        streams: the spec of the tensor that a stage sends to the next stage, for each stack.
         batches: number of microbatches over which the loss is averaged, in all pipelines side by side.
     """
 
@@ -104,7 +104,7 @@ class PipelineExecutor:
     def _begin(
         self, shared: Tree, weights: tuple[Tree, ...], batches: Tree, trains: bool
     ) -> tuple[_Carry, list[StageOfStack]]:
-        """Return the carry before the first tick, and the stage's computations in each stack."""
+        """Return the state before the first tick, and the stage's computations in each stack."""
         stacks: list[StageOfStack] = []
         for number, stages in enumerate(self.stages):
             stream = jax.eval_shape(stages.first, shared, row_of(batches, 0))

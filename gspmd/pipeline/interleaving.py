@@ -110,7 +110,7 @@ class _Interleaved:
 
 
 def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """Bring [N, ...] to [R, N/R, ...], or with `back` the reverse, by planned permutes."""
+    """Send layers [N, ...] to the stages that compute them, as [R, N/R, ...], or with `back` the reverse."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -131,7 +131,7 @@ _routed = planned_op(
 
 @lru_cache(maxsize=1024)
 def _body(axes: tuple[str, ...], stages: int, rounds: int, step: Step, back: bool) -> Callable[[jax.Array], jax.Array]:
-    """Return the permutes on one device; cached, so that equal permutes share one compiled program."""
+    """Return the permutes on one device; they are cached, so that equal permutes share one compiled program."""
     stay, *permutes = routes(stages, rounds)
     if back:
         stay, *permutes = (tuple(StageChunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))

@@ -177,7 +177,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Sum the figures of all pipelines side by side; the result has the figures [R, N, ...] of each layer."""
+    """Sum the metrics of all pipelines side by side; the result has the metrics [R, N, ...] of each layer."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
@@ -185,7 +185,7 @@ def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
 
 
 def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
-    """Make a partial sum over mesh axes from an array with the summands along its leading dimension."""
+    """Make a partial sum over mesh axes from an array whose leading dimension has one summand for each device."""
     if not data:
         return x[0]
     _, *partitions = jax.typeof(x).sharding.spec.partitions
@@ -273,7 +273,7 @@ def _partition(x: jax.Array) -> jax.P:
 
 
 def _along(partition: jax.P, axes: tuple[str, ...]) -> jax.P:
-    """Return a partition with only those mesh axes that are in `axes`."""
+    """Return a partition spec with only those mesh axes that are in `axes`."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in partition)
     return jax.P(*(tuple(name for name in entry if name in axes) or None for entry in entries))
 

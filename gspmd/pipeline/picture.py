@@ -24,7 +24,7 @@ def text(title: str, ticks: Ticks) -> str:
     rounds, a letter names the round: F3a is in the first round.
 
     Args:
-        title: the first line.
+        title: the first line of the text.
         ticks: the ticks of the schedule.
     """
     stages, several = len(next(slot for tick in ticks for slot in tick.values())), _has_rounds(ticks)
@@ -46,7 +46,7 @@ def _has_rounds(ticks: Ticks) -> bool:
 
 
 def _name(kind: str, work: Any, several: bool) -> str:
-    """Return the name of a slot."""
+    """Return the text of a slot, such as `F3`."""
     if work is None:
         return "."
     return f"{kind[0].upper()}{work.microbatch}{chr(ord('a') + work.round) if several else ''}"

@@ -146,32 +146,32 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of work in the schedule."""
+        """The kinds of work in the schedule, such as `"forward"`."""
         return tuple(kind for kind in KINDS if any(kind in tick for tick in self.ticks))
 
     @property
     def bubble(self) -> float:
-        """The share of slots in which a stage waits, counted in the table: (S - 1) / (R·M + S - 1).
+        """The fraction of slots in which a stage waits, counted in the table: (S - 1) / (R·M + S - 1).
 
-        Stages wait in as many forward as backward slots, so this is also the share of time, for any ratio of the two
-        times. In zero-bubble no stage waits in slots for gradients of weights, and the share is
-        2(S - 1) / (3R·M + 2(S - 1)).
+        Stages wait in as many forward as backward slots, so this is also the fraction of time, for any ratio of the two
+        times. In zero-bubble no stage waits in slots for gradients of weights, and the fraction is 2(S - 1) / (3R·M +
+        2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the position of a chunk's input, held from its forward to its backward pass."""
+        """By kind, tick and stage, the buffer index of a chunk's input, held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the position of the residuals of a backward pass that gradients of weights need."""
+        """By kind, tick and stage, the buffer index of a backward pass's residuals, which gradients of weights need."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
-        """Assign the first free position to each work, so that the number of positions is as small as possible."""
+        """Assign the first free buffer index to each work, so that as few buffers as possible are needed."""
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
@@ -190,7 +190,7 @@ class Schedule:
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
-        """Yield runs of consecutive ticks with the same kinds of work: the kinds, and the numbers of the ticks."""
+        """Yield runs of consecutive ticks with the same kinds of work: the kinds, and the range of tick numbers."""
         for ticks in phases([self]):
             yield tuple(self.ticks[ticks[0]]), ticks
 
@@ -223,7 +223,7 @@ class Schedule:
 
 
 def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
-    """Yield runs of consecutive ticks with the same kinds of work in every stack.
+    """Yield, as ranges of their numbers, runs of consecutive ticks with the same kinds of work in every stack.
 
     Args:
         schedules: the schedules of all stacks.
@@ -237,7 +237,7 @@ def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
 def _ticks(
     name: str, stages: int, microbatches: int, rounds: int, stack: int, stacks: int
 ) -> tuple[Mapping[str, Slot], ...]:
-    """Return the ticks of one of several stacks, up to the last in which it has work."""
+    """Return the ticks of one of several stacks, up to the last tick in which it has work."""
     around = rounds * stages  # ticks of a microbatch in a stack
     early = stacks * around - 1
     # The tick of the first backward pass, which is in the last stack.

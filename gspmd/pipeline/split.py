@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Halves(NamedTuple):
-    """The two parts of a function (fixed, moving) -> (early, late).
+    """The two parts of a function (fixed, moving) -> (early, late) that `split` makes.
 
     Attributes:
         first: (fixed, moving) -> (early, kept), where `kept` are the values that `rest` needs.
@@ -96,7 +96,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
 
 def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
-    """Return the operations that compute `results` from the values in `there`, without results that are not used."""
+    """Return only the operations that are needed to compute `results` from the values in `there`."""
     wanted = {var for var in results if not isinstance(var, Literal)} - there
     found: list[Any] = []
     for equation in reversed(whole.eqns):

@@ -1,4 +1,4 @@
-"""One stage of a pipeline in one stack of blocks: the work of its slots, and the permutes to neighbouring stages."""
+"""One stage of a pipeline in one stack of blocks: the work of its slots, and the permutes to neighboring stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ Streams = tuple[jax.Array, ...]
 
 
 class StackState(NamedTuple):
-    """The carry of a stage from tick to tick, for one stack."""
+    """The state that a stage carries from tick to tick, for one stack of blocks."""
 
     activation: Streams  # received from the previous stage
     cotangent: Any  # cotangents of the same streams, received from the next stage
@@ -73,18 +73,18 @@ class StageSums(NamedTuple):
 
 @dataclass(frozen=True)
 class StageOfStack:
-    """The computations of one stage in one stack.
+    """The computations of one stage of the pipeline in one stack of blocks.
 
     Attributes:
-        stages: the functions to compute.
-        schedule: the order in which the functions run.
-        axis: the mesh axis of the stages.
-        streams: the specs of the arrays that a stage sends to the next.
+        stages: the functions to compute in a stage.
+        schedule: the order in which these functions run.
+        axis: the mesh axis over which layers are split into stages.
+        streams: the specs of the arrays that a stage sends to the next stage.
         shapes: the shapes of these arrays.
         batches: number of microbatches over which the loss is averaged.
         shared: the weights that every stage has.
         weights: [rounds, layers, ...], the weights of the stage in this stack.
-        microbatches: the inputs, [M, ...].
+        microbatches: the inputs of all microbatches, [M, ...].
     """
 
     stages: Stages
@@ -112,13 +112,13 @@ class StageOfStack:
         return TickSlots(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
 
     def _mine(self, row: "TickSlots") -> "TickSlots":
-        """Return the entry of this stage in a row."""
+        """Return the entry of this stage in a row that has an entry for every stage."""
         return TickSlots(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
 
     # -- ticks --------------------------------------------------------------------------------------------------------
 
     def begin(self, trains: bool) -> StackState:
-        """Return the state before the first tick."""
+        """Return the state before the first tick: zeros."""
         chunk, some = row_of(self.weights, 0), row_of(self.microbatches, 0)
         x, *before = self.shapes
         _, _, figures = jax.eval_shape(self.stages.run_chunk, self.shared, chunk, x, some, jnp.int32(0), *before)
@@ -138,7 +138,7 @@ class StageOfStack:
 
     @cached_property
     def _halves(self) -> Halves | None:
-        """The backward pass of a chunk, split in two; None if the schedule does not split it."""
+        """The backward pass of a chunk, split in two, or None if the schedule does not split it."""
         if "weights" not in self.schedule.kinds:
             return None
         streams, batch = self._zeros(), row_of(self.microbatches, 0)
@@ -191,7 +191,7 @@ class StageOfStack:
         return self._added(state._replace(cotangent=self._sent(of_streams, -1)), sums, row, loss, figures)
 
     def gradients(self, state: StackState, sums: StageSums, rows: "TickSlots") -> tuple[StackState, StageSums]:
-        """Add a split backward pass's gradients of weights; no stage waits in these slots, so nothing is masked."""
+        """Add the weights' gradients of a split backward pass; no stage waits in these slots, so nothing is masked."""
         row = self._mine(rows)
         assert self._halves is not None
         kept = [row_of(each, row.residual) for each in state.residuals]
@@ -203,7 +203,8 @@ class StageOfStack:
         """Compute the backward pass of a chunk from its input.
 
         Returns:
-            The pairs (gradients of the streams, loss, figures) and (gradient of shared, gradient of weights).
+            The pairs (gradients of the streams, loss, metrics) and (gradient of shared weights, gradient of the
+            chunk's).
         """
         streams, batch, number, (cotangent, *beyond), share = moving
         is_first, is_last = self._ends(number)
@@ -224,7 +225,7 @@ class StageOfStack:
         return ((of_x, *of_before), loss, figures), (of_shared, of_weights)
 
     def _chunk(self, row: "TickSlots") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the number of this stage's chunk, whether the chunk is the first, and whether it is the last."""
+        """Return the index of this stage's chunk, whether the chunk is the first, and whether it is the last."""
         number = row.round * self.schedule.stages + lax.axis_index(self.axis)
         return number, *self._ends(number)
 
@@ -234,7 +235,7 @@ class StageOfStack:
     def _added(
         self, state: StackState, sums: StageSums, row: "TickSlots", loss: jax.Array, figures: Tree
     ) -> tuple[StackState, StageSums]:
-        """Add a microbatch's share of the loss and of the figures, unless the stage waits."""
+        """Add a microbatch's contribution to the loss and to the metrics, unless the stage waits."""
 
         def share(x: jax.Array) -> jax.Array:
             return jnp.where(row.active == 1, x, 0.0) / self.batches
@@ -250,7 +251,7 @@ class StageOfStack:
         return state._replace(weights=added), sums._replace(shared=shared)
 
     def _sent(self, streams: Streams, by: int) -> Streams:
-        """Send streams to the next stage (by = 1) or the previous one (by = -1)."""
+        """Send streams to the next stage (by = 1) or to the previous one (by = -1)."""
         around = self.schedule.rounds > 1
         has_next = self.schedule.stack + 1 < self.schedule.stacks
         # A stack's output goes from the last stage to the first of the next stack, and its gradient back.
@@ -258,7 +259,7 @@ class StageOfStack:
         return tuple(self._sent_one(x, spec, by, around=end) for x, spec, end in zip(streams, self.streams, ends))
 
     def _sent_one(self, x: jax.Array, stream: Spec, by: int, *, around: bool) -> jax.Array:
-        """Send x by one permute, a step of the plan; with `around`, the first stage follows the last."""
+        """Send x by one permute, a planned step; with `around`, the first stage follows the last."""
         stages = self.schedule.stages
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         if not around:
@@ -279,13 +280,13 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return, with the name of the tensor, the step that sends a stream to the next or previous stage.
+    """Return, by the name of the tensor, the step that sends a stream to the next or previous stage.
 
     Args:
-        stream: the spec of the stream in a stage.
+        stream: the spec of the stream within a stage.
         shape: the global shape of the stream.
-        width: bytes of an element.
-        ctx: mesh and chip of a stage.
+        width: number of bytes of one element.
+        ctx: the mesh and the chip of a stage.
         axis: the mesh axis of the stages.
         stages: the number of stages.
     """
@@ -327,7 +328,7 @@ def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) 
 
 
 def wide_zeros(tree: Tree) -> Tree:
-    """Return zeros to which gradients are added, in float32 even for narrower weights, for sums of many gradients."""
+    """Return zeros in at least float32, also for narrower weights, to which many gradients are added."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
@@ -339,7 +340,7 @@ def _zeros(x: Any, partition: jax.P, *more: int) -> jax.Array:
 
 @lru_cache(maxsize=1024)
 def _body(axis: str, pairs: tuple[tuple[int, int], ...], step: Step) -> Callable[[jax.Array], jax.Array]:
-    """Return the permute of a step; cached, so that equal steps share one compiled program."""
+    """Return the permute of a step; it is cached, so that equal steps share one compiled program."""
 
     def body(piece: jax.Array) -> jax.Array:
         if isinstance(step, UnknownStep):

@@ -93,7 +93,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the peak of the bytes that find no place in the memory of results, which large buffers take first."""
+        """Return the peak bytes of buffers that cannot use the memory of results, which large buffers take first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]

@@ -24,7 +24,7 @@ Known = Mapping[str, tuple[str, ...]]
 
 
 def is_unknown(mesh: Iterable[str]) -> bool:
-    """Return whether the names of a mesh's axes are unknowns."""
+    """Return whether the axes of a mesh are unknowns, which a search replaces by real mesh axes."""
     return next(iter(mesh), "").startswith(PREFIX)
 
 

@@ -25,7 +25,7 @@ from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 _LOOPS = ("scan", "while")
 _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
-"""Operations that compilers do not fuse with their neighbours."""
+"""Operations that compilers do not fuse with their neighbors."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that themselves move no data in memory: products read their operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
@@ -107,7 +107,7 @@ class Operation:
 
     @property
     def is_fused(self) -> bool:
-        """Whether compilers fuse this operation with its neighbours."""
+        """Whether compilers fuse this operation with its neighbors."""
         return self.name not in _APART and program_of(self.equation) is None and not self.inner
 
     @property

@@ -265,7 +265,7 @@ class Lines:
                 self._held.add(other)
 
     def hold(self, name: str) -> None:
-        """Fix an unknown to no mesh axis, so that its dimensions stay unsharded."""
+        """Fix an unknown to the empty list of mesh axes, so that its dimensions stay unsharded."""
         self._held.add(self._root(name))
 
     def spec(self, line: str, dims: str, whole: Iterable[str] = ()) -> Spec:

@@ -128,7 +128,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [placement, target] where the first step leads or -1, its seconds, and whether it may be hoisted."""
+        """Return [placement, target] the node after the first step, or -1; its seconds; whether it may be hoisted."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning

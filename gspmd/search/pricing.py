@@ -411,7 +411,7 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain shares with the other chain that shares most."""
+        """Return the seconds of the first steps that a chain shares with that other chain with which it shares most."""
         most = np.zeros((1,) * len(of))
         for other in what.others:
             begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)

@@ -1,4 +1,4 @@
-"""The rules of compilers for common subexpressions, and for operations that are moved out of loops.
+"""The rules by which compilers merge common subexpressions, and move operations out of loops.
 
 XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
@@ -48,7 +48,7 @@ OTHER = Compiler(is_host=False)
 
 
 def compiler_for(chip: Chip) -> Compiler:
-    """Return the compiler for a chip."""
+    """Return the compiler for a kind of chip."""
     return GPU if chip.is_switch else OTHER
 
 

@@ -29,12 +29,12 @@ class Operation:
     """An operation of a program.
 
     Attributes:
-        equation: the operation in its jaxpr.
+        equation: the operation as an equation of its jaxpr.
         path: the operations that contain this operation, and last the operation itself.
-        operands: the values of the operands; None for literals.
+        operands: the values of the operands, with None for literals.
         results: the values of the results.
-        program: the planned program to which the operation belongs; None outside of planned programs.
-        program_path: the path of the call of this program.
+        program: the planned program to which the operation belongs, or None outside of planned programs.
+        program_path: the path of the operation that calls this program.
     """
 
     equation: Any
@@ -46,17 +46,17 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
+        """The name of the operation's JAX primitive."""
         return self.equation.primitive.name
 
     @property
     def step(self) -> int | None:
-        """The number of the step to which the operation belongs; None outside of steps."""
+        """The number of the planned step to which the operation belongs, or None outside of steps."""
         return step_number(self.equation)
 
     @property
     def step_key(self) -> StepKey:
-        """The equation of the program and the number of the step, for an operation in a step."""
+        """The equation of the planned program and the number of the step, for an operation in a step."""
         assert self.program is not None
         assert self.step is not None
         return self.program.equation, self.step
@@ -69,14 +69,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The operations of a program.
+    """The operations of a program, and where each value comes from and goes to.
 
     Attributes:
-        operations: all operations, in order, without calls.
+        operations: all operations, in order, with calls replaced by what they call.
         arguments: the values of the arguments.
-        results: the values of the results; None for literals.
-        makers: value -> the operation that makes it.
-        users: value -> the operations that use it, once for each use.
+        results: the values of the results, with None for literals.
+        makers: for each value, the operation that makes it.
+        users: for each value, the operations that use it, once for each use.
     """
 
     operations: list[Operation] = field(default_factory=list)

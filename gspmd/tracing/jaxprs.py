@@ -90,13 +90,13 @@ def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def expression(equation: Any) -> tuple[str, str]:
-    """Return the operation of an equation: the primitive and its parameters, sorted, since JAX's order varies."""
+    """Return what an equation computes: the primitive and its parameters, sorted, since JAX's order varies."""
     params = sorted(equation.params.items(), key=lambda item: item[0])
     return equation.primitive.name, str([(name, _text(value)) for name, value in params])
 
 
 def _text(value: Any) -> Any:
-    """Return a parameter, with a string instead of each program in it."""
+    """Return a parameter of an equation, with a string in place of each program in it."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -148,7 +148,7 @@ def _written(placement: AbstractMesh | Sharding) -> str:
 
 
 def has_effects(equation: Any) -> bool:
-    """Return whether an equation has effects; the use of a mesh axis's name does not count as an effect."""
+    """Return whether an equation has side effects; the use of a mesh axis's name does not count as one."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 

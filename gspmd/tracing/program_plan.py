@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class PlannedStep:
-    """A step in the plan of a function.
+    """A planned step of a function, with the number of times that it runs.
 
     Attributes:
-        step: kind, mesh axes, bytes and seconds of one execution.
+        step: the step, with its kind, mesh axes, and bytes and seconds of one run.
         trips: the number of times that the step runs.
         equation: the equation to which the step belongs.
         number: the number of the step in this equation.
-        dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: equation and number of an earlier step whose result this step uses instead of running, because both steps
-            have the same result, or because one collective reduces the sum of both.
+        dtype: the dtype that a collective sends, as HLO names it, such as `bf16`; empty in a forecast.
+        first: the equation and number of an earlier step whose result this step uses instead of running, because both
+            steps have the same result, or because one collective reduces the sum of both.
         hidden_seconds: for a collective, its part of the seconds that the equation's loops save, over all trips.
         is_behind_loop: whether the compiler moves the step behind the loop that adds up its results
             (`gspmd.tracing.sums`).
@@ -53,7 +53,7 @@ class PlannedStep:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends in all trips together."""
+        """The number of bytes that one device sends in all trips together."""
         return self.step.wire_bytes * self.trips
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, repr=False)
 class ProgramPlan(Printed):
-    """All planned steps of a function, in program order; figures are per device and execution.
+    """All planned steps of a function, in program order; bytes, FLOPs and seconds are per device and per execution.
 
     A conditional counts as its largest branch, and a while loop, whose trip count is not known in advance, as one trip.
     Under vmap a step counts for the whole batch. Equations under lowering `xla` are forecasts, and all their steps
@@ -90,14 +90,14 @@ class ProgramPlan(Printed):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends."""
+        """The number of bytes that one device sends."""
         return sum(entry.wire_bytes for entry in self.entries)
 
     def network_bytes(self, mesh: Mapping[str, int], chip: Chip) -> int:
         """Return the bytes that one device sends over the network between nodes of GPUs or TPU slices.
 
         Args:
-            mesh: sizes of the mesh axes.
+            mesh: size of every mesh axis.
             chip: the hardware; nodes (or slices) of `node_devices` devices fill the mesh one after the other.
         """
         if chip.nodes(mesh) == 1:
@@ -111,12 +111,12 @@ class ProgramPlan(Printed):
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the planned steps if nothing overlaps."""
+        """The predicted seconds of the planned steps if nothing overlaps."""
         return sum(entry.step.seconds * entry.trips for entry in self.entries)
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds that loops save because they send during products, from the plan of each equation.
+        """The seconds that loops save because they send during products, from the plan of each equation.
 
         If only a part of an equation runs, since the rest has been sent before, the same fraction of its seconds
         counts. The overlap of experts' chunks with one another does not count.
@@ -125,11 +125,11 @@ class ProgramPlan(Printed):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the planned einsums."""
+        """The number of floating-point operations of the planned einsums."""
         return sum(entry.step.flops * entry.trips for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """Return the number of runs and the bytes sent for every kind of collective and its mesh axes."""
+        """Return the number of runs and of bytes sent, by kind of collective and its mesh axes."""
         counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for entry in self.entries:
@@ -140,7 +140,7 @@ class ProgramPlan(Printed):
         return {key: (counts[key], sent[key]) for key in sorted(counts)}
 
     def table(self) -> Sheet:
-        """Return a table of the collectives, most bytes first."""
+        """Return a table of the collectives, with those that send the most bytes first."""
         sheet = Sheet("planned collectives, per device", _COLUMNS)
         rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
         for (kind, axes), (count, sent) in rows:
@@ -176,7 +176,7 @@ class ProgramPlan(Printed):
 
 
 def _over_network(step: Step, mesh: Mapping[str, int], chip: Chip) -> int:
-    """Return the bytes that a step sends over the network."""
+    """Return the number of bytes that a step sends over the network between nodes."""
     if not (step.is_collective and step.wire_bytes):
         return 0
     near = sharing_node(step.axes, tuple(mesh.items()), chip.node_devices)

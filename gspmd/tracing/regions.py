@@ -41,7 +41,7 @@ _LOOPS = ("scan", "while")
 
 
 class Value(NamedTuple):
-    """A value of a program, by the numbers that it has at three moments of compilation.
+    """A value of a program, by the value numbers that it has at three moments of compilation.
 
     Attributes:
         number: its number after common subexpression elimination.
@@ -74,10 +74,10 @@ class Region:
     """A program, or the body of one of its loops or conditionals, with the values that are available in it.
 
     Args:
-        numbering: the value numbers of the program.
+        numbering: the value numbers of the whole program.
         parent: the region around this one.
-        length: the trips of the loop whose body this is, for each run of the loop.
-        is_loop: whether this is the body of a loop, rather than a branch.
+        length: the number of trips of the loop whose body this is, for each run of the loop.
+        is_loop: whether this is the body of a loop, rather than a branch of a conditional.
     """
 
     def __init__(self, numbering: Numbering, parent: "Region | None" = None, length: int = 1, is_loop: bool = False):
@@ -91,7 +91,7 @@ class Region:
         self._is_uncertain = False  # whether the current loop merges with the others only after barriers are expanded
 
     def ancestors(self) -> Iterator["Region"]:
-        """Yield this region, the region around it, and so on."""
+        """Yield this region, the region around it, and so on to the whole program."""
         yield self
         if self.parent:
             yield from self.parent.ancestors()
@@ -148,7 +148,7 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Return the number of this call within a planned program; None outside of one."""
+        """Return a value number that identifies this call within a planned program, or None outside of one."""
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
             return number("in", self._loop(equation, operands).barrierless)
@@ -178,7 +178,7 @@ class Region:
         return body
 
     def _loop(self, equation: Any, operands: Sequence[Value]) -> Value:
-        """Return a loop, or a conditional, as a value: two loops with the same body and operands are equal."""
+        """Return a loop or a conditional as a value; two loops with the same body and operands are equal."""
         region = self._region_of_call(equation)
         if equation.primitive.name not in _LOOPS or has_effects(equation):
             return region._new()
@@ -195,7 +195,7 @@ class Region:
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """Return the operands of a call; in recomputation for a backward pass they are behind a barrier."""
+        """Return the operands of a call; recomputed in a backward pass, they are behind an optimization barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
@@ -244,7 +244,7 @@ class Region:
         return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
-        """Reshape a value.
+        """Return the value of a reshape of a value.
 
         A compiler merges consecutive reshapes, and drops them if they restore the original shape. JAX itself reshapes
         scalars: one half of a differentiated shard_map passes them to the other half as vectors with one element.
@@ -320,7 +320,7 @@ class Region:
         self._values.update(zip(variables, values))
 
     def _new(self) -> Value:
-        """Return a value that equals no other."""
+        """Return a value that equals no other value."""
         number = self.numbering.of("new", len(self.numbering.expressions))
         return Value(number, number, self, number)
 
@@ -346,7 +346,7 @@ _contents: dict[int, tuple[weakref.ref, bytes]] = {}  # hashes of living arrays,
 
 
 def _content(array: Any, dtype: Any) -> bytes:
-    """Hash the contents of an array; the hash of a JAX array, which is immutable, is kept as long as the array."""
+    """Return a hash of an array's contents; for a JAX array, which is immutable, it is kept as long as the array."""
     key = id(array)
     if key in _contents and _contents[key][0]() is array:
         return _contents[key][1]
@@ -359,6 +359,6 @@ def _content(array: Any, dtype: Any) -> bytes:
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
-    """Return the `number` of each operand, and the `barrierless` of each, as this region sees them."""
+    """Return the `number` of each operand, and then the `barrierless` of each, as this region sees them."""
     seen = [value.numbers_in(region) for value in operands]
     return [tuple(pair[side] for pair in seen) for side in (0, 1)]

@@ -1,4 +1,4 @@
-"""The steps that remain in a traced program: the bytes and operations inside their named scopes."""
+"""The planned steps that remain in a traced program: the bytes and operations inside their named scopes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,18 +21,18 @@ _HLO_NAMES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"),
 
 
 def step_number(equation: Any) -> int | None:
-    """Return the number of the innermost step whose named scope contains an operation; None outside of steps."""
+    """Return the number of the innermost step whose named scope contains an operation, or None outside of steps."""
     numbers = step_numbers(str(equation.source_info.name_stack))
     return numbers[-1] if numbers else None
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The operations in the scope of one step; the sum `a + b` has the operations of both.
+    """The operations in the named scope of one planned step; the sum `a + b` has the operations of both.
 
     Attributes:
         buffer: bytes on one device of the input or output, whichever is larger, of the step's largest collective.
-        flops: the FLOPs of the step's products, without products that an earlier step has already computed.
+        flops: number of FLOPs of the step's products, without products that an earlier step has already computed.
         dtype: the dtype that this collective sends, as HLO names it.
         itemsize: the bytes of one element of this dtype.
         first: the earlier step, if any, that has run the same collective (or, without a collective, the same product).
@@ -65,16 +65,16 @@ class TracedStep:
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the step with its collective in the given dtype; None keeps the dtype."""
+        """Return the step with its collective in a different dtype, or unchanged if `dtype` is None."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)
         return replace(self, dtype=name, buffer=self.buffer * dtype.itemsize // self.itemsize)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
-        """Yield the planned step with the traced figures, and the step whose result it shares, if any.
+        """Yield the planned step with the traced bytes and FLOPs, and the step whose result it shares, if any.
 
-        Under vmap the traced figures exceed the planned figures, since a plan is for one example. A looped step yields
+        Under vmap the traced amounts exceed the planned amounts, since a plan is for one example. A looped step yields
         several steps: the permutes that only it sends, and, for every earlier step, the permutes that this step has
         already sent.
         """
@@ -99,7 +99,7 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """Return the steps of one planned program, by their number and the number of their runs.
+    """Return the steps of one planned program, by their number and the number of times that they run.
 
     A step has several entries if a part of it is hoisted out of the loop around the program.
 
@@ -136,7 +136,7 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
 
 
 def _operation(equation: Any, first: StepKey | None) -> TracedStep:
-    """Return the step that consists of one operation."""
+    """Return the traced step that consists of one operation."""
     buffer, dtype, itemsize = 0, "", 0
     if equation.primitive.name in _COLLECTIVES:
         sides = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
@@ -149,7 +149,7 @@ def _operation(equation: Any, first: StepKey | None) -> TracedStep:
 
 
 def hlo_name(name: str) -> str:
-    """Return HLO's name of a dtype.
+    """Return HLO's name for a dtype of JAX.
 
     >>> hlo_name("bfloat16"), hlo_name("int32")
     ('bf16', 's32')

@@ -36,13 +36,13 @@ _RESHAPES = ("transpose", _CONVERTED)
 
 
 class Change(NamedTuple):
-    """A compiler's change of a planned reduction.
+    """The change that a compiler makes to a planned reduction.
 
     Attributes:
-        first: the operation that reduces the sum of both; None if the reduction is not merged into another.
+        first: the operation that reduces the sum of both, or None if the reduction is not merged into another.
         merged: the reductions that are merged into this one.
         dtype: the dtype of the sum that is reduced, if it is wider than the reduction's own dtype; otherwise None.
-        trips: the trips of the loops out of which the reduction is moved.
+        trips: the numbers of trips of the loops out of which the reduction is moved.
     """
 
     first: Operation | None = None
@@ -60,13 +60,13 @@ Found = dict[Path, dict[int, Change]]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The reduction that makes a value.
+    """The reduction that makes a value, and how its result is used.
 
     Attributes:
-        place: the position of the reduction's operation in the program.
+        place: the index of the reduction's operation in the program.
         steps: this operation, and the operations that are merged into it.
         cuts: the slices of the result that each device keeps.
-        converted: the narrower dtype that is reduced, if the result is converted; otherwise empty.
+        converted: the narrower dtype in which the reduction runs, if its result is converted; otherwise empty.
     """
 
     place: int
@@ -82,7 +82,7 @@ class _Reduction:
 
 
 def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
-    """Return the changes of reductions, by the path of a planned program's call or of a mark.
+    """Return the changes of reductions, by the path of the call of a planned program, or of a mark.
 
     A mark may stand for a reduction, so it has the changes that the reduction would have.
     """
@@ -136,7 +136,7 @@ class _Program:
             self.sums[operation.results[0]] = replace(first, steps=first.steps + second.steps)
 
     def _planned(self, value: Value | None) -> _Reduction | None:
-        """Return the reduction whose result, perhaps cut or converted, is this value; None if there is none."""
+        """Return the reduction whose result, perhaps cut or converted, is this value, or None if there is none."""
         cuts: list[str] = []
         made, dtypes = self.flow.makers.get(value), []
         while made is not None and made.name == _CONVERTED:
@@ -155,7 +155,7 @@ class _Program:
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return the operation that makes a value, if the value has only one use; otherwise None."""
+        """Return the operation that makes a value, or None if the value has other uses than the caller's."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
@@ -192,7 +192,7 @@ class _Program:
         return added[1]
 
     def _sum(self, total: Value | None) -> tuple[Value | None, _Reduction] | None:
-        """Return the two parts of a sum whose second part is an all-reduce; None if there is no such sum."""
+        """Return the two parts of a sum whose second part is an all-reduce, or None if there is no such sum."""
         made = self.flow.makers.get(total)
         if made is None or made.name not in _SUMS:
             return None
@@ -205,7 +205,7 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value from which a value is made by changes of shape or dtype, if it has no other use."""
+        """Return the value from which `value` is made by changes of shape or dtype, if it has no other use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             if made.name in _RESHAPES or is_reshape(made.equation) or _is_whole(made.equation):
                 value = made.operands[made.name == _PUT]
@@ -214,7 +214,7 @@ class _Program:
         return value
 
     def _uses(self, value: Value | None) -> int:
-        """Return the number of uses of a value, except uses that write a slice that covers it."""
+        """Return the number of uses of a value, except uses that write a slice that covers all of it."""
         covered = (each for each in self.flow.users[value] if each.name == _PUT and _is_whole(each.equation))
         return self.flow.uses(value) - sum(each.operands[0] == value for each in covered)
 

@@ -65,7 +65,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
-    """Check that a function and its arguments can be traced.
+    """Raise an error if a function and its arguments cannot be traced.
 
     Raises:
         PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.
@@ -105,7 +105,7 @@ def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
 
 
 def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield a note for every while loop with collectives in it."""
+    """Yield a note for every while loop with collectives in it, whose trips are not known in advance."""
     for loop in (each for each in all_equations(jaxpr) if each.primitive.name == "while"):
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))

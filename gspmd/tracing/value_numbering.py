@@ -21,16 +21,16 @@ StepKey = tuple[str, int]
 
 @dataclass
 class Numbering:
-    """The value numbers of one program.
+    """The value numbers of the expressions in one program.
 
     Attributes:
-        compiler: the compiler of the program.
-        numbers: expression -> value number (hash-consing).
-        expressions: value number -> expression.
-        calls: the calls around the current operation, outermost first, by number; None outside of planned programs.
+        compiler: the compiler whose rules for equal values hold.
+        numbers: for each expression, its value number (hash-consing).
+        expressions: the expressions, at the indices that are their value numbers.
+        calls: the numbers of the calls around the current operation, outermost first; None outside of planned programs.
         if_fused: the `barrierless` numbers of values that are merged only if the compiler has fused these values in the
             same way.
-        uncertain: pairs (first, later) of steps, where the later step is merged only in this case.
+        uncertain: pairs of steps (first, later), where the later step is merged only in this case.
     """
 
     compiler: Compiler
@@ -41,14 +41,14 @@ class Numbering:
     uncertain: set[tuple[StepKey, StepKey]] = field(default_factory=set)
 
     def of(self, *key: Hashable) -> int:
-        """Return the value number of an expression."""
+        """Return the value number of an expression, a new one if it is new."""
         if key not in self.numbers:
             self.numbers[key] = len(self.expressions)
             self.expressions.append(key)
         return self.numbers[key]
 
     def inverse(self, made: str, name: str, number: int, *how: str) -> int:
-        """Return the number of operation `name` on a value.
+        """Return the value number of operation `name` on a value.
 
         If operation `made` has made the value, the two cancel, and the result is the operand of `made`.
         """

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint, which render messages as text in the form on which the model was trained."""
+"""Chat templates of a checkpoint, which write messages as text in the form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WATCHED = sys.platform == "darwin"
 _PAUSE = 0.05
 """Seconds between two checks of the memory; a process can fill about 100 MB in this time."""
 
-#: The names under which a message's reasoning is passed; a template reads one of them.
+#: The names under which the reasoning of a message is passed; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -68,7 +68,7 @@ def _part(entry: Any, name: str) -> Any:
 
 
 def written(templates: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json that hold the templates."""
+    """Return the templates as entries of tokenizer_config.json."""
     if not templates:
         return {}
     if [*templates] == [DEFAULT]:
@@ -77,10 +77,10 @@ def written(templates: Mapping[str, str]) -> dict[str, Any]:
 
 
 def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
-    """Return the name of the template to use: `name`, or "default".
+    """Return the name of the template to use: the given name, or "default".
 
     Raises:
-        CheckpointError: there is no such template; the message lists the existing ones.
+        CheckpointError: there is no such template; the message lists those that exist.
     """
     if (name or DEFAULT) in templates:
         return name or DEFAULT
@@ -96,7 +96,7 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
 
 
 def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
-    """Run a process with a limit on its time, and on its memory if that is watched; return its output.
+    """Run a process with limits on its time and, where the system does not limit it, on its memory; return its output.
 
     Raises:
         subprocess.TimeoutExpired, MemoryError: the process exceeded a limit, and has been ended.
@@ -121,7 +121,7 @@ def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
 
 
 def _resident(process: int) -> int:
-    """Return the bytes of memory that a process holds; 0 if it has ended."""
+    """Return the bytes of memory that a process uses, or 0 if it has ended."""
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(process)], capture_output=True, text=True, env=_SYSTEM)
     return 1024 * int(shown.stdout.strip() or 0)
 
@@ -135,9 +135,9 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
 
     Args:
         source: the template.
-        name: its name, for messages.
-        variables: the variables that it can read.
-        doing: the beginning of messages.
+        name: the name of the template, for messages.
+        variables: the variables that the template can read.
+        doing: the first words of error messages.
 
     Raises:
         CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is not plain
@@ -181,7 +181,7 @@ _SYSTEM = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.envi
 
 
 def _folders(*packages: str) -> list[str]:
-    """Return the folders from which packages are imported."""
+    """Return the folders that Python needs on its path to import packages."""
     found = [importlib.util.find_spec(name) for name in packages]
     own = [str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin]
     return list(dict.fromkeys(own))
@@ -194,7 +194,7 @@ def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
 
 
 def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
-    """Return messages as templates read them: without entries that are None, and with reasoning under all its names.
+    """Return messages as templates expect them: without entries that are None, and reasoning under all its names.
 
     Raises:
         CheckpointError: there are no messages, or one is not a table with a role.

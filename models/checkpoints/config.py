@@ -1,4 +1,4 @@
-"""Conversion between config.json and `ModelConfig`, driven by the table of the model's family."""
+"""Conversion between config.json and `ModelConfig`, by the table of the model's family."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from .files import ADAPTER, DTYPES, CheckpointError, Files, other_format, read_j
 
 
 def model_config(directory: str | os.PathLike) -> ModelConfig:
-    """Return the model that a checkpoint's config.json describes.
+    """Return the model configuration that a checkpoint's config.json describes.
 
     Args:
         directory: the checkpoint's folder.
 
     Raises:
         CheckpointError (a ValueError): the file is missing, the architecture is unknown (the message lists the known
-            ones), or the file asks for features that these models lack (the message lists all of them).
+        ones), or the file asks for features that these models do not have (the message lists all of them).
 
     Example:
         >>> import json, pathlib, tempfile
@@ -59,14 +59,14 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint, described by its config.json.
+    """A checkpoint as its config.json describes it.
 
     Attributes:
-        family: the family whose tensor names and shapes it uses.
-        config: the model.
-        factors: maps a parameter's path, without "blocks.0.", to a factor by which its tensor is multiplied.
-        modules: number of modules after the last layer (see `Family.modules`).
-        remark: the way in which the tensors contradict config.json; empty if they agree.
+        family: the family, which determines names and shapes of its tensors.
+        config: the model configuration.
+        factors: for a parameter's path, without "blocks.0.", a factor by which its tensor is multiplied.
+        modules: number of prediction modules after the last layer (see `Family.modules`).
+        remark: a sentence if the tensors contradict config.json; empty if they agree.
     """
 
     family: Family
@@ -77,12 +77,12 @@ class Described:
 
 
 def described(directory: str | os.PathLike) -> Described:
-    """Read config.json; if it calls the model tied, compare the two tables.
+    """Read config.json; if it calls the model tied, compare the embedding table with that of the output.
 
-    If the tables differ, the model is untied, whatever config.json says, as in transformers.
+    If both tables exist and differ, the model is untied, whatever config.json says, as in transformers.
 
     Raises:
-        CheckpointError: `model_config` raises it for the same reasons.
+        CheckpointError: config.json cannot be used, for a reason that `model_config` gives.
     """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
     fault, path = folder_fault(directory), Path(directory) / "config.json"
@@ -124,7 +124,7 @@ def described(directory: str | os.PathLike) -> Described:
 
 
 def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return the entries of the text model from the config.json of a model of texts and images."""
+    """Return the entries about the text model from the config.json of a model of texts and images."""
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
@@ -204,7 +204,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
-    """Return, by entry, the values that are multiplied into parameters."""
+    """Return, for each entry that is a multiplier, its value, which is multiplied into parameters."""
     values = {key: json.get(key, 1.0) for key in family.multipliers}
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
@@ -212,14 +212,14 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the usual entries of the rotary embedding if they only repeat the family's own entries."""
+    """Leave out the usual entries about the rotary embedding if they only repeat those of the family."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}
 
 
 def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
-    """Return the number of tokens of the longest text; None if config.json does not say."""
+    """Return the number of tokens of the longest text, or None if config.json does not state it."""
     given = {key: json[key] for key in family.length if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 1:
@@ -230,7 +230,7 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
 
 
 def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
-    """Return the number of modules after the last layer."""
+    """Return the number of multi-token prediction modules after the last layer."""
     given = {key: json[key] for key in family.modules if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 0:
@@ -249,7 +249,7 @@ def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
-    """Return the factor by which training's dropout of experts' outputs scales them in evaluation."""
+    """Return the factor by which the dropout of experts' outputs in training scales them in evaluation."""
     if family.output_dropout is None:
         return 1.0
     key, default = family.output_dropout
@@ -268,7 +268,7 @@ def expressing(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: no family can express it; the message gives the reasons for the nearest families.
+        CheckpointError: no family can express it; the message gives the reasons of the nearest families.
     """
     reasons = {}
     for family in FAMILIES:
@@ -282,19 +282,19 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of reasons against a family; reasons about the kind of model have more weight."""
+    """Return the number of reasons against a family; reasons about the kind of model count more."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 
 
 def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
-    """Return the entries of a model's config.json.
+    """Return a model's config.json as a dict.
 
     Args:
         family: the model's family.
         config: the model.
-        length: tokens of the longest sequence.
-        dtype: dtype of the tensors.
+        length: number of tokens of the longest sequence.
+        dtype: the dtype of the tensors.
     """
     json: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name, option in family.options.items():
@@ -325,7 +325,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
 
 
 def _family(json: Mapping[str, Any], doing: str) -> Family:
-    """Return the family that `architectures` names; without this entry, the family that `model_type` names."""
+    """Return the family that the entry `architectures` names or, without this entry, `model_type`."""
     named, kind = json.get("architectures") or [], json.get("model_type")
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
@@ -345,14 +345,14 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     return family
 
 
-#: The entry with the first token of a decoder.
+#: The entry for the first token of a decoder's text.
 _START = "decoder_start_token_id"
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _kind(name: str) -> type:
-    """Return the type of a field's values."""
+    """Return the type of the values of a field of `ModelConfig`."""
     within, _, field = name.rpartition(".")
     config = MoEConfig if within else ModelConfig
     if config.__annotations__[field] == "float | None":
@@ -362,7 +362,7 @@ def _kind(name: str) -> type:
 
 
 def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
-    """Return whether a value of config.json is one of the names; 0 and 1 do not match False and True."""
+    """Return whether a value of config.json is a key of `names`; 0 and 1 do not count as False and True."""
     return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 
@@ -372,7 +372,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def known_entries(family: Family) -> frozenset[str]:
-    """Return the entries of config.json that are read, or that have no effect for at least some values."""
+    """Return the entries of config.json that are read, or that have no effect for at least some of their values."""
     read = {key for option in family.options.values() for key in option.keys}
     read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers, *family.modules}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
@@ -386,7 +386,7 @@ def known_entries(family: Family) -> frozenset[str]:
 
 
 def _absent_biases(family: Family) -> Mapping[str, tuple]:
-    """Return the entries about biases that a family does not have, with the values that mean no bias."""
+    """Return the entries about biases that a family lacks, with the values that mean that there is no bias."""
     read = {key for option in family.options.values() for key in option.keys} | {*family.inactive}
     return {key: values for key, values in BIASES.items() if key not in read}
 
@@ -402,7 +402,7 @@ def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a fault for every entry that asks for a feature that these models lack."""
+    """Yield a fault for every entry that asks for a feature that these models do not have."""
     own = () if family.agreement is None else family.agreement.keys
     general = {key: values for key, values in INACTIVE.items() if key not in own}
     for key, values in {**general, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
@@ -412,7 +412,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {in_json(value)}, {remedy}."
 
 
-#: Fields that do not affect a checkpoint's contents. For `scale_embedding`, √E is folded into the tables.
+#: Fields that do not affect the contents of a checkpoint; for `scale_embedding`, √E is multiplied into the tables.
 FREE = (
     *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
     "context_length",
@@ -420,7 +420,7 @@ FREE = (
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Return the reasons why a family cannot express a model; empty if the family can."""
+    """Return the reasons why a family cannot express a model, or none if it can."""
     names = [each.name for each in fields(config) if each.name not in (*FREE, "moe", "sliding_window", "layer_kinds")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
@@ -460,12 +460,12 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
     ]
 
 
-#: Routers that are equivalent to top-k when they draw nothing at random, and whether they divide gates by their sum.
+#: Routers that equal top-k if they draw nothing at random, and whether they divide gates by their sum.
 _TOP_K = {"gshard": True, "st-moe": True, "switch": False}
 
 
 def _fixed(family: Family) -> Mapping[str, Any]:
-    """Return the fixed fields, with any router that is equivalent to top-k described as `top-k`."""
+    """Return the fixed fields of a family, with `top-k` in place of any router that is equivalent to it."""
     router = family.fixed.get("moe.router")
     if router not in _TOP_K:
         return family.fixed
@@ -474,7 +474,7 @@ def _fixed(family: Family) -> Mapping[str, Any]:
 
 
 def _value(config: ModelConfig, name: str) -> Any:
-    """Return the value of a field; a default that stands for a different value is replaced by that value."""
+    """Return the value of a field; a default that stands for another value is replaced by that value."""
     if name == "rotary_size":
         return config.rotary
     if config.moe and name == "moe.k":

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: check all headers first, then read byte ranges of tensors."""
+"""The safetensors files of a checkpoint: all headers are checked first, then byte ranges of tensors are read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .form import Form
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-#: The dtypes of weights that are read, as the format names them.
+#: The dtypes of weights that can be read, under the format's names.
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
 
-#: The dtypes in which tensors are read: the stored dtype, or for packed tensors the dtype of their values.
+#: The dtype in which each stored dtype is read: the same one, or for packed tensors that of their values.
 READ_AS: dict[str, np.dtype] = {**DTYPES, **packed.DTYPES}
 
-#: Bits per element of every dtype of the format: the extents of tensors that are not read are checked as well.
+#: Bits per element of all dtypes of the format, to check the extents of tensors that are not read too.
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -40,7 +40,7 @@ _SHOWN = 100
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written.
+    """The error for a checkpoint that cannot be read or written.
 
     The message lists the first hundred faults; `faults` holds all of them.
     """
@@ -54,7 +54,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor, which is stored row-major from byte `start` of its file."""
+    """The place of a tensor, which is stored row-major from byte `start` of its file."""
 
     path: Path
     dtype: str
@@ -68,16 +68,16 @@ class Files:
     Use it as a context manager to close the files.
 
     Attributes:
-        tensors: maps a name to its `StoredTensor`.
-        bytes: total size of the files.
+        tensors: for a tensor's name, its place.
+        bytes: total size of the files in bytes.
 
     Args:
         directory: the checkpoint's folder.
-        renamed: regular expressions for whole names, each with its replacement in `tensors`.
+        renamed: regular expressions for whole names, each with the name that replaces it in `tensors`.
 
     Raises:
-        CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names
-            a file outside the folder. (A file may be a symbolic link to a file elsewhere, as in a download cache.)
+        CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names a
+            file outside the folder. (A file may be a symbolic link to one elsewhere, as in a download cache.)
 
     Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
         header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Files that this
@@ -122,7 +122,7 @@ class Files:
         return READ_AS[self.tensors[name].dtype]
 
     def equal(self, first: str, second: str) -> bool:
-        """Return whether two tensors have the same shape, dtype and bits; they are read piece by piece."""
+        """Return whether two tensors have the same shape, dtype and bits, reading both piece by piece."""
         one, two = self.tensors[first], self.tensors[second]
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return False
@@ -139,13 +139,13 @@ class Files:
         """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, with the region's shape, except for dimensions that are merged into one.
-            name: the tensor.
-            form: the position of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
+            out: the destination, with the region's shape; dimensions that the tensor merges may be merged in it.
+            name: the name of the tensor.
+            form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
             region: one slice for each dimension of `form.split`.
 
         Returns:
-            The number of bytes read.
+            The number of bytes that were read.
         """
         tensor = self.tensors[name]
         dtype = self.dtype(name)
@@ -168,14 +168,14 @@ class Files:
         return out.size * dtype.itemsize
 
     def _mapped(self, tensor: StoredTensor) -> mmap.mmap:
-        """Return the file of a tensor as memory."""
+        """Return the file of a tensor, mapped into memory."""
         if tensor.path not in self._maps:
             with tensor.path.open("rb") as file:
                 self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[tensor.path]
 
     def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
-        """Read a region of a packed tensor like `read_into`, converting all rows that overlap the region."""
+        """Read a region of a packed tensor like `read_into`, by converting all rows that overlap the region."""
 
         def read(part: StoredTensor) -> np.ndarray:
             kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")
@@ -188,7 +188,7 @@ class Files:
         return tensor.bytes * (last - first) // tensor.shape[0]
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
-        """Return the files, each with the tensors that the index lists for it, or with None if there is no index."""
+        """Return the files, each with the tensors that the index lists for it, or None if there is no index."""
         index = self.directory / INDEX
         if not os.path.lexists(index):
             if not os.path.lexists(self.directory / WHOLE):
@@ -216,7 +216,7 @@ class Files:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether an array is free of NaN and infinity, in two passes and without a copy.
 
-    In every IEEE format, infinity and NaN have the largest bit patterns among numbers of their sign. Read as signed
+    In every IEEE format, infinity and NaN have the largest bit patterns of all numbers with their sign. Read as signed
     integers, positive infinities and NaNs are the largest; read as unsigned integers, negative ones are.
 
     Example:
@@ -237,7 +237,7 @@ ADAPTER = "adapter_config.json"
 
 _SAVE = "transformers' AutoModelForCausalLM.from_pretrained({}).save_pretrained(OUT)"
 
-#: Maps the suffix of a file in another format to a description of that format and its remedy.
+#: For the suffix of a file in another format, a description of the format, and the remedy.
 _FORMATS = {
     # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
@@ -253,7 +253,7 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file in a known format other than a checkpoint's, with the remedy; otherwise empty."""
+    """Describe a folder or file in a known format that is no checkpoint, with the remedy, or return ""."""
     is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"
@@ -272,7 +272,7 @@ def other_format(path: Path) -> str:
 
 
 def _base(adapter: Path) -> str:
-    """Return the name of the model that a LoRA adapter changes, for a message."""
+    """Return the name of the model that a LoRA adapter is for, for a message."""
     try:
         name = read_json(adapter, "").get("base_model_name_or_path")
     except CheckpointError:
@@ -285,8 +285,8 @@ def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]
 
     Args:
         path: the file.
-        doing: first line of the error.
-        unique: whether to refuse duplicate keys.
+        doing: the first line of the error message.
+        unique: whether duplicate keys are an error.
 
     Raises:
         CheckpointError: the file is missing, or does not hold a JSON object.
@@ -302,12 +302,12 @@ def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]
     return value
 
 
-#: The largest header that is read: the format's own limit.
+#: The largest header that is read, which is the format's own limit.
 _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size of a file, and its tensors; append the faults of the file."""
+    """Return the size of a file, and its tensors by name; append the faults of the file."""
     try:
         with reading.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -338,7 +338,7 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class _Extent:
-    """A tensor in a header; its bytes are `start` to `end`, counted from the end of the header."""
+    """A tensor in a header; `start` and `end` of its bytes are counted from the end of the header."""
 
     name: str
     dtype: str
@@ -348,7 +348,7 @@ class _Extent:
 
 
 def _extents(header: bytes) -> list[_Extent]:
-    """Return the tensors of a header, in the order of their bytes.
+    """Return the tensors that a header describes, in the order of their bytes.
 
     Raises:
         ValueError: the header is malformed, or its tensors overlap or leave a gap.

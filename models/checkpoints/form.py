@@ -1,4 +1,4 @@
-"""The form of a tensor in a checkpoint: the dimensions that are merged into one, and the part that is a parameter."""
+"""The form of a tensor in a checkpoint: dimensions merged into one, and the part that is a given parameter."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: A dimension of a tensor: a letter, merged letters, or parts that follow each other, possibly after merged letters.
+#: A dimension of a tensor: a letter, merged letters, or parts in sequence, possibly after merged letters.
 _GROUP = re.compile(r"\((\w+)\(([\w|]+)\)\)|\((\w+(?:\|\w+)+)\)|\((\w+)\)|(\w)")
 
 
 @dataclass(frozen=True)
 class Form:
-    """A parameter in a tensor, as `Stored.dims` describes it.
+    """A parameter in a tensor, as described by `Stored.dims`.
 
     Attributes:
         dims: the letters of the parameter, in the order of the tensor.
-        split: their sizes.
-        shape: the shape of the tensor.
-        outer: the shape in which the parameter is a slice of the tensor.
-        window: that slice.
+        split: the sizes of these dimensions.
+        shape: the shape of the whole tensor.
+        outer: the shape of the tensor in which the parameter is a slice.
+        window: the slice of `outer` that is the parameter.
 
     Example:
         >>> form = Form.of("(K(D|D|D))E", 1, {"K": 2, "D": 4, "E": 6})  # the key of every head follows its query
@@ -38,10 +38,10 @@ class Form:
 
     @classmethod
     def of(cls, dims: str, part: int, sizes: Mapping[str, int]) -> Form:
-        """Return the form of the given part of a tensor with these dimensions.
+        """Return the form of one of the parameters in a tensor with these dimensions.
 
         Args:
-            dims, part: the fields of a `Stored`.
+            dims, part: the fields of a `Stored` with these names.
             sizes: the sizes of all letters in `dims`.
         """
         letters: list[str] = []
@@ -71,11 +71,11 @@ class Form:
 
     @classmethod
     def whole(cls, sizes: Sequence[int]) -> Form:
-        """Return the form of a parameter that is a whole tensor, of these sizes."""
+        """Return the form of a parameter that is a whole tensor with these sizes."""
         return cls((), tuple(sizes), tuple(sizes), tuple(sizes), tuple(slice(0, size) for size in sizes))
 
     def rows(self, region: Sequence[slice]) -> tuple[int, int]:
-        """Return the range of indices along the tensor's first dimension that contains a region.
+        """Return the range of indices along the tensor's first dimension that covers a region.
 
         >>> Form.of("X(F|F)E", 1, {"X": 8, "F": 4, "E": 2}).rows((slice(2, 5), slice(0, 4), slice(0, 1)))
         (2, 5)
@@ -92,5 +92,5 @@ class Form:
         return first, last + 1
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the view of the parameter, of shape `split`, in a contiguous tensor."""
+        """Return the parameter, with shape `split`, as a view of a contiguous tensor."""
         return tensor.reshape(self.outer)[self.window].reshape(self.split)

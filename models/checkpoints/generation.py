@@ -1,4 +1,4 @@
-"""The sampling settings that a checkpoint's generation_config.json asks for."""
+"""The sampling settings in a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .special import optional
 
 CONFIG = "generation_config.json"
 
-#: Unsupported entries that would change which texts are likely -> the value with which they have no effect.
+#: Unsupported entries that would change which texts are likely, each with the value that has no effect.
 _UNSUPPORTED = {
     "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
@@ -34,12 +34,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The entries of a generation_config.json that decide how tokens are drawn.
+    """The entries of a generation_config.json that decide how tokens are sampled.
 
     Attributes:
-        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false.
-        beams: the number of beams; 1 if the file asks for none.
-        unsupported: the other entries that would change the texts.
+        settings: the fields of `Sampling` that the file sets; only temperature 0 if `do_sample` is false.
+        beams: the number of beams, 1 if the file does not set it.
+        unsupported: other entries, which would change the texts.
     """
 
     settings: Mapping[str, Any]
@@ -48,19 +48,19 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The settings of the file; settings that the file lacks are those of plain sampling."""
+        """The settings of the file, completed by those of plain sampling."""
         return Sampling(**self.settings)
 
     @property
     def fault(self) -> str:
-        """A sentence that names the entries that are not supported; empty if there are none."""
+        """A sentence that names the unsupported entries, or an empty text if there are none."""
         named = ", ".join(f"{name} {value!r:.40}" for name, value in self.unsupported.items())
         verb = "is" if len(self.unsupported) == 1 else "are"
         return f"{CONFIG} sets {named}, which {verb} not supported here." if named else ""
 
     @classmethod
     def read(cls, directory: str | os.PathLike) -> GenerationConfig:
-        """Read the file in a checkpoint's folder; without a file, nothing is set.
+        """Read the file in a checkpoint's folder; if there is no file, nothing is set.
 
         Raises:
             CheckpointError: the file cannot be read, or a setting is not a number in its range.
@@ -94,7 +94,7 @@ class GenerationConfig:
 
 
 def sampling(directory: str | os.PathLike) -> Sampling:
-    """Return the sampling settings that a checkpoint's generation_config.json asks for.
+    """Return the sampling settings in a checkpoint's generation_config.json.
 
     With `do_sample: false` the likeliest token is chosen. Settings that the file lacks are those of plain sampling.
 
@@ -102,7 +102,7 @@ def sampling(directory: str | os.PathLike) -> Sampling:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: the file cannot be read, or asks for a setting that `Sampling` lacks, such as a penalty for
+        CheckpointError: the file cannot be read, or has a setting that `Sampling` lacks, such as a penalty for
             repetitions. `GenerationConfig.read(directory).sampling` ignores such settings.
 
     Example:

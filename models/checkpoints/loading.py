@@ -1,4 +1,4 @@
-"""Loading of a checkpoint as a placed model: each process reads only the byte ranges of its devices' shards."""
+"""Loading of a checkpoint as a sharded model: each process reads only the byte ranges of its devices' shards."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from .sources import ParameterSource, Region, sources
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The cost of loading a checkpoint in this process; `print` shows it.
+    """The cost of loading a checkpoint in this process, to print.
 
     Attributes:
-        tensors: number of the checkpoint's tensors that were read, in whole or in part.
-        bytes_read: bytes that were read; if this process has all shards, `file_bytes` minus headers and unused tensors.
-        file_bytes: size of the checkpoint's files.
-        host_bytes: peak host memory in addition to the arrays: the size of the largest shard.
+        tensors: number of the checkpoint's tensors that were read, at least in part.
+        bytes_read: bytes that were read; in a process with all shards, `file_bytes` minus headers and unused tensors.
+        file_bytes: size of the checkpoint's files in bytes.
+        host_bytes: peak host memory in bytes, without the arrays themselves: the size of the largest shard.
         seconds: time from the first header to the last array.
-        remark: the way in which the tensors contradict config.json; empty if they agree.
+        remark: a sentence if the tensors contradict config.json; empty if they agree.
     """
 
     tensors: int
@@ -63,16 +63,16 @@ class LoadReport:
 def load(
     directory: str | os.PathLike, layout: Layout, mesh: Mesh, dtype: Any = jnp.bfloat16, *, int8: bool = False
 ) -> tuple[Transformer, LoadReport]:
-    """Build the model of a public checkpoint, with every parameter placed by a layout.
+    """Load a public checkpoint as a model whose parameters are sharded by a layout.
 
-    Each shard is read as byte ranges of the files, once even if several devices hold it, and host memory holds one
+    Each shard is read as byte ranges of the files, only once even if several devices hold it, and host memory holds one
     shard at a time. Config, tensors and layout are checked before anything is read.
 
     Args:
         directory: a folder with config.json and model.safetensors, or with several such files and their index.
-        layout: a `gspmd.Layout`.
-        mesh: devices with the layout's axes.
-        dtype: dtype of the computation and of the matrices; norms, biases and routers are float32.
+        layout: the `gspmd.Layout` of the parameters.
+        mesh: a mesh with the axes of the layout.
+        dtype: the dtype of the computation and of matrices; norms, biases and routers are float32.
         int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result
             equals that of `quantize`, but the whole model is never held in a wider dtype.
 
@@ -80,9 +80,9 @@ def load(
         The model, as `build` returns it, and a report of the cost.
 
     Raises:
-        CheckpointError (a ValueError): the reasons of `model_config`; or files are missing or truncated; or tensors are
-            missing, unexpected, misshapen or of an unsupported dtype (the message lists all of them); or, after
-            reading, tensors have NaN, infinities, or values that `dtype` cannot hold.
+        CheckpointError (a ValueError): config.json cannot be used (see `model_config`); or files are missing or
+        truncated; or tensors are missing, unexpected, misshapen or of an unsupported dtype (the message lists all of
+        them); or, after reading, tensors have NaN, infinities, or values that `dtype` cannot hold.
         LayoutError (a ValueError): the layout does not fit the model, or the mesh does not divide the model's sizes.
 
     Differs: the layout may pad a dimension, and the model its vocabulary; the padding is filled with 0.
@@ -151,15 +151,15 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the logits' table, which the files of a tied model may contain although it is not needed."""
+    """Return a pattern for the logits' table, which files of a tied model may contain without need."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 
 
 def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
-    """Yield the names of the modules after the last layer, recognised by a matrix that layers do not have.
+    """Yield the names of the prediction modules after the last layer, recognized by a matrix that layers lack.
 
-    Without that matrix, a tensor after the last layer belongs to one more layer, and config.json is wrong.
+    Without that matrix, a tensor after the last layer belongs to one more layer, so that config.json is wrong.
     """
     for number in range(config.layers, config.layers + checkpoint.modules):
         name = LAYER.format(N=number)
@@ -179,9 +179,9 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
 
 
 class _ShardReader:
-    """Reads parameters shard by shard, counts bytes, and records values that are not finite.
+    """Reads parameters shard by shard, counting bytes, and recording values that are not finite.
 
-    A single such value makes the model return NaN, or, after rounding to int8, meaningless results. The check is
+    A single such value makes the model return NaN or, after rounding to int8, meaningless results. The check is
     cheapest here, while the piece of the tensor is still in the processor's caches.
     """
 
@@ -192,7 +192,7 @@ class _ShardReader:
         self.pool = pool
 
     def array(self, source: ParameterSource, dtype: np.dtype) -> jax.Array:
-        """Read a parameter; each process creates the shards of its own devices."""
+        """Read a parameter as an array; each process creates the shards of its own devices."""
         shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
         devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -207,7 +207,7 @@ class _ShardReader:
     def _shard(
         self, source: ParameterSource, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
     ) -> list[jax.Array]:
-        """Read one shard onto every device that holds it; the host copy is freed on return."""
+        """Read one shard onto every device that holds it; the copy in host memory is freed on return."""
         shard = np.zeros([part.stop - part.start for part in index], dtype)
         self.most = max(self.most, shard.nbytes)
 
@@ -227,7 +227,7 @@ class _ShardReader:
         return jax.block_until_ready([jax.device_put(shard, device) for device in devices])
 
     def _note(self, source: ParameterSource, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
-        """Record how many values of a region are not finite, and the largest finite one, which may overflow `dtype`."""
+        """Record the number of values of a region that are not finite, and the largest one if it overflows `dtype`."""
         name = source.name(numbers)
         stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))
         self.files.read_into(stored, name, source.form, region)
@@ -237,7 +237,7 @@ class _ShardReader:
         self.faulty[name] = count + int((~finite).sum()), max(beyond, largest), dtype
 
     def faults(self) -> list[str]:
-        """Return a message for each tensor with values that are not finite, in the order of the checkpoint's files."""
+        """Return a fault for each tensor with values that are not finite, in the order of the checkpoint's files."""
         told = []
         for name in (name for name in self.files.tensors if name in self.faulty):
             count, largest, dtype = self.faulty[name]

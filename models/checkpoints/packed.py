@@ -1,4 +1,4 @@
-"""Weights in four or eight bits, with a scale for each block of weights, converted as they are read.
+"""Packed weights: four or eight bits each, with a scale for each block of weights, converted as they are read.
 
 Two formats of public checkpoints are known: MXFP4, for gpt-oss's experts, and eight bits in square blocks, for DeepSeek
 V3.
@@ -25,7 +25,7 @@ MXFP4, FP8_BLOCKS = "MXFP4", "F8_E4M3 in blocks"
 DTYPES: dict[str, np.dtype] = {MXFP4: np.dtype(jnp.bfloat16), FP8_BLOCKS: np.dtype("float32")}
 """The dtypes into which packed weights are converted; bfloat16 holds the values of MXFP4 exactly."""
 
-#: The values of the sixteen codes of four bits: a sign, two bits of exponent and one of fraction.
+#: The values of the sixteen 4-bit codes, which have a sign, two bits of exponent and one of fraction.
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 _BLOCK = 128
 """Rows and columns of a block of eight-bit weights."""
@@ -33,13 +33,13 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that a checkpoint holds as codes and scales.
+    """A tensor that is stored as codes and scales.
 
     Attributes:
-        kind: the format, a key of `DTYPES`.
-        shape: the shape of its values.
-        codes: its codes: [X, R, C/32, 16] bytes of two codes each, whose values are [X, C, R]; or [R, C] codes.
-        scales: [X, R, C/32] exponents of two, plus 127; or [⌈R/128⌉, ⌈C/128⌉] float32.
+        kind: the storage format, a key of `DTYPES`.
+        shape: the shape of the tensor's values.
+        codes: the tensor of codes: [X, R, C/32, 16] bytes of two codes each, with values [X, C, R]; or [R, C] codes.
+        scales: the tensor of scales: [X, R, C/32] exponents of two, plus 127; or [⌈R/128⌉, ⌈C/128⌉] float32.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of codes and scales together."""
         each = 4 if self.kind == FP8_BLOCKS else 1
         return math.prod(self.codes.shape) + each * math.prod(self.scales.shape)
 
@@ -57,8 +57,8 @@ class Packed:
         """Return the values at indices `first` to `last` - 1 of the first dimension.
 
         Args:
-            first, last: the indices.
-            read: reads a stored tensor.
+            first, last: the first index, and the one after the last.
+            read: a function that reads a stored tensor.
         """
         codes = read(self.codes)
         if self.kind == FP8_BLOCKS:
@@ -78,8 +78,8 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     """Find the packed tensors of a checkpoint by the names of their parts.
 
     Returns:
-        All tensors, with each packed one under the name of its values; and the packed tensors by that name. Parts that
-        do not belong together are returned unchanged.
+        All tensors, in which each packed one replaces its parts under the name of its values; and the packed ones by
+        that name. Parts that do not belong together stay as they are.
     """
     found = dict(tensors)
     packed: dict[str, Packed] = {}

@@ -1,8 +1,8 @@
-"""A chat template, rendered in a separate process: `python rendering.py < REQUEST`, a line of JSON for an answer.
+"""Rendering of a chat template in a process of its own: `python rendering.py < REQUEST` answers with a line of JSON.
 
 A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals;
-limits on the process keep it from running for ever, or from doubling a string forty times. This file is run by its
-path, and imports only the standard library and jinja2, so that the process starts in a tenth of a second.
+limits on the process keep it from running forever, or from doubling a string forty times. This file is run by its path,
+and imports only the standard library and jinja2, so that the process starts in a tenth of a second.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `template`, its source; `variables`, by name; `characters`, the largest number that the template may
-            write; `seconds` of the processor and `bytes` of memory, the limits of this process, or null where the
-            system has no such limit; `path`, where to find jinja2.
+            write; `seconds` of processor time and `bytes` of memory, the limits of this process, or null where the
+            system has no such limit; `path`, the folders that have jinja2.
 
     Returns:
-        `text`, or else `error` and the `line` of the template, 0 if none is known.
+        `text`, or else `error` and the `line` of the template with the error, 0 if that is unknown.
 
     Example:
         >>> answer({"template": "{% for m in messages %}<{{ m.role }}>{% endfor %}", "path": sys.path,
@@ -60,12 +60,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(message: Any) -> str:
-    """Return the beginning of a message, since a template may have made the message very long."""
+    """Return the beginning of a message, which a template may have made very long."""
     return str(message)[:1000].encode("utf-8", "replace").decode()
 
 
 def _limit(seconds: int | None, most: int | None) -> None:
-    """Limit the resources of this process, as far as the system can."""
+    """Limit time and memory of this process, as far as the system can."""
     import resource
 
     for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most), (resource.RLIMIT_FSIZE, 0)):
@@ -81,7 +81,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation`, which marks the text of the model for masks of a loss; here it renders as its body."""
+        """The tag `generation`, which marks the model's text for loss masks; here it renders as its body."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -106,7 +106,7 @@ def _environment() -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """Python's dict, without its internals."""
+        """Python's dict, without access to its internals."""
 
         def __call__(self, *args: Any, **values: Any) -> dict:
             return dict(*args, **values)
@@ -136,7 +136,7 @@ def _environment() -> Any:
 
 
 def _line(traceback: TracebackType | None) -> int:
-    """Return the line of the template that raised an error."""
+    """Return the line of the template in which an error was raised."""
     line = 0
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename in ("<template>", "<unknown>"):

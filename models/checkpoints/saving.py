@@ -1,4 +1,4 @@
-"""Save a model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
+"""Saving a model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def save(
 ) -> None:
     """Write a model as a public checkpoint, in the first family that can express it.
 
-    The folder appears once it is complete; if anything fails, nothing is left behind.
+    The folder only appears when it is complete; if anything fails, nothing is left behind.
 
     Args:
-        model: a placed model, entirely on devices of this process.
+        model: a sharded model, entirely on devices of this process.
         directory: a new folder.
         tokenizer: the model's tokenizer, written to the same folder.
-        dtype: dtype of the tensors: float32, float16 or bfloat16; by default the dtype of the model's embedding table.
-        length: tokens of the longest sequence, for config.json; by default the model's `context_length`, or else 2048.
-            Families of relative positions have no such entry.
-        file_bytes: largest size of a file, unless a single tensor is larger.
+        dtype: the dtype of the tensors, float32, float16 or bfloat16; by default that of the model's embedding table.
+        length: number of tokens of the longest sequence, for config.json; by default the model's `context_length`, or
+            else 2048. Families with relative positions have no such entry.
+        file_bytes: largest size of a file in bytes, unless a single tensor is larger.
 
     Raises:
         CheckpointError (a ValueError): no family can express the model (the message gives all reasons), the folder
-            exists or cannot be written, or tensors have values that are NaN, infinite, or too large for the dtype (the
-            message lists all of them).
+        exists or cannot be written, or tensors have values that are NaN, infinite, or too large for the dtype (the
+        message lists all of them).
 
     Differs: if the model scales embedded tokens by √E and the family does not, √E is multiplied into the table, and
-        divided out of the last norm if the table is tied, so the function stays the same. Experts are dropless in a
-        checkpoint, so a model with a capacity gives the same logits only where it drops no token.
+        divided out of the last norm if the table is tied, so that the model stays the same function. Experts are
+        dropless in a checkpoint, so a model with a capacity has the same logits only where it drops no token.
     """
     config, target = model.config, Path(directory)
     doing = f"cannot save a checkpoint to {str(target)!r}:"
@@ -100,7 +100,7 @@ def save(
 
 
 def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
-    """Return factors for a family's tensors that make its scaling of embedded tokens equal to this model's."""
+    """Return factors of tensors that make the family's scaling of embedded tokens equal to that of this model."""
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
     of_norm = ratio
@@ -119,9 +119,9 @@ def _write_tensors(
     kind: str,
     most: int,
 ) -> list[str]:
-    """Write the files, and their index if there are several; return the faults of the tensors' values.
+    """Write the files, and an index if there are several; return the faults of the tensors' values.
 
-    `copies` are further names of the embedding table, each of which is written as a separate tensor.
+    `copies` are further names of the embedding table, under which it is also written.
     """
     every: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # a tensor may have parts of several parameters
     for path, source in table.items():
@@ -178,11 +178,11 @@ def _write_tensors(
 def _fill(
     tensor: np.ndarray, source: ParameterSource, numbers: tuple[int, ...], shards: list[Any]
 ) -> tuple[float, int]:
-    """Write a parameter into its part of a checkpoint's tensor, from the shards that hold its pieces.
+    """Write a parameter into its part of a checkpoint's tensor, from the shards of the parameter.
 
     Returns:
         The largest magnitude that overflowed in the tensor's dtype (0 if none did), and the number of values that are
-        not finite in the model.
+        already not finite in the model.
     """
     out, beyond, count = source.form.view(tensor), 0.0, 0
     assert np.shares_memory(out, tensor) or not out.size
@@ -208,6 +208,6 @@ def _fill(
 
 
 def _distinct(value: jax.Array) -> list[Any]:
-    """Return the shards of an array, one for each distinct region."""
+    """Return those shards of an array that hold distinct regions."""
     bounds = lambda shard: tuple(part.indices(size)[:2] for part, size in zip(shard.index, value.shape))  # noqa: E731
     return list({bounds(shard): shard for shard in value.addressable_shards}.values())

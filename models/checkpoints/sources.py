@@ -1,4 +1,4 @@
-"""The checkpoint tensors that make up each parameter, and the region of each tensor that a shard needs."""
+"""The checkpoint tensors that each parameter is read from, and the region of each tensor that a shard needs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter and the tensors that hold it: a single one, one per layer, or one per expert of every layer.
+    """A parameter and the tensors that store it: one, one per layer, or one per expert of every layer.
 
     Attributes:
-        row: the parameter, whose shape may be padded.
-        stored: the names and dimensions of its tensors.
-        factor: the parameter is factor · (tensor + offset).
-        layers: indices of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
-        sizes: the sizes of the dimensions of all parameters, without padding; Q is the query heads per key/value head.
+        row: the parameter, whose shape may include padding.
+        stored: names and dimensions of its tensors.
+        factor: the factor in: parameter = factor · (tensor + offset).
+        layers: the indices of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
+        sizes: the sizes of all dimensions without padding; Q is the number of query heads per key/value head.
     """
 
     row: ParameterRow
@@ -42,46 +42,46 @@ class ParameterSource:
 
     @cached_property
     def form(self) -> Form:
-        """The position of the parameter in a tensor."""
+        """The place of the parameter in each tensor."""
         own = dict(zip(self.row.spec.dims, self.row.real_shape))
         return Form.of(self.stored.dims, self.stored.part, {**self.sizes, **own})
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions of the parameter that number its tensors: layers, experts."""
+        """The dimensions of the parameter by which the names of its tensors are numbered: layers, experts."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The permutation from the parameter's dimensions, without the counted ones, to the tensor's dimensions."""
+        """The permutation from the parameter's dimensions, without counted ones, to those of the tensor."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
         return tuple(own.index("H" if dim == "Q" else dim) for dim in self.form.dims if dim in own or dim == "Q")
 
     def name(self, numbers: tuple[int, ...]) -> str:
-        """Return the name of the tensor at these indices of the counted dimensions."""
+        """Return the name of the tensor with these indices of the counted dimensions."""
         at = dict(zip(self.counted, numbers))
         return self.stored.name.format(**at | ({"N": self.layers[at["N"]]} if "N" in at else {}))
 
     def names(self) -> Iterator[str]:
-        """Yield the names of all tensors."""
+        """Yield the names of all tensors of the parameter."""
         yield from map(self.name, self.counts())
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
-        """Return the indices of the tensors of which a shard has parts; of all tensors if no shard is given."""
+        """Return the indices of the tensors of which a shard has parts, or of all tensors if no shard is given."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
         real = dict(zip(self.row.spec.dims, self.row.real_shape))
         return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into pieces: one, or several if padding or other heads lie between them.
+        """Cut a shard's part of a tensor into pieces: one, or several with padding or other heads between them.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
-            numbers: the indices of the tensor, one of `counts(index)`.
+            numbers: the indices of the tensor, an element of `counts(index)`.
 
         Yields:
-            The position of a piece in the shard, in the order of the parameter's dimensions, with integers for the
-            counted dimensions; and the region of the parameter that it covers, in the order of `form.dims`.
+            The place of a piece in the shard, in the order of the parameter's dimensions, with integers for the counted
+            ones; and the region of the parameter that it covers, in the order of `form.dims`.
         """
         at = dict(zip(self.counted, numbers))
         runs: list[list[tuple[int | slice, dict[str, slice]]]] = []
@@ -99,7 +99,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of real entries between start and stop: their offset from start, and their unpadded indices."""
+    """Yield the runs of real entries between start and stop: their offset from start, and their indices unpadded."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return
@@ -112,7 +112,7 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
 
 
 def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, dict[str, slice]]]:
-    """Cut a run of query heads wherever the query heads of the next key/value head begin."""
+    """Cut a run of query heads where the query heads of the next key/value head begin."""
     head = heads.start
     while head < heads.stop:
         group, first = divmod(head, queries)
@@ -123,7 +123,7 @@ def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, d
 
 
 def unplaced(path: str) -> tuple[str, int]:
-    """Split a parameter's path into its name in a family's table and the position of its block in the period.
+    """Split a parameter's path into its name in a family's table, and the position of its block in the period.
 
     Example:
         >>> unplaced("encoder.blocks.1.ffn.w_in"), unplaced("output.norm")
@@ -137,9 +137,9 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
     """Return the source of every parameter, by its path.
 
     Args:
-        checkpoint: gives the family's table and the factors.
-        config: the model.
-        layout: a `gspmd.Layout`.
+        checkpoint: the checkpoint, with the family's table and the factors.
+        config: the model configuration.
+        layout: the `gspmd.Layout` of the parameters.
     """
     sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
     others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is the width of a tensor's other part

@@ -1,4 +1,4 @@
-"""Special tokens that files other than tokenizer.json name, and the class that transformers uses for a tokenizer."""
+"""Special tokens named in other files than tokenizer.json, and the class of a tokenizer in transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GENERIC = "TokenizersBackend"
 
 _END = "<|endoftext|>"
 
-#: Class of transformers -> the special tokens that it has unless tokenizer_config.json names others, or null.
+#: Class in transformers -> its special tokens, unless tokenizer_config.json names others or null.
 _OF_CLASS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "CodeLlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
@@ -40,7 +40,7 @@ _OF_CLASS = {
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }  # fmt: skip
 
-#: model_type of config.json -> the class that transformers has for it. Other families have no class of their own.
+#: model_type in config.json -> the tokenizer class that transformers has for it; other families have none.
 _OF_FAMILY = {
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
@@ -53,12 +53,12 @@ _OF_FAMILY = {
     **dict.fromkeys(("olmo2", "olmo3", "nemotron"), _GENERIC),
 }
 
-#: Families whose published tokenizer_config.json names a wrong class; the class in `_OF_FAMILY` is taken instead.
+#: Families whose published tokenizer_config.json names a wrong class; that in `_OF_FAMILY` is used instead.
 _MISNAMED = {"qwen2", "phi3", "phimoe", "nemotron"}
 
 
 def read_settings(folder: Path, doing: str) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json, and of the other files that older versions of transformers wrote.
+    """Return the entries of tokenizer_config.json, and of files that older versions of transformers wrote.
 
     special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
 
@@ -74,12 +74,12 @@ def read_settings(folder: Path, doing: str) -> dict[str, Any]:
 
 
 def optional(path: Path, doing: str) -> dict[str, Any]:
-    """Return the entries of a JSON file, or no entries if there is no such file."""
+    """Return the entries of a JSON file, or none if there is no such file."""
     return read_json(path, doing) if os.path.lexists(path) else {}
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], tokenizer: str) -> str:
-    """Return the class that transformers' AutoTokenizer uses for a checkpoint.
+    """Return the name of the class that transformers' AutoTokenizer uses for a checkpoint.
 
     Args:
         settings: the entries of tokenizer_config.json.
@@ -119,9 +119,9 @@ def _content(name: str, token: Any, doing: str) -> str | None:
 
 
 def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], doing: str) -> None:
-    """Add the tokens that the settings describe, or name, to a tokenizer that lacks them.
+    """Add the tokens that the settings describe or name to a tokenizer, if it lacks them.
 
-    A token that is in the vocabulary already keeps its number; from now on it is found in a text as a whole.
+    A token that is already in the vocabulary keeps its id; from now on it is recognized in a text as a whole.
 
     Raises:
         CheckpointError: a description is faulty.

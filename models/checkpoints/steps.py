@@ -1,4 +1,4 @@
-"""The steps of tokenizers whose class in transformers builds them itself instead of reading tokenizer.json."""
+"""The processing steps of those tokenizers whose class in transformers builds them without reading tokenizer.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-# The contractions, words, digits and runs of others into which Qwen's texts are split.
+# The contractions, words, digits and runs of other characters into which Qwen splits texts.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -17,16 +17,16 @@ _PIECES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Replace the steps of tokenizer.json by the steps that the tokenizer's class in transformers builds.
+    """Replace the processing steps of tokenizer.json by those that the tokenizer's class in transformers builds.
 
     Since version 5, such a class reads the vocabulary, the merges, the added tokens and the last step from
-    tokenizer.json, but decides by itself how a text is normalised and split. Some files of Llama 2 and its descendants
-    have other steps: with these, a space before a text, or after a special token, would have a different id. GPT-NeoX
-    and T5 also decide which tokens begin and end a text.
+    tokenizer.json, but decides by itself how a text is normalized and split. Some files of Llama 2 and its descendants
+    have other steps, with which a space before a text, or after a special token, would get a different id. GPT-NeoX and
+    T5 also decide which tokens begin and end a text.
 
     Args:
-        backend: the library's tokenizer, with the steps of tokenizer.json.
-        made_by: the class, from `special.class_of`; all other classes leave the tokenizer unchanged.
+        backend: the tokenizer of the library, with the steps of tokenizer.json.
+        made_by: the class, from `special.class_of`; classes other than those above leave the tokenizer unchanged.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name.
     """
@@ -65,7 +65,7 @@ _NORMALIZERS = {
 
 
 def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
-    """Return a splitter of texts into words of bytes; with `prefix`, a space is put before the text."""
+    """Return a splitter of texts into words of bytes; with `prefix`, a space is first put before the text."""
     if made_by == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
@@ -76,9 +76,9 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 
 
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the splitter into pieces with ▁ for spaces.
+    """Return a splitter of texts into pieces in which ▁ stands for spaces.
 
-    With `prefix` the first piece begins with ▁; in legacy files, every piece after a special token does too.
+    With `prefix` the first piece begins with ▁; in legacy files, so does every piece after a special token.
     """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")

@@ -24,20 +24,20 @@ class Tokenizer:
     """A tokenizer of the `tokenizers` library, with the ids that end a text.
 
     Attributes:
-        ends: ids of end-of-text tokens.
-        begin: id of the beginning-of-text token; None if there is none.
+        ends: the ids of end-of-text tokens.
+        begin: the id of the beginning-of-text token, or None if there is none.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
-        templates: the chat templates by name.
+        templates: the chat templates, by name.
 
     Args:
-        backend: the library's tokenizer. Its truncation and padding are turned off, as they are in transformers unless
-            the caller asks for them.
-        ends: ids of end-of-text tokens.
-        begin: id of the beginning-of-text token.
+        backend: the tokenizer of the library. Its truncation and padding are turned off, as in transformers unless the
+            caller asks for them.
+        ends: the ids of end-of-text tokens.
+        begin: the id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
-        templates: the chat templates by name; "default" is used unless the caller names a different one.
+        templates: the chat templates, by name; "default" is used unless the caller names another one.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -93,24 +93,24 @@ class Tokenizer:
         """Return the ids of a chat, like transformers' `apply_chat_template`: the template writes all special tokens.
 
         The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
-        with limits of time, memory and output.
+        with limits on time, memory and output.
 
         Args:
             messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
             template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
                 there is one and `tools` are given.
-            prompt: whether the text ends with the opening of an answer.
-            **variables: other variables that the template reads, such as `tools` (a list of JSON schemas) or
+            prompt: whether the text ends with the beginning of an answer.
+            **variables: further variables for the template, such as `tools` (a list of JSON schemas) or
                 `enable_thinking`.
 
         Raises:
-            CheckpointError (a ValueError): there is no template, the template is faulty or refuses the messages, or it
-                exceeds a limit.
+            CheckpointError (a ValueError): there is no template, or the template is faulty, refuses the messages, or
+            exceeds a limit.
         """
         return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
-        """Return the ids of a text that an encoder reads: it ends with an end-of-text token, as in training.
+        """Return the ids of a text for an encoder, which ends with an end-of-text token, as in training.
 
         Example:
             >>> byte_tokenizer(358).source("f"), byte_tokenizer().source("f")
@@ -130,7 +130,7 @@ class Tokenizer:
         return self.backend.decode(list(tokens), skip_special_tokens=not special)
 
     def stream(self) -> TextStream:
-        """Return a decoder of one id at a time, to show text while it is generated."""
+        """Return a decoder that takes one id at a time, to show a text while it is generated."""
         return TextStream(self)
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def __contains__(self, token: int) -> bool:
-        """Return whether there is a token with this id; a model's table may have more rows than there are tokens."""
+        """Return whether a token has this id; a model's table may have more rows than there are tokens."""
         return self.backend.id_to_token(int(token)) is not None
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -167,26 +167,26 @@ class TextStream:
         self._decoder = decoders.DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """Add an id, and return the text that it completes; empty in the middle of a character."""
+        """Add an id, and return the text that it completes, which is empty in the middle of a character."""
         self._tokens.append(int(token))
         piece = self._decoder.step(self._tokenizer.backend, int(token)) or ""
         self._shown += piece
         return piece
 
     def end(self) -> str:
-        """Return the rest of the text: U+FFFD for the bytes of an incomplete character."""
+        """Return the rest of the text, with U+FFFD for the bytes of an incomplete character."""
         return self._tokenizer.decode(self._tokens)[len(self._shown) :]
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Read a checkpoint's tokenizer; `encode` gives the ids of transformers' AutoTokenizer.
+    """Read the tokenizer of a checkpoint, whose ids are those of transformers' AutoTokenizer.
 
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way. The last step of
     tokenizer.json decides which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and
     add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 decide this themselves: GPT-NeoX
     adds no token, and T5 adds the end. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
-    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
+    tokenizer_config.json names or describes are added if tokenizer.json does not have them.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
@@ -238,7 +238,7 @@ def _ids(
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
-    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has some."""
+    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has any."""
     key = f"{kind}_token_id"
     for file, entries in files.items():
         found = entries.get(key)
@@ -254,7 +254,7 @@ def _ids(
 
 
 def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
-    """Read a file and parse its text with the library, which would wait forever if it opened a FIFO itself."""
+    """Read a file, and parse its text with the library, which would wait forever if it opened a FIFO itself."""
     try:
         text = read_text(path)
         return text, tokenizers.Tokenizer.from_str(text)
@@ -272,8 +272,8 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
     Args:
         vocabulary: number of ids. More than 256 are for an encoder–decoder on bytes: 256 ends every text, 257 begins
-            every text of the decoder, and the sentinels `<extra_id_0>`, `<extra_id_1>` and so on are the last ids,
-            counted down.
+            every text of the decoder, and the last ids, counted down, are the sentinels `<extra_id_0>`, `<extra_id_1>`
+            and so on.
 
     Example:
         >>> byte_tokenizer().encode("def f"), len(byte_tokenizer())
@@ -299,14 +299,14 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a tokenizer with a run, and the checkpoint's config.json and generation settings.
+    """Save with a run its tokenizer, and the config.json and generation settings of its checkpoint.
 
     `gspmd generate` and `gspmd export` read them.
 
     Args:
-        folder: where to save them; created if needed.
+        folder: the folder to save them in, which is created if needed.
         tokenizer: the tokenizer.
-        checkpoint: the folder of the checkpoint that training started from; empty if it started from none.
+        checkpoint: the folder of the checkpoint from which training started; empty if there is none.
     """
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder)

@@ -1,4 +1,4 @@
-"""A batch that is generated together: texts in rows, prompts in chunks, sources, and the layouts for these rows."""
+"""A batch of texts that are generated together: texts in rows, prompts in chunks, sources, and their layouts."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ MOST_TEXTS = 2**16
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that programs are compiled for.
+    """The sizes for which programs are compiled.
 
     Attributes:
         rows: number of rows of the decode loop, R.
         prefill_rows: number of rows of a prefill, P.
-        chunk: tokens of a row that a prefill step reads.
-        room: tokens of a text that the cache can hold, T.
-        prefill, decode: the layouts, as returned by `phases`, without alternatives.
-        source: tokens of a source that the encoder reads and the cache can hold; 0 for a decoder-only model.
+        chunk: number of tokens of a row that a prefill step reads.
+        room: T, the number of tokens of a text for which the cache has room.
+        prefill, decode: the layouts, from `phases`, with alternatives resolved.
+        source: number of tokens of a source that encoder and cache have room for; 0 for a decoder-only model.
     """
 
     rows: int
@@ -63,13 +63,13 @@ class Batch:
     """Prompts, and the rows in which they are read and continued.
 
     Attributes:
-        prompts: the token ids of each prompt; in an encoder–decoder the prompts of the decoder, which begin with the
-            start token.
-        texts: number of texts; the samples of a prompt are neighbours.
+        prompts: the token ids of each prompt; in an encoder–decoder those of the decoder's prompts, which begin with
+            the start token.
+        texts: number of texts; the samples of a prompt are next to each other.
         sizes: the sizes of the programs.
-        owners: for each row of text, the index of its prompt; None for a row without a text.
-        shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
-        sources: the token ids of each prompt's source; none for a decoder-only model.
+        owners: for each row of the decode loop, the index of the prompt of its text; None for a row without a text.
+        shares: the prompt that each row of the prefill reads, and the prefill row that each row of text copies.
+        sources: the token ids of each prompt's source; empty for a decoder-only model.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -80,16 +80,16 @@ class Batch:
     sources: tuple[np.ndarray, ...] = ()
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's last prompt token, which the decode loop reads, and the number of tokens before it; [R]."""
+        """Return each row's last prompt token, which the decode loop reads first, and the number before it, [R]."""
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return the number of tokens of each prompt's text with this many new tokens; 0 where there is no prompt."""
+        """Return the length of each prompt's text with this many new tokens; 0 where there is no prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens [P, chunk] and counts [P] for every prefill step: the prompts without their last tokens."""
+        """Return tokens [P, chunk] and counts [P] for every prefill step, which leave out the prompts' last tokens."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -102,7 +102,7 @@ class Batch:
         return steps
 
     def source_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [P, T] of the sources of the prefill's rows, and how many of each are real, [P]."""
+        """Return the sources' tokens [P, T] in the rows of the prefill, and the number of real ones among them, [P]."""
         read = [np.zeros(0, np.int32) if at is None else self.sources[at] for at in self.shares.prompts]
         tokens = np.zeros((len(read), self.sizes.source), np.int32)
         for row, ids in zip(tokens, read):
@@ -129,27 +129,27 @@ def make_batch(
     cache_length: int | None = None,
     source_length: int | None = None,
 ) -> Batch:
-    """Lay out prompts and texts in rows and chunks, with the smallest number of rows that the mesh divides.
+    """Arrange prompts and texts in rows and chunks, with the smallest number of rows that the mesh divides.
 
     Args:
         config: the configuration of the model.
-        layout: the layout for decoding (see `phases`); the number of rows selects its alternatives.
-        prefill: the layout for reading prompts (see `phases`); None for the same layout.
-        mesh: devices with the layouts' axes.
-        prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
-            text, and may be empty; None if all are empty.
+        layout: the layout for decoding (see `phases`); the number of rows decides between its alternatives.
+        prefill: the layout for reading prompts (see `phases`); None for the same one.
+        mesh: a mesh with the axes of both layouts.
+        prompts: the token ids of each prompt, at least one. With an encoder they follow the start token of each text,
+            and may be empty; None if all are empty.
         tokens: the largest number of tokens that a text adds to its prompt.
-        sources: the token ids that the encoder reads for each prompt; at least one source; None if decoder-only.
-        samples: number of texts of each prompt.
-        beams: number of beams of each prompt, which all lie on one device; 0 without beams.
+        sources: the token ids that the encoder reads for each prompt, at least one; None for a decoder-only model.
+        samples: number of texts for each prompt.
+        beams: number of beams for each prompt, which are all on one device; 0 for no beam search.
         chunk: the largest number of tokens of a row that are read in one step.
-        cache_length: tokens of a text that the cache can hold; if None, the needed number, rounded up so that few
-            programs serve all lengths.
-        source_length: tokens of a source that the cache can hold; if None, chosen in the same way.
+        cache_length: number of tokens of a text for which the cache has room; by default the number needed, rounded up
+            so that few programs serve all lengths.
+        source_length: number of tokens of a source for which the cache has room; chosen in the same way by default.
 
     Raises:
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
-            or a source is longer than the cache or than the model was made for.
+            or a source is longer than the cache, or than the model was made for.
         LayoutError: the mesh does not divide the model's sizes, the chunk or the cache; or the caches of texts and of
             their sources are on different devices.
     """
@@ -188,7 +188,7 @@ def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
     beams: int,
 ) -> tuple[int, Any, Any]:  # fmt: skip
-    """Return the smallest number of rows for `texts` texts, and their layouts; beams of a prompt are on one device."""
+    """Return the smallest number of rows for `texts` texts, with layouts; beams of a prompt must share a device."""
     faults, step = [], max(beams, 1)
     # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
@@ -206,7 +206,7 @@ def _layouts(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
     cache_length: int | None,
 ) -> tuple[Any, Any] | None:  # fmt: skip
-    """Return the layouts for reading and for decoding these rows; None if the mesh does not divide the rows."""
+    """Return the layouts for reading and for decoding these rows, or None if the mesh does not divide the rows."""
     given = {} if cache_length is None else {"T": cache_length}
     # L, and T unless it is given, are chosen so that the mesh divides them.
     wanted = [{d: n for d, n in config.sizes(batch, 1).items() if d not in "LT"} for batch in (prefill_rows, rows)]
@@ -226,7 +226,7 @@ def read_sources(
     The arguments are those of `make_batch`.
 
     Raises:
-        GenerationError: a model with an encoder has no source, or one without an encoder has some; there is not one
+        GenerationError: a model with an encoder gets no source, or one without an encoder gets some; there is not one
             source for each prompt, a source is empty or too long, or a token is not in the vocabulary.
     """
     if not config.encoder_layers:
@@ -246,13 +246,13 @@ def read_sources(
 
 
 def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, called: str) -> tuple[np.ndarray, ...]:
-    """Return texts as arrays, after checking that none is empty and all tokens are in the vocabulary.
+    """Return texts as arrays after checking that none is empty and all tokens are in the vocabulary.
 
     Args:
         vocabulary: number of tokens.
         texts: the token ids of each text.
-        empty: the error for an empty text.
-        called: the word for a text in errors, such as "prompt".
+        empty: the error message for an empty text.
+        called: the word for a text in error messages, such as "prompt".
 
     Raises:
         GenerationError: a text is empty, or has a token that is not in the vocabulary.
@@ -277,12 +277,12 @@ def checked(
     chunk: int,
     cache_length: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the prompts as arrays, after the checks that do not depend on a layout.
+    """Return the prompts as arrays after the checks that do not depend on a layout.
 
     The arguments are those of `make_batch`.
 
     Raises:
-        GenerationError: see `read_prompts`; or a text is longer than the model was made for.
+        GenerationError: a prompt is wrong, as in `read_prompts`, or a text is longer than the model was made for.
     """
     held = read_prompts(config.vocabulary, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
     check_length(config, max(map(len, held)), tokens)
@@ -301,7 +301,7 @@ def read_prompts(
     """Return the prompts of any model as arrays, after checking them.
 
     Args:
-        vocabulary: number of tokens of the model's vocabulary.
+        vocabulary: number of tokens in the model's vocabulary.
         prompts, tokens, samples, chunk, cache_length: see `make_batch`.
 
     Raises:
@@ -319,7 +319,7 @@ def read_prompts(
 
 
 def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
-    """Refuse texts that are longer than the cache or the model's limit, and more texts than a batch may have."""
+    """Raise an error about texts longer than the cache or the model allows, or more texts than a batch may have."""
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
@@ -338,7 +338,7 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
 
 
 def coarse(size: int) -> int:
-    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ..., by at most a quarter, so that few programs suffice."""
+    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., by at most a quarter, so that few programs suffice."""
     return 16 if size <= 16 else _rounded(size, 2 ** ((size - 1).bit_length() - 3))
 
 

@@ -1,4 +1,4 @@
-"""Beam search on the devices: the likeliest beginnings of every text are continued, and the best complete text wins."""
+"""Beam search on the devices: the likeliest beginnings of every text are continued; the best complete text wins."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _LOWEST = np.float32(-1e9)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BeamSearch:
-    """The beams of G texts, b of each in neighbouring rows: the loop's carry, whose buffers are donated.
+    """The beams of G texts, b for each in adjacent rows: the carry of the loop, whose buffers are donated.
 
     Attributes:
-        cache: the cache of the tokens that were read, of G · b rows.
-        tokens: [G · b] int32, each beam's last token, which is not read yet.
-        scores: [G, b] float32, the sum of the log-probabilities of each beam's new tokens; the best comes first.
-        texts: [G, b, M] int32, these tokens.
+        cache: the cache of the tokens read so far, with G · b rows.
+        tokens: [G · b] int32, the last token of each beam, which has not been read yet.
+        scores: [G, b] float32, the sum of log-probabilities of each beam's new tokens, the best beam first.
+        texts: [G, b, M] int32, the new tokens of each beam.
         end_scores: [G, b] float32, the scores of the best texts that have ended, the best first.
-        end_texts: [G, b, M] int32, their tokens.
-        end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for a text that does not exist
+        end_texts: [G, b, M] int32, the new tokens of these texts.
+        end_lengths: [G, b] int32, the number of their new tokens, without a stop token; -1 where there is no such text
             yet.
         going: [G] bool, whether a beam may still become better than the texts that have ended.
-        undefined: [G] bool, whether some logits have been NaN or infinite.
-        step: int32, the number of new tokens of each beam.
+        undefined: [G] bool, whether some logits were NaN or infinite.
+        step: int32, the number of new tokens in each beam.
     """
 
     cache: Cache
@@ -67,16 +67,16 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Refuse settings that beam search does not support, and settings of beam search if there are no beams.
+    """Raise an error about settings that beam search does not support, or about its settings without beams.
 
     Args:
-        beams: the number of beams of each text; 0 for none.
+        beams: the number of beams of each text; 0 for no beam search.
         length_penalty: the exponent of a text's length.
-        samples: texts of each prompt.
-        draws: whether the sampling settings differ from their defaults.
-        vocabulary: number of tokens.
+        samples: number of texts for each prompt.
+        draws: whether any sampling setting differs from its default.
+        vocabulary: number of tokens in the vocabulary.
         stops: number of tokens that end a text.
-        n_best: texts of each prompt that the search returns.
+        n_best: number of texts for each prompt that the search returns.
 
     Raises:
         GenerationError: the settings have faults; the message lists all of them.
@@ -110,30 +110,31 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         score(text) = sum over its new tokens of log p(token | earlier tokens) / |new tokens| ^ length_penalty
 
     In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
-    continuations, at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; among the
-    rest, the b likeliest are the next beams. The b ends with the best scores are kept. A text is complete once it has b
-    ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the limit on
-    tokens, beams end as they are.
+    continuations, but at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; the b
+    likeliest of the others are the next beams. The b ends with the best scores are kept. A text is complete once it has
+    b ends, and the score of its best beam, at its present length, is not above the worst score of an end. When the
+    limit on tokens is reached, beams end as they are.
 
-    Every device finds the likeliest tokens of its own part of the vocabulary, and only these are gathered, not the
-    logits. A text's beams lie together on one device, so that each device reorders the rows of its own cache, layer by
-    layer, and nothing is sent for it. Rows of encoded sources are the same for all beams and stay.
+    Every device finds the likeliest tokens in its own part of the vocabulary, and only these are gathered, not the
+    logits. The beams of a text are on one device, so that each device reorders the rows of its own cache, layer by
+    layer, and nothing is sent for it. Rows of encoded sources are the same for all beams, and stay in place.
 
     Args:
-        model: see `decode_step`.
+        model: the model, as for `decode_step`.
         beams: the number of beams of each text, b.
-        length_penalty: the exponent of a text's length; above 0 it favours longer texts, below 0 shorter ones.
-        stop: tokens that end a text; they count in its length and its score, and are not part of it.
+        length_penalty: the exponent of a text's length; above 0 it favors longer texts, below 0 shorter ones.
+        stop: the tokens that end a text; they count in its length and its score, but are not part of it.
 
     Returns:
         A pure function, to be compiled with the search donated, of the weights, the search, and two int32 scalars: the
-        number of steps after which it returns, and the most new tokens of a text. Everything except weights and cache
-        is replicated.
+        number of steps after which it returns, and the most new tokens of a text. Everything but weights and cache is
+        replicated.
 
-    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length. Differs: the penalty
-    is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end as in
-    `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same texts: a beam
-    that ends is replaced by the next one, and the search does not wait for a longer text that might overtake the ends.
+    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores normalized by length. Differs: the penalty is |Y|^α
+        instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end as in
+        `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same texts: a
+        beam that ends is replaced by the next one, and the search does not wait for a longer text that might overtake
+        the ends.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -188,19 +189,19 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
 
 
 def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probabilities of the likeliest tokens of every row, and the tokens, replicated.
+    """Return the log-probabilities of every row's likeliest tokens, and these tokens, replicated.
 
-    Every device finds `count` tokens of its own part of the vocabulary. With n parts, n · (count + 1) float32 and
-    n · count int32 of each row are gathered.
+    Every device finds `count` tokens in its own part of the vocabulary. With n parts, n · (count + 1) float32 and n ·
+    count int32 per row are gathered.
 
     Args:
         logits: [B, V] float32.
         spec: the spec of the logits.
-        count: the number of tokens to find; fewer if the vocabulary has fewer.
+        count: the number of tokens to find; there are fewer if the vocabulary has fewer.
 
     Returns:
-        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; among equal ones, the lowest token
-        is first. A row whose logits are NaN or infinite has a first log-probability that is not finite.
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equally likely ones, the lowest
+        comes first. If logits of a row are NaN or infinite, its first log-probability is not finite.
     """
     found = Spec(("B", "C"), spec.axes)
     whole = Spec(("B", "C"), ((), ()))
@@ -230,12 +231,12 @@ def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _rows_on_a_device(rows: Spec, count: int) -> int:
-    """Return the number of rows on one device if there are `count` rows in all."""
+    """Return the number of rows on one device out of `count` rows in all."""
     return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
 
 
 def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
-    """Return the layers [N, B, ...] with the rows that `sources` [B] names; one layer at a time, in place."""
+    """Return layers [N, B, ...] with the rows named by `sources` [B], reordered in place, one layer at a time."""
 
     def layer(number: jax.Array, array: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
@@ -245,17 +246,17 @@ def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
 
 
 def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, room: int) -> BeamSearch:
-    """Return a search whose beams have no tokens yet.
+    """Return the state of a search whose beams have no new tokens yet.
 
-    All beams of a text are equal at first, so all except the first one begin with the lowest score.
+    At first all beams of a text are equal, so all but the first of them begin with the lowest score.
 
     Args:
-        cache: the cache of the prompts without their last tokens.
+        cache: the cache after reading the prompts without their last tokens.
         tokens: [G · b] int32, the last token of the prompt of each row.
-        groups: number of texts with rows, G.
-        texts: number of real texts among them; the others only fill rows.
+        groups: G, the number of texts for which there are rows.
+        texts: number of real texts among these; the others only fill up rows.
         beams: the number of beams of each text, b.
-        room: M, the largest number of tokens of a text, or more.
+        room: M, the room for new tokens of a text, at least the largest number of them.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)
     nothing: Any = np.zeros((groups, beams, room), np.int32)

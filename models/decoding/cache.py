@@ -57,22 +57,22 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Any, Any, Any, Any]:
-        """The arrays with a leading N: keys, values and their scales."""
+        """The arrays with a leading dimension N for layers: keys, values and their scales."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: the tokens for which a row has room, if some layer keeps all of them."""
+        """The largest T of all layers: the number of tokens per row for which there is room if some layer keeps all."""
         return max(keys.shape[3] for keys in self.keys)
 
 
 def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spec:
-    """Return the spec [B, K, T, D] of one layer's keys and values, from `Layout.cache`, which is written BTKD.
+    """Return the spec [B, K, T, D] of one layer's keys or values, from `Layout.cache`, where it is written BTKD.
 
     Args:
-        layout: the layout that places the cache.
-        line: the line of a text's own tokens, or of its encoded source.
-        latent: whether the cache holds latents, which all heads share; then K is 1 and unsharded.
+        layout: the layout that has the spec of the cache.
+        line: the line of the cache: that of a text's own tokens, or that of its encoded source.
+        latent: whether the cache holds latents, which all heads share, so that K is 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
     spec = Spec(dims, tuple(map(held.axes_of, dims)))
@@ -80,7 +80,7 @@ def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spe
 
 
 def stacked(spec: Spec) -> Spec:
-    """Return the spec of all layers: `spec` after a leading N, which is unsharded."""
+    """Return the spec for all layers together: `spec` with a leading, unsharded dimension N."""
     return Spec(("N", *spec.dims), ((), *spec.axes))
 
 
@@ -95,22 +95,21 @@ def abstract_cache(
     int8: bool = False,
     source_length: int = 0,
 ) -> Cache:
-    """Return the shapes, dtypes and shardings of an `empty_cache`; nothing is allocated.
+    """Return an `empty_cache` as shapes, dtypes and shardings; nothing is allocated.
 
     Args:
         config: the configuration of the model.
-        layout: the layout whose `cache` places keys and values.
-        mesh: devices with the layout's axes.
+        layout: the layout, whose `cache` has the specs of keys and values.
+        mesh: a mesh with the axes of the layout.
         batch: number of rows, B.
-        length: number of tokens of a text that the cache can hold, T.
-        dtype: dtype of keys and values.
-        int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
-        source_length: number of tokens of a source that the cache can hold, if the model has an encoder.
+        length: T, the number of tokens of a text for which the cache has room.
+        dtype: the dtype of keys and values.
+        int8: whether to store them as int8 instead, with a float32 scale for each token and head.
+        source_length: number of tokens of a source for which the cache has room, if the model has an encoder.
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
-        ValueError: the model has an encoder, but there is no room for sources; or there is room for sources, but no
-            encoder.
+        ValueError: the model has an encoder but the cache has no room for sources, or the reverse.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -166,15 +165,15 @@ def empty_cache(
     source_length: int = 0,
     totals: Sequence[int] | np.ndarray | None = None,
 ) -> Cache:
-    """Return a sharded cache that holds no token.
+    """Return a sharded cache without any tokens.
 
     Args:
         config, layout, mesh, batch, length, dtype, int8, source_length: see `abstract_cache`.
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: `abstract_cache` raises one of these; or totals are missing, or are given although
-            nothing depends on them.
+        SpecError, ValueError: the cache is not possible, as in `abstract_cache`; or totals are missing, or are given
+            although nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -1,4 +1,4 @@
-"""Text generation: continue prompts, and return tokens in bursts."""
+"""Text generation: prompts are continued, and tokens are returned in bursts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .steps import decode_step, encode_step, prefill_step
 
 @dataclass(frozen=True)
 class Burst:
-    """The next tokens of every text.
+    """The next tokens of every text, which reach the host together.
 
     Attributes:
-        tokens: the new tokens of each text, in order; empty for a text that has ended.
-        ended: whether each text is complete.
-        seconds: seconds since the prompts were sent to the devices, without compilation.
-        scores: the score of each text that beam search found, see `beam_loop`; empty before the search ends, and for
+        tokens: the new tokens of each text, in order; none for a text that has ended.
+        ended: for each text, whether it is complete.
+        seconds: seconds since the prompts were sent to the devices, not counting compilation.
+        scores: the score of each text found by beam search (see `beam_loop`); empty before the search ends, and for
             sampled texts.
     """
 
@@ -55,9 +55,9 @@ class Generated:
 
     Attributes:
         texts: the tokens of each text, without its prompt and without a stop token.
-        first_token: seconds until every text had its first token; with beams, until all texts were complete.
+        first_token: seconds until every text had its first token; with beam search, until all texts were complete.
         seconds: seconds until the last token.
-        scores: the score of each text that beam search found, see `beam_loop`; empty for sampled texts.
+        scores: the score of each text found by beam search (see `beam_loop`); empty for sampled texts.
     """
 
     texts: list[list[int]]
@@ -67,7 +67,7 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all texts together, from the second token on; 0 if there are none."""
+        """Tokens per second over all texts, from the second token of each; 0 if there are none."""
         later = sum(max(0, len(text) - 1) for text in self.texts)
         return later / (self.seconds - self.first_token) if later and self.seconds > self.first_token else 0.0
 
@@ -75,29 +75,29 @@ class Generated:
 class Generator:
     """Continues prompts, or writes a text for each source of an encoder–decoder, on all devices of a mesh.
 
-    Sources are encoded first, each once. Prompts are read in chunks of fixed length, except for each text's last token,
-    which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt that several texts share
-    is read once. Apart from rounding, a text depends only on its source, its prompt, its seed and the settings, not on
-    other texts, chunks, bursts or layouts.
+    Sources are encoded first, each once. Prompts are read in chunks of fixed length, except for each text's last prompt
+    token, which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt that several texts
+    share is read once. Apart from rounding, a text depends only on its source, its prompt, its seed and the settings,
+    not on other texts, chunks, bursts or layouts.
 
-    The devices hold the weights once: placed as the layout stores them, in the order of dimensions that the compiler
-    chose for the decode loop. `model` becomes the model that holds them; if the caller keeps the old model too, the
-    weights that were moved take memory twice.
+    The devices hold the weights only once: sharded as the layout stores them, in the memory order that the compiler
+    chose for the decode loop. `model` becomes the model that holds them. If the caller keeps the old model too, weights
+    that were moved take memory twice.
 
     Args:
-        model: a placed model; its experts drop no token (see `for_serving`).
-        layout: a `gspmd.Layout`, by default the model's own. Its phase `prefill` is for reading sources and
-            prompts; its phase `decode` is for decoding, and places weights and cache. The number of rows in a batch
-            selects among its alternatives.
-        prefill: a different layout for reading prompts, with the same mesh axes.
+        model: a sharded model, whose experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`, by default that of the model. Its phase `prefill` is for reading sources and prompts;
+            its phase `decode` is for decoding, and has the specs of stored weights and cache. The number of rows in a
+            batch decides between its alternatives.
+        prefill: another layout for reading prompts, with the same mesh axes.
         chunk: the largest number of tokens of a prompt that are read in one step.
-        burst: number of tokens of a text that come to the host together.
-        int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
-        compiled: a function that is called when the programs are compiled, before the first one runs; several processes
-            use it to wait for one another.
+        burst: number of tokens of each text that are copied to the host together.
+        int8: whether keys and values are stored as int8, with a float32 scale for each token and head.
+        compiled: a function that is called when all programs have been compiled, before the first one runs; with
+            several processes, it lets them wait for one another.
 
     Raises:
-        GenerationError: burst is less than 1, or the router reads later tokens.
+        GenerationError: burst is less than 1, or the router looks at later tokens (expert choice).
 
     Example:
         >>> import gspmd_models as models
@@ -147,7 +147,7 @@ class Generator:
         self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts when they are complete; see `stream` for arguments and errors."""
+        """Continue prompts, and return all texts when they are complete; arguments and errors are those of `stream`."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
         # With beams, every burst but the last is empty.
@@ -171,34 +171,34 @@ class Generator:
         source_length: int | None = None,
         ended: Collection[int] = (),
     ) -> Iterator[Burst]:
-        """Continue prompts, burst by burst; call and iterate under `jax.set_mesh`.
+        """Continue prompts, yielding burst by burst; call and iterate under `jax.set_mesh`.
 
         Args:
             prompts: token ids of each prompt, at least one. For an encoder–decoder, the tokens with which each text
                 begins after the configuration's `start_token`, such as that of a language; None if there are none.
             tokens: the largest number of tokens that a text adds to its prompt.
-            sources: for an encoder–decoder, the token ids of each source, at least one; one for each prompt.
-            samples: number of texts for each prompt. Text number i, counted over all prompts, has the seed `seed + i`.
-            sampling: how tokens are drawn.
+            sources: for an encoder–decoder, the token ids of each source, at least one, and one for each prompt.
+            samples: number of texts for each prompt. Text number i, counting over all prompts, has the seed `seed + i`.
+            sampling: the settings by which tokens are drawn.
             seed: seed of the first text; the seeds of all texts must be from 0 to 2³² - 1.
-            beams: number of beams of a search for the likeliest text, see `beam_loop`; 0 for sampling.
-            length_penalty: exponent of the length by which this search divides the score of a text.
-            n_best: number of texts of each prompt that this search returns, the best first, at most `beams`.
+            beams: number of beams in a search for the likeliest text (see `beam_loop`); 0 for sampling.
+            length_penalty: exponent of the length by which the search divides the score of a text.
+            n_best: number of texts for each prompt that the search returns, the best first; at most `beams`.
             stop: tokens that end a text; they are not part of it.
-            cache_length: tokens of a text that the cache can hold; by default as many as needed, or a few more.
-            source_length: tokens of a source that the cache can hold; the default is chosen in the same way.
-            ended: numbers of texts to end early; the caller may add to it between two bursts. Texts of beams do not end
-                early.
+            cache_length: number of tokens of a text for which the cache has room; by default as needed, or a few more.
+            source_length: number of tokens of a source for which the cache has room; the same default.
+            ended: indices of texts to end early, to which the caller may add between two bursts. Texts of beam search
+                do not end early.
 
         Returns:
-            An iterator of bursts; the first one holds the first token of every text. With beams, all bursts
-            before the last one are empty, and the last one has `n_best` texts for each prompt, with their scores.
+            An iterator of bursts; the first one has the first token of every text. With beam search, all bursts before
+            the last one are empty, and the last one has `n_best` texts for each prompt, with their scores.
 
         Raises:
             GenerationError: there is nothing to continue; a prompt has a token outside the vocabulary; a text is longer
                 than the cache or than the model was made for; a seed has more than 32 bits; a model with an encoder has
-                no sources, or one without has some; settings do not go together; or, while iterating, the logits of a
-                text are NaN. In the last case, the burst with the tokens before the NaN is yielded first.
+                no sources, or one without has some; settings contradict each other; or, while iterating, the logits of
+                a text are NaN. In the last case, the burst with the tokens before the NaN is yielded first.
             LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
         """
         draws, stop = sampling != PLAIN or seed != 0, tuple(stop)
@@ -221,7 +221,7 @@ class Generator:
         cache_length: int | None = None,
         source_length: int | None = None,
     ) -> Batch:
-        """Lay prompts out in rows and chunks; see `stream` for arguments and errors."""
+        """Arrange prompts in rows and chunks; arguments and errors are those of `stream`."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
             config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,
@@ -316,9 +316,9 @@ class Generator:
     # -- programs, compiled once for each set of sizes ----------------------------------------------------------------
 
     def programs(self, sizes: Sizes, *, fresh: bool = False) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
-        """Return the steps `prefill` and `decode` (`prefill_step`, `decode_step`), each with its abstract arguments.
+        """Return the steps `prefill` and `decode` (see `prefill_step`, `decode_step`), each with abstract arguments.
 
-        With an encoder, `encode` (`encode_step`) comes first.
+        With an encoder, `encode` (see `encode_step`) comes first.
         """
         mesh, reader, writer = jax.sharding.get_mesh(), self._served(sizes.prefill), self._served(sizes.decode)
         small, large = (self.abstract_cache(sizes, rows) for rows in (sizes.prefill_rows, sizes.rows))
@@ -335,7 +335,7 @@ class Generator:
         }
 
     def _loop(self, sizes: Sizes, sampling: Sampling, stop: tuple[int, ...]) -> Any:
-        """Return the program that decodes a burst."""
+        """Return the compiled program that decodes a burst."""
         weights, each, large = self.programs(sizes)["decode"][1]
         rows, mesh = WrittenTexts(large, each, each), jax.sharding.get_mesh()
         inputs = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
@@ -345,7 +345,7 @@ class Generator:
         return self._decoding(name, function, (weights, rows, *others), out)
 
     def _beams(self, sizes: Sizes, beams: int, length_penalty: float, stop: tuple[int, ...], room: int) -> Any:
-        """Return the program that continues a search of beams."""
+        """Return the compiled program that continues a beam search."""
         weights, each, large = self.programs(sizes)["decode"][1]
         mesh = jax.sharding.get_mesh()
         search = begin(large, each, sizes.rows // beams, 0, beams, room)
@@ -357,9 +357,9 @@ class Generator:
         return self._decoding(name, function, (weights, like, count, count), _places(like))
 
     def _decoding(self, name: Any, function: Callable, given: Sequence[Any], out: Any) -> Any:
-        """Return a loop of decode steps.
+        """Return a compiled loop of decode steps.
 
-        The first loop compiled for weights with these shardings chooses their order in memory, for all programs.
+        The first loop that is compiled for weights with these shardings chooses their memory order, for all programs.
         """
         weights = given[0]
         formats = self._formats.get(_placements(weights)) or any_order(weights)
@@ -390,7 +390,7 @@ class Generator:
         return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """Return the weights in the placement and format of a layout's programs, after moving those that differ."""
+        """Return the weights in the sharding and format of a layout's programs, after moving those that differ."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
@@ -404,7 +404,7 @@ class Generator:
         return weights
 
     def _served(self, layout: Layout) -> Transformer:
-        """Return the model in a layout, with shapes in place of weights."""
+        """Return the model under another layout, with shapes instead of weights."""
         key = layout, jax.sharding.get_mesh()
         if key not in self._models:
             self._models[key] = served(with_arrays(self.model, shapes(arrays(self.model))), layout)
@@ -419,7 +419,7 @@ class Generator:
         out: Any,
         weights: Formats | None = None,
     ) -> Any:
-        """Compile a function once, with the formats `weights` for its first argument."""
+        """Compile a function, once, with the formats `weights` for its first argument."""
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
             placed: dict[str, Any] = {}
@@ -442,11 +442,11 @@ def _placements(weights: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any) -> str:
-    """Return the message for a text whose logits are NaN, with the paths of the weights that cause it.
+    """Return the message about a text whose logits are NaN, with the paths of the weights that cause it.
 
     Args:
-        text: its number.
-        count: number of the text's tokens before the NaN; None with beams, whose texts are lost.
+        text: the number of the text.
+        count: number of tokens of the text before the NaN; None with beam search, whose texts are lost.
         weights: the paths of the weights that are not finite.
         dtype: the compute dtype.
     """
@@ -463,7 +463,7 @@ def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any)
 
 
 def _put(values: Any, dtype: Any = np.int32) -> jax.Array:
-    """Put an array on all devices."""
+    """Put an array on all devices, replicated."""
     return jax.device_put(np.asarray(values, dtype), NamedSharding(jax.sharding.get_mesh(), jax.P()))
 
 

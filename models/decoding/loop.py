@@ -1,4 +1,4 @@
-"""The decode loop on the devices: read a token of every row, sample the next one, until all rows have ended."""
+"""The decode loop on the devices: it reads a token of every row and samples the next, until all rows have ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = -1
 UNDEFINED = -2
 """The value in the output of a row that ends because its logits have a NaN, or no token that can be drawn."""
 
-# At lower temperatures the logits of a correct model overflow float32, and would be reported as NaN.
+# Lower temperatures make the logits of a correct model overflow float32, which would be reported as NaN.
 _LEAST_TEMPERATURE = 1e-30
 
 
@@ -87,11 +87,11 @@ PLAIN = Sampling()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WrittenTexts:
-    """The texts that are being written, one in each row: the loop's carry, whose buffers are donated.
+    """The texts being written, one in each row: the carry of the loop, whose buffers are donated.
 
     Attributes:
-        cache: the cache of the tokens that were read.
-        tokens: [B] int32, each row's last token, which is not read yet.
+        cache: the cache of the tokens that have been read.
+        tokens: [B] int32, each row's last token, which has not been read yet.
         left: [B] int32, the number of tokens that a row may still add; 0 for a row that has ended.
     """
 
@@ -108,20 +108,20 @@ Loop = Callable[
 def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], steps: int) -> Loop:
     """Build the loop: (weights, rows, seeds, alive, limit) -> (rows, tokens).
 
-    A row's random numbers depend only on its seed and on the position in its text. So a text does not depend on the
-    other rows, on the layout, or on where a burst of steps ends.
+    The random numbers of a row depend only on its seed and on the position in its text. So a text does not depend on
+    the other rows, on the layout, or on where a burst of steps ends.
 
     Args:
-        model: see `decode_step`.
-        sampling: the settings with which tokens are drawn.
+        model: the model, as for `decode_step`.
+        sampling: the settings by which tokens are drawn.
         stop: tokens that end a row; they are not part of its text.
-        steps: the largest number of steps of one call: a burst, whose tokens are copied to the host together.
+        steps: the largest number of steps in one call: a burst, whose tokens are copied to the host together.
 
     Returns:
         A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
-        bool (False ends a row), and limit, an int32 scalar, the number of steps to run. It returns the rows
-        and tokens [B, steps] int32, `UNDEFINED` where logits give no token, and `NOTHING` after a row's end.
-        Everything except weights and cache is replicated.
+        bool (False ends a row), and limit, an int32 scalar, the number of steps to run. It returns the rows and tokens
+        [B, steps] int32: `UNDEFINED` where logits give no token, and `NOTHING` after a row's end. Everything but
+        weights and cache is replicated.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")

@@ -1,4 +1,4 @@
-"""Weights in device memory: their formats, which the compiler chooses, and a check for NaN and infinity."""
+"""Weights in device memory: formats, in which the compiler may choose the memory order, and a check for NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Formats = Mapping[str, Format]
 
 
 def any_order(weights: Mapping[str, Any]) -> dict[str, Format]:
-    """Return formats with the weights' shardings that let the compiler choose their order of dimensions in memory.
+    """Return formats with the weights' shardings in which the compiler may choose the memory order of dimensions.
 
     With JAX's default order, the TPU compiler copies query projections with few heads per device in every layer: this
     takes 7 of 38 ms in a decode step of PaLM 540B on 64 TPU v4 (libtpu 0.0.42). On CPUs the order stays the default.
@@ -28,15 +28,15 @@ def shapes(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def format_of(x: Any) -> Format:
-    """Return the format of an array; the type annotations of `jax.Array` lack this attribute."""
+    """Return the format of an array; a function, because the type annotations of `jax.Array` lack the attribute."""
     return x.format
 
 
 def put(weights: dict[str, jax.Array], formats: Formats) -> None:
-    """Bring weights to these formats one by one, so that each old copy can be freed before the next one moves.
+    """Convert weights to these formats one by one, so that each old copy can be freed before the next conversion.
 
     Args:
-        weights: the weights by path, changed in place; a weight that already has its format stays the same array.
+        weights: the weights by path, which are replaced in place; those that already have their format stay.
         formats: the format of each weight.
     """
     for path, wanted in formats.items():
@@ -45,6 +45,6 @@ def put(weights: dict[str, jax.Array], formats: Formats) -> None:
 
 
 def not_finite(weights: Mapping[str, jax.Array]) -> list[str]:
-    """Return the paths of weights, or of their scales, that have a NaN or an infinity."""
+    """Return the paths of weights, or of their scales, that contain a NaN or an infinity."""
     faulty = jax.jit(lambda x: ~jnp.isfinite(x).all())
     return [path for path, x in weights.items() if jnp.issubdtype(x.dtype, jnp.floating) and bool(faulty(x))]

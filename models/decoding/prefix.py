@@ -1,4 +1,4 @@
-"""Shared prompts: each is read once, and its part of the cache is copied to the row of each text that has it."""
+"""Shared prompts: each is read only once, and its part of the cache is copied to the rows of all its texts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .cache import CROSS, SELF, Cache, cache_spec, stacked
 
 @dataclass(frozen=True)
 class Shares:
-    """The prompt that each row of the prefill reads, and the prefill row that each row of text continues.
+    """The prompt that each row of the prefill reads, and the row of the prefill that each row of text continues.
 
     Attributes:
-        prompts: for each row of the prefill, the index of its prompt; None for a row without a prompt.
-        sources: [R] int32, for each row of text, the row of the prefill that it copies, counted on its own device;
-            None if every row of text has its own row of the prefill, so that nothing is copied.
+        prompts: for each row of the prefill, the index of its prompt, or None if it has none.
+        sources: [R] int32, for each row of text, the row of the prefill that it copies, counted on its own device; None
+            if every row of text has a row of the prefill to itself, so that nothing is copied.
     """
 
     prompts: tuple[int | None, ...]
@@ -32,7 +32,7 @@ class Shares:
 
 
 def most_prompts(owners: Sequence[int | None], shards: int) -> int:
-    """Return the largest number of prompts in the rows of one shard; rows without a text count as one further prompt.
+    """Return the largest number of prompts in the rows of one shard, counting rows without a text as one prompt.
 
     >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
     (1, 2)
@@ -41,12 +41,12 @@ def most_prompts(owners: Sequence[int | None], shards: int) -> int:
 
 
 def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
-    """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row has to be sent.
+    """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row must be sent.
 
     Args:
-        owners: for each row of text, the index of its prompt; None for a row without a text.
-        shards: number of shards of the cache's batch; it divides the rows.
-        each: rows of the prefill in each shard, at least `most_prompts`.
+        owners: for each row of text, the index of its prompt, or None if it has no text.
+        shards: number of shards of the cache's batch, which divides the rows.
+        each: number of rows of the prefill in each shard, at least `most_prompts`.
 
     Example:
         >>> shares([0, 0, 0, 1, 1, 1], shards=2, each=1)
@@ -75,15 +75,15 @@ def copy_rows(
     *,
     layout: Layout,
 ) -> Cache:
-    """Return a cache whose rows are copies of rows of `cache`; each device copies its own rows, so nothing is sent.
+    """Return a cache with copies of rows of `cache`; each device copies only its own rows, so nothing is sent.
 
     Args:
-        cache: a cache of P rows.
-        sources: [R] int32, for each new row the row that it copies, counted on its device; placed as B of the cache.
+        cache: a cache with P rows.
+        sources: [R] int32, for each new row the row to copy, counted on its device; sharded as B of the cache.
         lengths: [R] int32, the lengths of the new rows.
-        source_lengths: [R] int32, the lengths of their sources, if the model has an encoder.
-        totals: [R] int32, the `Cache.totals` of the new rows, if the cache has totals.
-        layout: the layout that places the cache.
+        source_lengths: [R] int32, the lengths of the new rows' sources, if the model has an encoder.
+        totals: [R] int32, the `Cache.totals` of the new rows, if the cache has any.
+        layout: the layout that has the spec of the cache.
     """
     source = None
     if cache.source is not None:
@@ -98,13 +98,13 @@ def on_rows(
     """Return `Cache.layers` with new rows, which each device computes from its own rows.
 
     Args:
-        cache: the cache.
-        sources: [R] int32, see `copy_rows`.
-        layout: the layout that places the cache.
-        name: the action of `body`, for the plan.
-        body: a function from the pieces of an array [N, B, ...] and of the sources to a new piece; the same object in
-            every call, so that programs are reused.
-        line: the line that places the cache.
+        cache: the cache whose rows are read.
+        sources: [R] int32, as in `copy_rows`.
+        layout: the layout that has the spec of the cache.
+        name: a verb for what `body` does, for the plan.
+        body: a function from the local pieces of an array [N, B, ...] and of the sources to a new piece. It must be the
+            same object in every call, so that programs are reused.
+        line: the line of the cache in the layout.
     """
     held = cache_spec(layout, line, latent=cache.values is None)
     rows = Spec(("B",), (held.axes_of("B"),))

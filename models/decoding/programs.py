@@ -1,4 +1,4 @@
-"""Serving programs for compilation without devices: the step of a phase with its abstract arguments."""
+"""Programs of serving, to compile without devices: the step of a phase with its abstract arguments."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PROGRAMS = ("encode", *PHASES)
 
 @dataclass(frozen=True)
 class Program:
-    """A step of serving, with what `jax.jit` or `gspmd.audit.compile_offline` needs to compile it.
+    """A step of serving, with everything that `jax.jit` or `gspmd.audit.compile_offline` needs to compile it.
 
     Attributes:
-        layout: the layout of the phase, with one spec for every key.
-        step: the pure function, from `encode_step`, `prefill_step` or `decode_step`.
+        layout: the layout of the phase, with alternatives resolved.
+        step: the pure function from `encode_step`, `prefill_step` or `decode_step`.
         arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
             encoding, the cache.
-        donated: index of the argument that the step overwrites, the cache; None for encoding.
-        stored: index of the argument that is stored once and read in every step: the weights.
+        donated: index of the argument that the step overwrites, the cache, or None for encoding.
+        stored: index of the argument that is stored and read in every step: the weights.
         tokens: number of tokens that one execution reads, over all rows.
     """
 
@@ -64,19 +64,19 @@ def serving_program(
     """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
 
     Args:
-        config: the model; its experts drop no token (`for_serving`).
-        layout: a `gspmd.Layout`; its phase `decode` places weights and cache.
-        mesh: devices, possibly of an offline topology.
+        config: the model configuration; its experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`, whose phase `decode` has the specs of stored weights and cache.
+        mesh: a mesh of devices, possibly those of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: tokens of a text that the cache can hold; unused by encoding.
-        length: tokens of each row that a prefill reads into an empty cache.
-        prefill: a different layout for the phase `prefill`, see `phases`.
-        dtype: dtype of activations.
-        weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
-        cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
-            and head.
-        source_length: tokens of a source that the cache can hold, if the model has an encoder; `encode`
+        room: number of tokens of a text for which the cache has room; not used by encoding.
+        length: number of tokens of each row that a prefill reads into an empty cache.
+        prefill: another layout for the phase `prefill`, as in `phases`.
+        dtype: the dtype of activations.
+        weights: the dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
+        cache: the dtype in which keys and values are stored; None for `dtype`. `"int8"` adds a float32 scale for each
+            token and head.
+        source_length: number of tokens of a source for which the cache has room, if the model has an encoder; `encode`
             reads sources of this length.
 
     Raises:

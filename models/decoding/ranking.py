@@ -1,4 +1,4 @@
-"""Ranking of layouts for serving a model, by the planned seconds of the actual step."""
+"""Ranking of layouts for serving a model, by the planned seconds of the step that generation runs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _REFUSALS = LayoutError, SpecError, PlanError
 
 @dataclass(frozen=True, repr=False)
 class Served:
-    """The planned cost of one step under one layout and lowering, per device; infinite if the layout does not fit.
+    """The planned cost of a step under one layout and lowering, per device; infinite if the layout does not fit.
 
     Attributes:
-        name: name of the layout.
-        lowering: lowering of its equations.
-        seconds: seconds of the step, `collectives` + `products` + `attention`; only a looped lowering overlaps them.
+        name: the name of the layout.
+        lowering: the lowering of the step's equations.
+        seconds: seconds of the step: `collectives` + `products` + `attention`; only a looped lowering overlaps them.
         collectives: seconds of the planned collectives.
-        products: seconds of the planned matrix products; a product takes the larger of its compute time and its memory
-            time.
-        attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step reads its
+        products: seconds of the planned matrix products; each takes its compute time or its memory time, whichever is
+            larger.
+        attention: seconds of attention to cached and new tokens, computed in the same way; a decode step reads its
             whole cache.
         wire_bytes: bytes that one device sends.
         held_bytes: bytes of weights and cache.
-        reason: why the layout does not fit; empty if it does.
+        reason: the reason why the layout does not fit; empty if it does.
     """
 
     name: str
@@ -88,29 +88,30 @@ def rank_serving(
 ) -> list[Served]:
     """Rank whole-model layouts for a phase by the planned seconds of its step, fastest first.
 
-    The step that generation runs is traced by `gspmd.trace`:
+    The step that generation runs is traced by `gspmd.trace`, and its seconds are
 
         seconds = collectives + products
                   + layers · max(4 b l h (t + l) D / peak, 2 b t k (D · itemsize + s) / bandwidth)
 
     where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads, and s is 4 bytes
-    for the scale of each token and head of an int8 cache, else 0. Bandwidth is that of main memory. Products take the
-    seconds that a plan gives them: by their operations, or by the bytes of their weights and activations. So a decode
-    step with few rows is limited by reading its weights, and a step with many rows and a long context by reading its
-    cache.
+    for the scale of each token and head of an int8 cache, and otherwise 0. Bandwidth is that of main memory. Products
+    take the seconds that a plan gives them: by their FLOPs, or by the bytes of their weights and activations. So a
+    decode step with few rows is limited by reading its weights, and a step with many rows and a long context by reading
+    its cache.
 
     Args:
         config, mesh, phase, batch, room, length, dtype, weights, cache: see `serving_program`.
-        layouts: the layouts to rank, for example from `serving_layouts`.
+        layouts: the layouts to rank, such as those from `serving_layouts`.
         chip: the hardware.
-        lowerings: lowerings of equations, all of which are tried with every layout.
+        lowerings: the lowerings of equations, each of which is tried with every layout.
 
     Returns:
         One `Served` for each layout and lowering. Those that do not fit come last, with the reason.
 
     Raises:
-        LayoutError: a layout is wrong for any model and mesh.
-        GenerationError: `serving_program` raises it; or the router reads later tokens; or the model has an encoder.
+        LayoutError: a layout is wrong for all models and meshes.
+        GenerationError: the program cannot be built (see `serving_program`); or the router looks at later tokens; or
+            the model has an encoder.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
@@ -168,9 +169,9 @@ def _attention(
     config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip,
     dtype: Any, kept_as: Any,
 ) -> float:  # fmt: skip
-    """Return the seconds that attention of all layers takes on one device.
+    """Return the seconds that attention takes in all layers on one device.
 
-    Attention runs where the cache is: axes that shard its batch or length do not also shard the query heads.
+    Attention runs where the cache is: mesh axes that shard its batch or length do not shard the query heads.
     """
     query, cache = layout.spec("attention.query"), cache_spec(layout)
     over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
@@ -201,14 +202,15 @@ def serving_layouts(
 ) -> Iterator[Layout]:
     """Yield whole-model layouts for serving: every feed-forward preset with every attention that fits it.
 
-    Attention is sharded over the heads; or over the batch on one, two or all axes, with the heads on the other axes; or
-    over a prompt's positions, on axes that would otherwise have to divide the heads. The cache may also be sharded over
-    the length of the context. A layout's name has the preset, the spec of the queries and the spec of the cache.
+    Attention is sharded over the heads; or over the batch on one, two or all mesh axes, with the heads on the other
+    ones; or over a prompt's positions, on mesh axes that would otherwise have to divide the heads. The cache may also
+    be sharded over the length of the context. A layout's name consists of the preset, the spec of queries and the spec
+    of the cache.
 
     Args:
-        presets: names of layouts over x, y and z.
+        presets: names of layouts over the mesh axes x, y and z.
         several_keys: whether key/value heads are sharded like query heads (multi-head), or unsharded (multiquery).
-        long: whether to also try caches sharded over T, for contexts that are too long for one device.
+        long: whether to also try caches sharded over T, for contexts too long for one device.
 
     Example:
         >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"], long=False)]

@@ -1,4 +1,4 @@
-"""Models for serving: experts that drop no token, and one layout per phase over a single set of stored weights."""
+"""Models for serving: experts drop no token, and each phase has a layout over a single set of stored weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .cache import CROSS, SELF, cache_spec
 
 
 class GenerationError(ValueError):
-    """Text cannot be generated; the message gives the reason."""
+    """The error for text that cannot be generated; its message gives the reason."""
 
 
 def phases(
@@ -34,10 +34,10 @@ def phases(
     """Return the layouts for reading prompts and for decoding, which store weights and cache in the same way.
 
     Args:
-        layout: a `gspmd.Layout`; its phase `decode` is used for decoding, and places weights and cache for both.
+        layout: a `gspmd.Layout`, whose phase `decode` is used for decoding; both store weights and cache as it does.
         prefill: the layout whose phase `prefill` is used for reading prompts; by default `layout`.
-        sizes: sizes of prefill and of decoding (see `Layout.check`); needed if the layouts have alternatives.
-        mesh: the mesh that selects alternatives together with `sizes`.
+        sizes: the sizes for prefill and for decoding (see `Layout.check`); needed if the layouts have alternatives.
+        mesh: the mesh that decides between alternatives, together with `sizes`.
 
     Raises:
         LayoutError: the layouts have different mesh axes, or no alternative of a section fits the mesh.
@@ -59,7 +59,7 @@ def phases(
 
 
 def check_seeds(seed: int, texts: int) -> None:
-    """Check that the seeds of all texts fit into 32 bits; otherwise they would wrap around to seeds of other texts.
+    """Check that the seeds of all texts fit into 32 bits, or else they would wrap around to those of other texts.
 
     Args:
         seed: seed of the first text; each further text has the next seed.
@@ -76,12 +76,12 @@ def check_seeds(seed: int, texts: int) -> None:
 
 
 def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
-    """Refuse a layout that shards B differently in the caches of texts and of sources.
+    """Raise an error if a layout shards B differently in the caches of texts and of sources.
 
-    Each device copies rows of both caches locally, so it must have the same rows of both.
+    Each device copies rows of both caches locally, so it must have the same rows in both.
 
     Args:
-        layout: the layout of decoding.
+        layout: the layout for decoding.
         mesh: sizes of the mesh axes; axes of size 1 shard nothing.
 
     Raises:
@@ -97,14 +97,14 @@ def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int, source: int = 0) -> None:
-    """Check a layout for serving; each cache has its own length T.
+    """Check a layout for serving, where the caches of texts and of sources have different lengths T.
 
     Args:
         layout: the layout of a phase.
         sizes: size of each dimension except T.
         mesh: see `Layout.check`.
-        room: length of the cache of texts; 0 for a program without one.
-        source: length of the cache of sources; 0 for a decoder-only model.
+        room: length of the cache of texts, or 0 for a program without one.
+        source: length of the cache of sources, or 0 for a decoder-only model.
 
     Raises:
         LayoutError: the layout does not fit the sizes.
@@ -121,15 +121,15 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
 
 
 def check_source(config: ModelConfig, source: int, room: int | None) -> None:
-    """Refuse sources that are longer than the cache or than the model's limit.
+    """Raise an error if sources are longer than the cache, or than the model's limit.
 
     Args:
-        config: the config of the model.
-        source: tokens of the longest source.
-        room: tokens of a source that the cache can hold; None if it is as long as needed.
+        config: the model configuration.
+        source: number of tokens of the longest source.
+        room: number of tokens of a source for which the cache has room; None if there is as much as needed.
 
     Raises:
-        GenerationError: the source is too long; the message gives its length and the limit.
+        GenerationError: the source is too long; the message states its length and the limit.
     """
     if room is not None and source > room:
         raise GenerationError(
@@ -147,12 +147,12 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
     """Check that texts are no longer than the model's context.
 
     Args:
-        config: the model.
-        prompt: tokens of the longest prompt.
+        config: the model configuration.
+        prompt: number of tokens of the longest prompt.
         tokens: the largest number of tokens that a text adds to its prompt.
 
     Raises:
-        GenerationError: a text is too long; the message gives its length and the limit.
+        GenerationError: a text is too long; the message states its length and the limit.
     """
     if config.context_length is not None and prompt + tokens > config.context_length:
         raise GenerationError(
@@ -163,14 +163,14 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes: its experts drop no token.
+    """Return the config with which a model reads prompts and decodes, in which experts drop no token.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
     depends on the other tokens of the group. It may depend on later tokens, if their first choices are served before
     its second choice (gshard, st-moe) or if confident tokens are served first, and it always depends on the number of
     tokens that are read at a time. Text that is read in chunks or token by token has no such group. Hence no token is
-    dropped here (`dispatch` "dropless"), and each row is a group. The logits equal those of a full forward pass
-    wherever that pass drops no token.
+    dropped here (`dispatch` is "dropless"), and each row is a group. The logits equal those of a full forward pass
+    wherever that drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.
@@ -187,10 +187,10 @@ def for_serving(config: ModelConfig) -> ModelConfig:
 
 
 def served(model: Transformer, layout: Layout) -> Transformer:
-    """Return the model for serving in another layout, after moving the parameters that the layout places differently.
+    """Return the model under another layout for serving, after moving those parameters that it shards differently.
 
     Raises:
-        LayoutError: the layout pads the model's dimensions to different sizes.
+        LayoutError: the layout pads the dimensions of the model to other sizes.
     """
     config = for_serving(model.config)
     values: dict[str, Any] = dict(arrays(model))
@@ -213,12 +213,12 @@ def served(model: Transformer, layout: Layout) -> Transformer:
 
 
 def one_position(model: Transformer) -> Transformer:
-    """Return the model with a layout for one position of every sequence, in which no activation shards L."""
+    """Return the model with a layout for single positions, in which no activation shards L."""
     return Transformer(model.config, model.layout.one_position(), nested(arrays(model)), model.dtype)
 
 
 def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of rows that the mesh axes of B divide in every activation and in the caches."""
+    """Return the smallest number of rows that all mesh axes of B, in activations and caches, divide."""
     stacks = [layout, *([layout.stack(ENCODER)] if config.encoder_layers else [])]
     batch = [spec.axes_of("B") for stack in stacks for spec in (*_activations(stack), cache_spec(layout))]
     if config.encoder_layers:
@@ -229,23 +229,23 @@ def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> 
 
 
 def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of positions that the mesh axes of L divide in every activation."""
+    """Return the smallest number of positions that all mesh axes of L, in any activation, divide."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
 def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of tokens of a source that the mesh axes of its length divide in every tensor."""
+    """Return the smallest number of tokens of a source that all mesh axes of its length, in any tensor, divide."""
     inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
     return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the specs of the encoder's output, and of its keys and values when computed and in the cache."""
+    """Return the specs of the encoder's output, and of its keys and values as computed and as cached."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 
 def _activations(layout: Layout) -> list[Spec]:
-    """Return the specs of the activations of tokens and blocks; `ffn.hidden` is missing if all layers have experts."""
+    """Return the specs of activations of tokens and blocks, without `ffn.hidden` if all layers have experts."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
     written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
     return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]

@@ -33,18 +33,19 @@ def encode_step(
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
     """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> cache.
 
-    A source is encoded once. The keys and values that each block of the decoder computes from it do not change later.
+    A source is encoded once: the keys and values that each block of the decoder computes from it stay the same.
 
     Args:
-        model: a model with the config of `for_serving`, possibly abstract. Its layout places weights and activations
-            (`Layout.stack("encoder")` in the encoder); `Layout.cache("cross.key")` places keys and values.
-        dtype: dtype in which keys and values are kept; None for the compute dtype.
-        int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
+        model: a model with the config of `for_serving`, possibly abstract. Its layout has the specs of weights and
+            activations (`Layout.stack("encoder")` in the encoder), and `Layout.cache("cross.key")` that of keys and
+            values.
+        dtype: the dtype in which keys and values are stored; None for the compute dtype.
+        int8: whether to store them as int8 instead, with a float32 scale for each token and head.
 
     Returns:
-        A pure function of the weights (`arrays`), tokens [B, T] placed as `batch_spec` and counts [B] int32, how many
-        of a row's tokens are real (the rest is padding on the right, to which nothing attends). It returns a `Cache`
-        for `Cache.source`.
+        A pure function of the weights (`arrays`), tokens [B, T] sharded as `batch_spec`, and counts [B] int32, the
+        numbers of real tokens in each row (the rest is padding on the right, to which nothing attends). It returns a
+        `Cache` for `Cache.source`.
 
     Raises:
         ValueError: the model has no encoder.
@@ -76,7 +77,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D]; for int8, also their scales."""
+    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D], with scales if int8."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -89,19 +90,19 @@ def prefill_step(
 ) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
     """Build a step that reads one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
 
-    All chunks run through the same program; the cache says where each row continues.
+    All chunks run through the same program; the cache tells where each row continues.
 
     Args:
-        model: a model with the config of `for_serving`, possibly abstract; its layout places weights, activations and
-            the cache.
-        fresh: whether the cache holds no tokens yet, as before the first chunk, whose tokens attend only to one
-            another. The cache is then not read, unless query heads are split so that a device has parts of two groups.
+        model: a model with the config of `for_serving`, possibly abstract; its layout has the specs of weights,
+            activations and cache.
+        fresh: whether the cache is still empty, as before the first chunk, so that tokens attend only to one another.
+            The cache is then not read, unless query heads are split so that a device has parts of two groups.
 
     Returns:
-        A pure function, to be compiled with the cache donated. It takes the weights (`arrays`), tokens [B, L] placed as
-        `embedding.tokens`, counts [B] int32 of the real tokens in each row (the rest is padding on the right), and the
-        cache. It returns float32 logits [B, V] after the last real token of each row, placed as `output.logits` without
-        L (meaningless for a row without real tokens), and the cache with the tokens added.
+        A pure function, to be compiled with the cache donated. It takes the weights (`arrays`), tokens [B, L] sharded
+        as `embedding.tokens`, counts [B] int32 of the real tokens in each row (the rest is padding on the right), and
+        the cache. It returns float32 logits [B, V] after the last real token of each row, sharded as `output.logits`
+        without L (meaningless for a row without real tokens), and the cache with the tokens added.
     """
 
     def prefill(weights: Weights, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -124,11 +125,12 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
     """Build a step that reads one token of every row: (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: see `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the layout says.
+        model: a model as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the
+            layout says.
 
     Returns:
         A pure function, to be compiled with the cache donated. It takes the weights, tokens [B], which are not sharded,
-        and the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with the
+        and the cache. It returns float32 logits [B, V], sharded as `output.logits` without L, and the cache with the
         tokens added.
     """
     short = one_position(model)
@@ -143,7 +145,7 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
 
 
 def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
-    """Return logits [B, V] for the residual stream [B, 1, E] of one position."""
+    """Return the logits [B, V] of a single position, from its residual stream [B, 1, E]."""
     # The barrier makes the weights wait for x. Otherwise libtpu 0.0.42 loads the table into a v4's fast memory before
     # the first layer, and the layers lack that room: PaLM 8B on 8 chips then reads a prompt in 42.8 ms instead of 38.2.
     weights, x = jax.lax.optimization_barrier((weights, x))
@@ -153,11 +155,11 @@ def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
 def _read(
     model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache, fresh: bool = False
 ) -> tuple[jax.Array, Cache]:
-    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` new tokens (None: all L).
+    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` (or all L) new tokens.
 
     The layers only read the cache, and return their new keys and values, which are written together after the last
-    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Layers that are
-    not stacked are traced one by one, since only a weight that is a separate array is loaded while other layers run.
+    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers run as a scan. Layers that are
+    not stacked are traced one by one, because only a weight that is a separate array is loaded while other layers run.
     """
     layout, length = model.layout, tokens.shape[1]
     whole = Spec(("B", "L"), ((), ()))
@@ -178,7 +180,7 @@ def _read(
     alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run blocks, such as one pattern of them; return the stream, and their new keys and values."""
+        """Run some blocks, such as one pattern of them; return the residual stream, and their new keys and values."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
@@ -227,9 +229,9 @@ def _read(
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
-    """Return keys, values or scales of all layers with the new ones appended to each row.
+    """Return keys, values or scales of all layers, with the new ones appended to each row.
 
-    Entries beyond a row's real tokens are overwritten by the next tokens. In a ring such entries would replace tokens
+    Entries after a row's real tokens are overwritten by its next tokens. In a ring such entries would replace tokens
     that are still attended to, so there they are not written.
     """
     narrow = array.ndim == 4  # scales, which lack dimension D
@@ -240,19 +242,19 @@ def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bo
 
 @dataclass(frozen=True)
 class Chunk:
-    """The values that the layers of one step share.
+    """The values that all layers of one step share.
 
     Attributes:
-        lengths: [B] int32, number of tokens of each row that are already in the cache.
-        spec: spec of the cache of one layer.
-        source_spec: spec of the cache of one layer of encoded sources.
-        angles: the result of `angles_at` for the positions of the chunk's tokens, by the kind of a layer and the mesh
-            axes that shard B and L; empty unless queries and keys are rotated.
-        growth: the factors of queries at these positions, in layers whose queries grow; None if there are no such
-            layers.
-        rings: for each stack of layers, whether its cache is a ring, as in sliding and chunked layers.
-        counts: [B] int32, number of real tokens of each row; None if all are real.
-        fresh: whether the cache holds no tokens yet.
+        lengths: [B] int32, the number of tokens of each row that are already in the cache.
+        spec: the spec of one layer's cache.
+        source_spec: the spec of one layer's cache of encoded sources.
+        angles: the rotary angles at the positions of the chunk's tokens (`angles_at`), by the kind of layer and the
+            mesh axes that shard B and L; empty unless queries and keys are rotated.
+        growth: the factors by which queries grow at these positions, in layers whose queries grow; None if there are no
+            such layers.
+        rings: for each stack of layers, whether its cache is a ring, as it is in sliding and chunked layers.
+        counts: [B] int32, the number of real tokens in each row, or None if all are real.
+        fresh: whether the cache is still empty.
     """
 
     lengths: jax.Array
@@ -266,7 +268,7 @@ class Chunk:
 
     @classmethod
     def at(cls, cache: Cache, length: int, model: Transformer) -> Chunk:
-        """Describe the next `length` tokens of a cache's rows; angles are computed once, not in every layer."""
+        """Return the description of the next `length` tokens of a cache's rows, with angles computed for all layers."""
         layout, config, lengths = model.layout, model.config, cache.lengths
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         totals = None if cache.totals is None else jnp.broadcast_to(cache.totals[:, None], positions.shape)
@@ -294,14 +296,14 @@ class Chunk:
 
 
 class LayerCache:
-    """The cached keys and values of one layer, which its attention reads, and the `new` keys and values that it adds.
+    """The cached keys and values of one layer, which attention reads, and the `new` ones, which it adds.
 
     `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. If the cache has
     a narrower dtype, they are rounded to it before the chunk attends to itself, so that results do not depend on where
     chunks end.
 
     Args:
-        chunk: the chunk of the step.
+        chunk: the description of the step's tokens.
         held: the cached keys and values, and their scales.
         source: the same for an encoded source, with the number of its tokens in each row [B]; None for a decoder-only
             model.
@@ -313,11 +315,11 @@ class LayerCache:
         self.source, self.new = source, tuple[Any, ...]()
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the rotary angles at the chunk's positions, for a kind of layer, placed as B and L of `spec`."""
+        """Return the rotary angles at the chunk's positions in a kind of layer, sharded like B and L of `spec`."""
         return self.chunk.angles[kind, spec.axes[:2]]
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] that scale queries up at the chunk's positions, placed like the queries."""
+        """Return the factors [B, L, 1, 1] by which queries grow at the chunk's positions, sharded like the queries."""
         assert self.chunk.growth is not None, "queries of this model do not grow"
         return self.chunk.growth
 
@@ -360,14 +362,14 @@ class LayerCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend only to one another."""
+        """Whether nothing is cached yet, so that the new tokens attend only to one another."""
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype.
+        """Add the latents [B, L, Z] of the new tokens to the cache; return them as cached, but in their own dtype.
 
         In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales: only the latent is
-        normalised, and with one scale for both, the smaller values would be rounded to 0.
+        normalized, and with one scale for both, the smaller values would be rounded to 0.
         """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:
@@ -391,7 +393,7 @@ class LayerCache:
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of each row's source, except padding."""
+        """Attend with queries to the keys and values of each row's source, except for its padding."""
         assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
         keys, values, key_scales, value_scales, lengths = self.source
         scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}

@@ -31,14 +31,14 @@ Arrays = Mapping[str, jax.Array]
 
 
 def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) -> tuple[int, Layout]:
-    """Return the smallest number of rows that hold these texts, and their layout, without alternatives and L unsharded.
+    """Return the smallest number of rows for these texts, and the layout for it, resolved and with L unsharded.
 
     Args:
         model: a custom model.
-        layout: the model's layout.
-        mesh: devices with the layout's axes.
+        layout: the layout of the model.
+        mesh: a mesh with the axes of the layout.
         texts: number of texts.
-        room: the largest number of tokens of a text.
+        room: the largest number of tokens in a text.
 
     Raises:
         LayoutError: the mesh does not divide the model's sizes.
@@ -63,11 +63,11 @@ class Stepwise:
 
     Attributes:
         model: a model with the methods of `gspmd.training.model.Decoder`.
-        layout: the layout that `fewest_rows` returns.
-        rows: the number of rows that `fewest_rows` returns.
-        room: the largest number of tokens of a text.
-        chunk: tokens of the prompts that are read in one step.
-        burst: number of tokens of a text that come to the host together.
+        layout: the layout from `fewest_rows`.
+        rows: the number of rows from `fewest_rows`.
+        room: the largest number of tokens in a text.
+        chunk: number of tokens of the prompts that are read in one step.
+        burst: number of tokens of each text that are copied to the host together.
     """
 
     model: Own
@@ -89,10 +89,10 @@ class Stepwise:
         stop: Sequence[int] = (),
         ended: Collection[int] = (),
     ) -> Iterator[Burst]:
-        """Continue prompts, burst by burst.
+        """Continue prompts, yielding burst by burst.
 
         Args:
-            params: the parameters by path, placed as the layout says.
+            params: the parameters by path, sharded by the layout.
             prompts, tokens, samples, sampling, seed, stop, ended: see `Generator.stream`.
 
         Raises:
@@ -145,7 +145,7 @@ class Stepwise:
     # -- programs -----------------------------------------------------------------------------------------------------
 
     def step(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Arrays]:
-        """Return the logits of tokens [B, L], which are not sharded, and the updated state."""
+        """Return the logits after tokens [B, L], which are not sharded, and the updated state of the model."""
         whole = Spec(("B", "L"), ((), ()))
         placed = gspmd.reshard(tokens, Equation.move(whole, self.model.batch_spec(self.layout)))
         return self.model.step(self.layout, params, placed, position, kept)
@@ -155,7 +155,7 @@ class Stepwise:
 
     @cached_property
     def abstract_kept(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes, dtypes and shardings of the state that the model keeps between steps."""
+        """The state that the model keeps between steps, as shapes, dtypes and shardings."""
         mesh = jax.sharding.get_mesh()
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
@@ -168,11 +168,11 @@ class Stepwise:
         return jax.jit(made, out_shardings={name: each.sharding for name, each in like.items()})()
 
     def loop(self, sampling: Sampling, stop: tuple[int, ...]) -> Callable[..., Any]:
-        """Build the loop of a burst: (params, state, prompts, lengths, seeds, alive, limit) -> (state, tokens).
+        """Build the loop for a burst: (params, state, prompts, lengths, seeds, alive, limit) -> (state, tokens).
 
-        The state is what the model keeps, the tokens [B] to read next, the number of tokens [B] that each text may
-        still add, and the position. Prompts are [B, P]; lengths, seeds and alive [B]; limit is the number of steps. The
-        result's tokens are [B, burst].
+        The state consists of the model's own state, the tokens [B] to read next, the number of tokens [B] that each
+        text may still add, and the position. Prompts are [B, P]; lengths, seeds and alive [B]; limit is the number of
+        steps. The returned tokens are [B, burst].
         """
         line = self.layout.spec(self.model.logits_line).without("L")
         options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}

@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text, up to a stop string."""
+"""Incremental conversion of tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Text:
-    """A text that is shown while it is generated.
+    """A text that is shown while it is being generated.
 
     Args:
-        tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`): `stream` decodes one token at a time, and `in`
-            tells whether there is a token with an id.
-        prompt: the tokens before the text, which decide whether it begins with a space.
-        stop: strings that end the text; they are not shown.
+        tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`), whose `stream` decodes one token at a time, and
+            whose `in` tells whether an id has a token.
+        prompt: the tokens before the text, on which it depends whether it begins with a space.
+        stop: the strings that end the text; they are not shown.
 
     Attributes:
-        ended: whether the text is complete: because of a stop string, an id without a token, or a call of `end`.
-        unknown: the token that ended the text because the tokenizer does not have it; None if there was none. A model's
-            table may have more rows than its tokenizer has tokens, and the model may draw one of them.
+        ended: whether the text is complete, by a stop string, an id without a token, or a call of `end`.
+        unknown: the id that ended the text because the tokenizer has no token for it, or None. The table of a model may
+            have more rows than its tokenizer has tokens, and the model may draw one of these.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer
@@ -38,7 +38,7 @@ class Text:
             self._stream.add(token)
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Add tokens, and return the text that can be shown; a suffix that may begin a stop string is held back."""
+        """Add tokens, and return the text that can be shown; its end is held back if it may begin a stop string."""
         if self.ended:
             return ""
         pieces, unknown = [], None
@@ -54,7 +54,7 @@ class Text:
         return shown + self.end()
 
     def end(self) -> str:
-        """End the text, and return the part that was held back."""
+        """End the text, and return the part of it that was held back."""
         if self.ended:
             return ""
         rest = self._shown(self._stream.end())

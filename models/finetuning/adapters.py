@@ -15,7 +15,7 @@ from .config import TARGETS
 
 
 def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
-    """Return the specs of A and B: A has the weight's input dimensions, B its output dimensions, and R is unsharded.
+    """Return the specs of A and B: A has the weight's input dimensions, B its output dimensions; R is unsharded.
 
     Example:
         >>> [str(spec) for spec in adapter_specs("ffn.w_in", Spec.parse("E_xF_yz"))]
@@ -27,19 +27,19 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
 
 
 def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-    """Multiply x by a low-rank adapter: (x·A)·B, placed as the product of x and the weight.
+    """Multiply x by a low-rank adapter: (x·A)·B, sharded like the product of x and the weight.
 
-    If the product sums over the weight's output dimensions, as does the product of queries and w_k_up in decoding, x is
-    multiplied by B first: (x·Bᵀ)·Aᵀ.
+    If the product sums over the weight's output dimensions, as the product of queries and w_k_up does in decoding, x is
+    first multiplied by B: (x·Bᵀ)·Aᵀ.
 
-    The two products cost R/E + R/F of the weight's product. Merging A and B into the weight at every step would instead
-    need a gradient as large as the weight.
+    The two products cost R/E + R/F of the product with the weight. Merging A and B into the weight in every step would
+    instead need a gradient as large as the weight.
 
     Args:
         key: the weight's key in the layout.
         product: the equation of x, the weight and their product.
-        x: the weight's operand.
-        down, up: A and B.
+        x: the operand that the weight multiplies.
+        down, up: the matrices A and B.
     """
     operand, weight, result = product.specs
     a, b = adapter_specs(key, weight)

@@ -1,4 +1,4 @@
-"""The configuration of low-rank adapters: the weights that have them, their rank and their factor."""
+"""The configuration of low-rank adapters: the weights that have one, their rank and their factor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parameters that are trained: all except those that a pattern freezes, or only the adapters if there are any.
+"""The trained parameters: all but those that a pattern freezes, or only the adapters if there are any.
 
-The biases for choosing experts are not trained, since no loss depends on them; steps change them by the experts' loads.
+Biases for choosing experts are not trained, as no loss depends on them; steps adjust them by the experts' loads.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters, stages_axes
 
 CHOICE_BIAS = "moe.choice_bias"
-"""The line of the biases for choosing experts."""
+"""The layout key of the biases for choosing experts."""
 
 
 def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths of the parameters that are trained, in the order of `parameters`.
+    """Return the paths of the trained parameters, in the order of `parameters`.
 
     Args:
-        config: the model; with `lora`, only adapters are trained.
+        config: the model configuration; with `lora`, only adapters are trained.
         layout: a `gspmd.Layout`.
-        frozen: patterns of paths, such as `blocks.0.attention.*`, or of the layout's keys, `attention.*`.
+        frozen: patterns of paths, such as `blocks.0.attention.*`, or of keys of the layout, such as `attention.*`.
 
     Raises:
         ConfigError: a pattern matches no parameter, no parameter is left to train, or some are frozen in a layout with
-            pipeline stages, which train all parameters except the biases for choosing experts.
+            pipeline stages, which train all parameters but the biases for choosing experts.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -43,9 +43,9 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
 
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths of the biases for choosing experts that training steps change, in the order of `parameters`.
+    """Return the paths of those biases for choosing experts that training steps adjust, in the order of `parameters`.
 
-    Frozen biases do not change, and without `moe.bias_rate`, or with adapters, no biases change.
+    Frozen biases are not adjusted; without `moe.bias_rate`, or with adapters, none are.
 
     Args:
         config, layout, frozen: see `trained_paths`.
@@ -57,5 +57,5 @@ def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = 
 
 
 def _keys(rows: Mapping[str, ParameterRow]) -> dict[str, str]:
-    """Return the line of every parameter; the line of an adapter's matrix ends in `_a` or `_b`."""
+    """Return the line of every parameter, by its path; that of an adapter's matrix ends in `_a` or `_b`."""
     return {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}

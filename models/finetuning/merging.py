@@ -18,9 +18,9 @@ from .config import LoraConfig
 
 
 def merge(model: Transformer) -> Transformer:
-    """Return a model without adapters, with weights W + (alpha / rank) · A·B; a model without adapters is unchanged.
+    """Return a model whose adapters are merged into its weights, W + (alpha / rank) · A·B, if it has any.
 
-    The sum is computed in float32, with the weight's placement. Call it without a mesh, or under the model's mesh.
+    The sum is computed in float32, with the weight's sharding. Call it without a mesh, or under the mesh of the model.
 
     Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1: no inference latency is added.
     """
@@ -48,7 +48,7 @@ def merge(model: Transformer) -> Transformer:
 
 
 def with_adapters(model: Transformer, lora: LoraConfig | None, key: jax.Array) -> Transformer:
-    """Return the model with new adapters that do not yet change its results: A is drawn from the key, and B is 0."""
+    """Return the model with new adapters that do not change its results yet: A is random, and B is 0."""
     if lora is None:
         return model
     values, config = arrays(model), replace(model.config, lora=lora)

@@ -1,1 +1,1 @@
-"""Rematerialization: the choices by name, and the predicted bytes and FLOPs of each."""
+"""Rematerialization: the choices by name, with predictions of the bytes and FLOPs of each."""

@@ -1,4 +1,4 @@
-"""Rematerialization by name: the activations that a block keeps for its backward pass.
+"""Rematerialization by name: which activations a block keeps for its backward pass.
 
 A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_name`). `ModelConfig.remat` selects
 
@@ -10,9 +10,9 @@ A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_na
                 the keys and values of all heads that latent attention makes of its latents
     full        the block's input
 
-Under every choice, the planned program of attention computes its logits again, as FlashAttention does: they are larger
-than all kept arrays together. Under lowering "xla", `none` keeps them. If a TPU's kernel computes attention,
-`selective` and `none` also keep the logarithms of its denominators, and the weighted sum is not computed again.
+Under every choice, the planned program of attention recomputes its logits, as FlashAttention does: they are larger than
+all kept arrays together. Under lowering "xla", `none` keeps them. If a TPU's kernel computes attention, `selective` and
+`none` also keep the logarithms of its denominators, and the weighted sum is not recomputed.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for selective; Chen et al. 2016 (arXiv 1604.06174) for
 full.
@@ -33,7 +33,7 @@ PRODUCTS = (
 )  # fmt: skip
 """Names that dots keeps: products with weights, and the statistics of norms, which are small."""
 WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
-"""Names that dots-except-hidden computes again."""
+"""Names that dots-except-hidden recomputes."""
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
@@ -41,7 +41,7 @@ OPERANDS = (
 
 
 def recomputed(body: Callable, remat: str) -> Callable:
-    """Return the block, a function, with the backward pass that `remat`, one of `REMATS`, selects.
+    """Return a block, which is a function, with the backward pass selected by `remat`, one of `REMATS`.
 
     Example:
         >>> import jax.numpy as jnp

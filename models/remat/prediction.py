@@ -1,4 +1,4 @@
-"""The cost of each choice of rematerialization: bytes kept for the backward pass, and FLOPs computed again."""
+"""The cost of each choice of rematerialization: bytes kept for the backward pass, and FLOPs recomputed in it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from ..transformer import Transformer, arrays, run_first, with_arrays
 
 @dataclass(frozen=True)
 class Recomputation:
-    """One choice of `ModelConfig.remat`, on one device.
+    """The predicted cost of one choice of `ModelConfig.remat` on one device.
 
     Attributes:
         remat: the choice.
-        layers: number of scanned blocks, or of scanned periods; the number of all blocks, if they do not repeat.
+        layers: number of scanned blocks, or of scanned periods; the number of all blocks if they do not repeat.
         bytes: bytes that all blocks, including those before the repeating ones, keep for the backward pass.
-        flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
-        seconds: time of these FLOPs at the chip's full rate.
-        first_bytes: bytes among `bytes` that blocks before the repeating ones keep (`ModelConfig.lead`).
+        flops: FLOPs of products that the backward pass recomputes, beyond those of `none`.
+        seconds: duration of these FLOPs at the chip's peak rate.
+        first_bytes: the part of `bytes` that blocks before the repeating ones keep (`ModelConfig.lead`).
     """
 
     remat: str
@@ -67,25 +67,24 @@ def predicted(
     dtype: Any = jnp.float32,
     microbatches: int = 1,
 ) -> tuple[Recomputation, ...]:
-    """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
+    """Predict bytes and FLOPs of every choice of rematerialization, from the program of the gradient.
 
-    The scan over blocks hands to the backward pass one stack for every array that a gradient reads. The prediction adds
-    up the bytes on one device of these stacks and of the arrays that the blocks before the scan keep, under the
+    The scan over blocks passes one stack to the backward pass for every array that a gradient reads. The prediction
+    adds up the bytes on one device of these stacks, and of the arrays that the blocks before the scan keep, under the
     layout's planned programs.
 
     Args:
-        config: the model; its `remat` is ignored.
+        config: the model configuration, whose `remat` is ignored.
         layout: a `gspmd.Layout`.
-        mesh: devices with the layout's axes, possibly of an offline topology.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
+        mesh: a mesh with the layout's axes, possibly of an offline topology.
+        batch: number of sequences per step, over all devices.
+        length: number of tokens per sequence.
         dtype: compute dtype.
-        microbatches: number of parts of the batch that are computed one after the other; the bytes are those of one
-            part.
+        microbatches: number of parts of the batch that are computed one after another; the bytes are those of one part.
 
     Returns:
-        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep, and no
-        rows for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
+        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep, and none
+        for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
         (`ModelConfig.is_one_pattern`).
 
     Example:
@@ -96,7 +95,7 @@ def predicted(
         >>> {row.remat: row.layer_bytes for row in rows}["full"]  # [2, 16, 32] float32
         4096
 
-    Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
+    Differs: under lowering "xla", `none` also keeps the logits of attention, which no planned program does.
     """
     if not _is_predicted(config, layout):
         return ()
@@ -117,14 +116,14 @@ def predicted(
 def kept_bytes(
     config: ModelConfig, layout: Layout, mesh: AbstractMesh, batch: int, length: int, dtype: Any = jnp.float32
 ) -> int | None:
-    """Predict the bytes that all blocks keep for the backward pass on one device, under the model's own `remat`.
+    """Predict the bytes that all blocks keep for the backward pass on one device, under the model's `remat`.
 
     Args:
-        config, layout, batch, length, dtype: see `predicted`.
+        config, layout, batch, length, dtype: as for `predicted`.
         mesh: the mesh, with Explicit axes; no devices are needed.
 
     Returns:
-        The bytes; None where `predicted` has no rows.
+        The bytes, or None where `predicted` has no rows.
     """
     if not _is_predicted(config, layout):
         return None
@@ -143,7 +142,7 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 def _backward(
     config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
 ) -> tuple[Jaxpr, int, int]:
-    """Return the program of a gradient, and the bytes that all blocks, and the first blocks alone, keep for it."""
+    """Return the program of a gradient, and the bytes that all blocks, and the first ones alone, keep for it."""
     model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
     batch_of, key = abstract_batch(layout, mesh, batch, length), abstract_key(mesh)
 
@@ -165,7 +164,7 @@ def show_remat(
     dtype: Any = jnp.float32,
     microbatches: int = 1,
 ) -> None:
-    """Print `predicted` as a table, with the model's own choice in bold; print nothing if there are no rows."""
+    """Print `predicted` as a table, with the model's own choice in bold, if it has rows."""
     columns = (
         Column("remat"),
         Column("kept by a layer", "right", goes=1),
@@ -184,7 +183,7 @@ def show_remat(
 
 
 def _kept(program: Jaxpr, repeats: int) -> int:
-    """Return the bytes on one device that each layer adds to the stacks of the forward scan."""
+    """Return the bytes on one device that each layer adds to the stacked outputs of the forward scan."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
     stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
@@ -192,7 +191,7 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 
 def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
-    """Return the bytes on one device that the blocks before the repeating ones keep, besides weights and constants."""
+    """Return the bytes on one device that blocks before the repeating ones keep, without weights and constants."""
     config, layout = model.config, model.layout
     definitions: list[Any] = []  # the blocks' definitions, set while `inputs` is traced
     if not config.lead or not config.stacked:
@@ -229,7 +228,7 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """Yield the equations of a program and of functions it calls, except those in loops and planned programs."""
+    """Yield the equations of a program and of the functions it calls, but not those in loops or planned programs."""
     for equation in program.eqns:
         yield equation
         if equation.primitive.name in ("jit", CLOSED_CALL):
@@ -238,7 +237,7 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
 
 
 def _flops(program: Jaxpr, scopes: str = "") -> int:
-    """Return the FLOPs of a program's products; those in planned programs are counted for one device's shards."""
+    """Return the FLOPs of a program's products; in planned programs, those of one device."""
     total = 0
     for equation in program.eqns:
         here = f"{scopes}/{equation.source_info.name_stack}"

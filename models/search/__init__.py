@@ -1,1 +1,1 @@
-"""Search for layouts: the search problems of training and serving a model, with their answers as layouts."""
+"""Search for layouts: the search problems of training and serving a model."""

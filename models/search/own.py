@@ -18,9 +18,8 @@ class OwnStep(TrainingStep):
     """The training step of a custom model.
 
     Args:
-        subject, update, batch, length: see `TrainingStep`.
-        layout: a layout of the model; specs are searched for its lines, and only the dimensions of its own specs are
-            used.
+        subject, update, batch, length: as for `TrainingStep`.
+        layout: a layout of the model, whose lines are searched; of its own specs only the dimensions are used.
         fixed: lines that are not searched, with their specs.
 
     Raises:
@@ -43,10 +42,10 @@ class OwnProblem(StepProblem):
     """The search problem of a custom model's training step on one mesh.
 
     Args:
-        step: the step.
+        step: the training step.
         mesh: sizes of the mesh axes.
         chip: the chip whose seconds are assumed.
-        microbatches: the number of parts of the batch that run one after the other; it divides the batch.
+        microbatches: the number of parts of the batch that run one after another, which divides the batch.
     """
 
     def __init__(self, step: OwnStep, mesh: Mapping[str, int], chip: Chip, microbatches: int = 1):

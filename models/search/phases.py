@@ -1,4 +1,4 @@
-"""Search problems by the name of their phase, and for several numbers of microbatches."""
+"""Search problems by the name of their phase, and those for several numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
     Raises:
         PlanError: the model has a part that cannot be searched, or the microbatches do not divide the batch.
-        LayoutError: a training step has no such line as one that is fixed.
+        LayoutError: a line that is fixed does not exist in a training step.
     """
     if workload.phase != "train":
         return ServingProblem(workload, mesh)
@@ -28,7 +28,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
 
 def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
-    """Return the range of searched numbers of microbatches above one; the number of the workload itself is ignored."""
+    """Return the range of numbers of microbatches above one to search; that of the workload itself is ignored."""
 
     def make(count: int) -> PhaseProblem:
         return problem_of(replace(workload, microbatches=count), mesh)
@@ -38,7 +38,7 @@ def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Ran
 
 
 def searched(meshes: Iterable[Mapping[str, int]], config: ModelConfig) -> list[Mapping[str, int]]:
-    """Return the meshes to search for a model; with adapters, only meshes with few axes, if there are such meshes."""
+    """Return the meshes to search for a model; with adapters, those with few axes, if there are any."""
     every = [*meshes]
     few = [mesh for mesh in every if sum(size > 1 for size in mesh.values()) <= MOST_WITH_ADAPTERS]
     return few if config.lora and few else every

@@ -1,4 +1,4 @@
-"""The search problem of a pipeline's training step, read from the program of all stages.
+"""The search problem of a pipeline's training step, read from a trace of the program of all stages.
 
 The traced program fixes the mesh axis of the stages and the axes along which pipelines run side by side; sharding over
 the other axes is unknown. A step has M + S - 1 slots, in each of which every stage computes, even while it waits for
@@ -42,14 +42,14 @@ STAGES = "p"
 
 @dataclass(frozen=True)
 class Slots:
-    """The seconds and bytes of a pipeline's step, by part.
+    """The seconds and bytes of a pipeline's step, divided into parts.
 
     Attributes:
-        depth: number of stacked layers of a stage.
+        depth: number of stacked layers in a stage.
         first, last: seconds per slot of the embedding, and of output and loss.
-        sent: seconds per slot of the permutes to neighbouring stages.
-        layers: seconds per slot of all other work: the layers of a stage.
-        once: seconds of the work outside the slots.
+        sent: seconds per slot of the permutes to neighboring stages.
+        layers: seconds per slot of all other work, that is of a stage's layers.
+        once: seconds of work outside the slots.
         ends_bytes: bytes of embedding and output.
         input_bytes: bytes of a stage's input for one microbatch, which is kept for the backward pass.
         layers_bytes: bytes of everything else.
@@ -67,12 +67,14 @@ class Slots:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one slot: forward and backward pass of one microbatch, with embedding and output."""
+        """Seconds of one slot: forward and backward pass of one microbatch, including embedding and output."""
         return self.layers + self.sent + self.first + self.last
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by a stage's first and last layer; only the first stage has the embedding,
-        and only the last stage has the output."""
+        """Return seconds [layers, layers, 1] by a stage's first and last layer.
+
+        Only the first stage has the embedding, and only the last stage has the output.
+        """
         table = np.full((layers, layers, 1), np.inf)
         for first in range(layers):
             for last in range(first, layers):
@@ -81,20 +83,20 @@ class Slots:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage with `waiting` inputs; the first and the last both hold embedding and output."""
+        """Return the bytes of a stage that holds `waiting` inputs; first and last stage hold embedding and output."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes
 
 
 class StageProblem(PhaseProblem):
-    """The search problem of a training step in S stages with equal numbers of layers, under 1F1B.
+    """The search problem of a training step in S stages with equal numbers of layers, under schedule 1F1B.
 
     Args:
-        workload: the step, with all layers and M microbatches.
-        stages: S.
-        mesh: sizes of the mesh axes of one stage, without the axis of the stages.
-        side: mesh axes along which pipelines run side by side. Layouts in which further axes split only the batch are
-            searched too, but are priced too high; the problem with these axes in `side` prices such layouts exactly.
+        workload: the training step, with all layers and M microbatches.
+        stages: S, the number of stages.
+        mesh: sizes of the mesh axes within a stage, without the axis of the stages.
+        side: the mesh axes along which pipelines run side by side. Layouts in which further axes shard only the batch
+            are searched too, but priced too high; the problem with these axes in `side` prices such layouts exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward
@@ -138,7 +140,7 @@ class StageProblem(PhaseProblem):
 
     @property
     def stages(self) -> int:
-        """The number of stages, S."""
+        """S, the number of stages."""
         return self.case.stages
 
     @property
@@ -148,7 +150,7 @@ class StageProblem(PhaseProblem):
 
     @cached_property
     def question(self) -> MeshProblem:
-        """The search for the layout of all stages."""
+        """The problem of the layout of all stages."""
         case = self.case
         beside = {axis: self.axes[axis] for axis in case.side if axis in self.axes}
         read = read_stages(*self._step, case.stages, tuple(beside.items()))
@@ -156,13 +158,13 @@ class StageProblem(PhaseProblem):
         return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """Return the lines of the layout that these picks give, followed by the lines of the pipeline."""
+        """Return the lines of the layout with these picks, followed by the line of the pipeline."""
         return [*super().lines(picks), LayoutLine("pipeline.layers", f"N_{STAGES}", "pipeline")]
 
     # -- the parts of a slot -------------------------------------------------------------------------------------------
 
     def apart(self, picks: Mapping[str, int]) -> Slots:
-        """Split the seconds and bytes of picks into parts, according to the lines of the layout that they depend on."""
+        """Divide the seconds and bytes of a layout into parts, by the layout lines on which they depend."""
         question, case = self.question, self.case
         at = [picks[option.name] for option in question.prices.choices]
 
@@ -200,7 +202,7 @@ class StageProblem(PhaseProblem):
         )
 
     def _place(self, unknowns: Iterable[str]) -> str:
-        """Return the part of a stage that has these unknowns: "first" (embedding), "last" (output) or "layers"."""
+        """Return the part of a stage to which unknowns belong: "first" (embedding), "last" (output) or "layers"."""
         lines = {line.removeprefix("optimizer.").removeprefix("gradients.") for line in self._lines_of({*unknowns})}
         if any(line.startswith("output.") and line not in _AS_STREAM for line in lines):
             return "last"
@@ -215,7 +217,7 @@ _AS_STREAM = ("output.norm",)
 
 
 def _inside(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program that the stages run: the body of the shard_map over their mesh axis."""
+    """Return the program that each stage runs: the body of the shard_map over the stages' mesh axis."""
     for equation in jaxpr.eqns:
         if program_of(equation) is None:
             inner = [*inner_jaxprs(equation)]
@@ -237,12 +239,12 @@ def read_stages(
     stages: int,
     beside: tuple[tuple[str, int], ...],
 ) -> ReadProgram:
-    """Read a training step in stages.
+    """Trace a training step in stages.
 
     Args:
-        config, dtype, batch, length, update: describe the step.
+        config, dtype, batch, length, update: the description of the step.
         stages: number of stages.
-        beside: mesh axes, with their sizes, along which pipelines run side by side.
+        beside: the mesh axes, with sizes, along which pipelines run side by side.
     """
     build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
     around, side = {STAGES: stages, **dict(beside)}, tuple(axis for axis, _ in beside)
@@ -251,7 +253,7 @@ def read_stages(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig) -> Lines:
-    """Return the lines of a model in stages, with the ties that are needed by its programs read so far."""
+    """Return the lines of a model in stages, with the ties that the programs traced so far need."""
     layout = Layout.load(BASE).override({"pipeline.layers": f"N_{STAGES}"})
     lines = Lines.of(layout, {})
     for name in lines.trained:

@@ -1,4 +1,4 @@
-"""The search problems of serving: encode reads sources, prefill prompts into a cache, and decode single tokens."""
+"""The search problems of serving: encoding of sources, prefill of prompts into a cache, and decoding of tokens."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
 
 
 class ServingProblem(PhaseProblem):
-    """The search problem of one phase of serving on one mesh, with terms read from the program.
+    """The search problem of one phase of serving on one mesh, with terms read from a trace of the program.
 
     Dimension L of activations stays unsharded. Each phase is searched by itself, so the layouts of two phases may store
     weights and cache differently.
 
     Args:
-        workload: the step, whose phase is `"encode"`, `"prefill"` or `"decode"`.
+        workload: the step to search for, with phase `"encode"`, `"prefill"` or `"decode"`.
         mesh: sizes of the mesh axes.
 
     Raises:
-        Unsearched: the router lets experts choose among tokens.
+        Unsearched: the router lets experts choose tokens.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
@@ -59,7 +59,7 @@ class ServingProblem(PhaseProblem):
 
     @cached_property
     def question(self) -> MeshProblem:
-        """The search on this mesh."""
+        """The problem on this mesh."""
         built, program, lines = read_phase(*self._step)
         if self._prompts:
             rows = lines.unknown(f"cache.{SELF}", "B")
@@ -81,7 +81,7 @@ def read_phase(
     cache: str,
     fixed: tuple[tuple[str, str], ...] = (),
 ) -> ReadProgram:
-    """Read a serving program, which is the same on every mesh."""
+    """Trace the program of a phase of serving, which is the same on every mesh."""
     stored: Any = {name: "int8" for name, kind in {"weights": weights, "cache": cache}.items() if kind == "int8"}
 
     def build(layout: Layout, mesh: jax.sharding.Mesh) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def read_phase(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig, phase: Phase, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """Return the lines of a model for a phase of serving, with the ties that are needed by its programs read so far."""
+    """Return the lines of a model for a phase of serving, with the ties that the programs traced so far need."""
     lines = Lines.of(Layout.load(BASE), {}).served()
     lines.fixed = dict(fixed)
     lines.check_fixed()

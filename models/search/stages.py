@@ -1,10 +1,10 @@
-"""Search for pipelines on a slice: the numbers of stages and microbatches, and the mesh in a stage.
+"""Search for pipelines on a slice, over the numbers of stages and microbatches, and the mesh within a stage.
 
 For every number of stages that divides both the layers and an axis of the torus (on GPUs, the number of GPUs), for each
 mesh of the rest, and for each choice of its axes along which pipelines run side by side, the best specs of a stage are
 found exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
 These prices give the seconds of equal stages, each with embedding and output, as `gspmd.pipeline` runs them. With the
-same prices, `gspmd.search.stages` also splits the layers freely, as Alpa may, on submeshes of every size, with the
+same prices, `gspmd.search.stages` also splits the layers freely, as Alpa may, over submeshes of every size, with the
 embedding on the first stage and the output on the last.
 
 Not covered: rounds, and stages over more than one torus axis. If stages use only a part of a torus axis, the rest of
@@ -43,14 +43,14 @@ class PipelineRow:
     """The best pipeline with a given number of stages and microbatches.
 
     Attributes:
-        stages, microbatches: S and M.
-        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. Of
-            several torus axes that leave a stage the same mesh, it is the smallest. For GPUs, which have no torus, it
-            is S.
-        problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
-        answer: its answer, with the seconds of a step and the bytes of a device; None if no layout fits.
-        prices: the prices of its parts; None if no layout fits.
-        least: bytes of the smallest layout, if no layout fits.
+        stages, microbatches: S and M, the numbers of stages and of microbatches.
+        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. If
+            several torus axes leave a stage the same mesh, it is the smallest of these numbers. For GPUs, which have no
+            torus, it is S.
+        problem: the search problem on the best mesh, which is `problem.case.mesh` with `problem.case.side`.
+        answer: the answer of the problem, with the seconds of a step and the bytes of a device; None if none fits.
+        prices: the prices of the parts of a step, or None if no layout fits.
+        least: bytes of the smallest layout if no layout fits.
     """
 
     stages: int
@@ -63,33 +63,33 @@ class PipelineRow:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of all mesh axes, with the axis of the stages first."""
+        """The sizes of all mesh axes, with that of the stages first."""
         return {STAGES: self.stages, **self.problem.case.mesh}
 
     @property
     def bubble(self) -> float:
-        """The share of slots in which a stage waits, (S - 1) / (M + S - 1)."""
+        """The fraction of slots in which a stage waits, (S - 1) / (M + S - 1)."""
         return (self.stages - 1) / (self.microbatches + self.stages - 1)
 
     @property
     def slotted(self) -> float:
-        """Seconds of the M + S - 1 slots, a step without the work that runs once; infinite if no layout fits."""
+        """Seconds of the M + S - 1 slots, that is of a step without the work that runs once; infinite if none fits."""
         return self.problem.slots * self.prices.seconds if self.prices else inf
 
     @property
     def lines(self) -> list[LayoutLine]:
-        """The lines of the layout; empty if no layout fits."""
+        """The lines of the layout, if a layout fits."""
         return self.problem.lines(self.answer.picks) if self.answer else []
 
 
 @dataclass(frozen=True)
 class Table:
-    """Pipelines by their numbers of stages and microbatches.
+    """The best pipelines by their numbers of stages and microbatches.
 
     Attributes:
         rows: the best pipeline for each pair of numbers.
-        free: for each number of microbatches, the unrestricted split that Alpa's program finds with the same prices;
-            its submeshes are the fitting rows with that number of microbatches, in order.
+        free: for each number of microbatches, the unrestricted split that Alpa's dynamic program finds with the same
+            prices. Its submeshes are, in order, the rows with that number of microbatches that fit.
     """
 
     rows: tuple[PipelineRow, ...]
@@ -97,7 +97,7 @@ class Table:
 
     @property
     def best(self) -> PipelineRow | None:
-        """The fastest row, and among equally fast rows the one with the fewest stages; None if no layout fits."""
+        """The fastest row and, among equally fast rows, the one with the fewest stages, or None if no layout fits."""
         found = [(float(f"{row.answer.seconds:.9g}"), row.stages, row) for row in self.rows if row.answer]
         return min(found, key=lambda each: each[:2])[-1] if found else None
 
@@ -112,11 +112,11 @@ def table(
     """Find the best pipeline for every number of stages and of microbatches.
 
     Args:
-        workload: the training step; its number of microbatches is ignored.
-        torus: devices along each torus axis; for GPUs, nodes and GPUs of a node.
+        workload: the training step, whose number of microbatches is ignored.
+        torus: number of devices along each torus axis; for GPUs, of nodes and of GPUs per node.
         limit: the largest number of bytes that a device may hold.
         microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
-        tell: called with a line of progress.
+        tell: a function that gets lines about the progress.
 
     Raises:
         PlanError: the model has a part that cannot be searched.
@@ -148,7 +148,7 @@ def table(
 
 
 def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, StageProblem]]:
-    """Yield the problem of every mesh of a stage and every choice of `side`, with the torus axis that it splits."""
+    """Yield the problem for every mesh of a stage and choice of `side`, with the size of the split torus axis."""
     nodes = workload.chip.nodes({"x": prod(torus) // stages})
     for size, mesh in _meshes_of_stages(workload.chip, stages, torus):
         axes = [axis for axis, devices in mesh.items() if devices > 1]
@@ -188,7 +188,7 @@ def _solved(along: int, problem: StageProblem, limit: float) -> PipelineRow | No
 
 
 def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:
-    """Return the cheapest unrestricted split with the prices of all submeshes; None if there is none."""
+    """Return the cheapest unrestricted split over all submeshes with their prices, or None if there is none."""
     prices = [(row.stages, row.prices) for row in rows if row.prices and row.microbatches == count]
     if not prices:
         return None
@@ -204,7 +204,7 @@ def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, l
 
 
 def sheet(found: Table) -> Sheet:
-    """Return the pipelines as a table for the terminal."""
+    """Return a table of the pipelines for the terminal."""
     names = ("stages", "microbatches", "mesh", "side by side", "a step", "bubble", "of any split", "memory", "fits")
     left = ("mesh", "side by side", "fits")
     shown = Sheet(

@@ -36,14 +36,14 @@ _TOKENS = ("B", "G", "C")
 
 
 class TrainingStep:
-    """A training step, traced once for each number of microbatches, whatever the mesh.
+    """A training step, traced once for each number of microbatches and independently of the mesh.
 
     Args:
-        subject: the model, in its compute dtype.
-        update: how parameters are updated; its number of microbatches is ignored.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
-        lines: the lines of the model; ties that its programs need are added to them in place.
+        subject: the model with its compute dtype.
+        update: the settings of the update, whose number of microbatches is ignored.
+        batch: number of sequences per step, over all devices.
+        length: number of tokens per sequence.
+        lines: the lines of the model's layout, to which the ties are added that its programs need.
     """
 
     def __init__(self, subject: Trainable, update: Update, batch: int, length: int, lines: Lines):
@@ -51,7 +51,7 @@ class TrainingStep:
         self._read: dict[int, ReadProgram] = {}
 
     def read(self, microbatches: int) -> ReadProgram:
-        """Read the step's program for a number of microbatches.
+        """Trace the step with a number of microbatches.
 
         Raises:
             LayoutError, PlanError, SpecError: the step cannot be built or searched.
@@ -64,7 +64,7 @@ class TrainingStep:
 
 
 class StepProblem(PhaseProblem):
-    """The search problem of a training step on one mesh, with terms read from the program."""
+    """The search problem of a training step on one mesh, with terms read from a trace of the program."""
 
     phase = "train"
 
@@ -74,7 +74,7 @@ class StepProblem(PhaseProblem):
 
     @cached_property
     def question(self) -> MeshProblem:
-        """The search on this mesh."""
+        """The problem on this mesh."""
         case, step = self.case, self._step
         # Memory is counted at the point where the program with two microbatches holds the most, so that with more
         # microbatches the count never grows where the batch is even.
@@ -87,12 +87,12 @@ class TrainingProblem(StepProblem):
     """The search problem of a training step of a model that comes with gspmd.
 
     Args:
-        workload: the step.
+        workload: the training step.
         mesh: sizes of the mesh axes.
 
     Raises:
         PlanError: the microbatches do not divide the batch, or the program has a part that cannot be searched.
-        LayoutError: the model has no such line as one that is fixed.
+        LayoutError: a line that is fixed does not exist in the model's layout.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
@@ -115,19 +115,19 @@ class TrainingProblem(StepProblem):
 
 
 class RelaxedTraining(TrainingProblem, RelaxedProblem):
-    """The search problem that bounds a training step with two or more microbatches on one mesh.
+    """The relaxed problem that bounds a training step with two or more microbatches on one mesh.
 
     With M microbatches, weights move M times instead of twice. Activations take at least as long as in two parts, and
-    hold at least 2/M of their bytes; gathered weights and gradients hold as much as with two:
+    hold at least 2/M of their bytes; gathered weights and gradients hold as much as with two parts:
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
-    Hence the seconds for the fewest microbatches with the bytes for the most bound all numbers between them. The
-    choices are those for two microbatches; they include the choices for any larger number. The global norm of the
+    Hence the seconds for the fewest microbatches, together with the bytes for the most, bound all numbers between them.
+    The choices are those for two microbatches, which include those for any larger number. The global norm of the
     gradients is left out, which only lowers the bound.
 
     Args:
-        workload: the step; its number of microbatches is ignored.
+        workload: the training step, whose number of microbatches is ignored.
         mesh: sizes of the mesh axes.
     """
 
@@ -135,7 +135,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         super().__init__(replace(workload, microbatches=2), mesh)
 
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return a relaxed problem whose cost is a lower bound for all microbatch numbers from `fewest` to `most`."""
+        """Return a relaxed problem whose cost is a lower bound for all numbers of microbatches in this range."""
         once, each = self._tables
         question, weights = self.question, self._weights
         others = {array: count if array in weights else 2 / most * count for array, count in question.others.items()}
@@ -149,7 +149,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _weights(self) -> set[HeldArray]:
-        """The sharded arrays without token dimensions: their sizes do not depend on the number of microbatches."""
+        """The sharded arrays without a token dimension, whose sizes do not depend on the number of microbatches."""
         lines = self.question.lines
         pairs = [pair for each in lines.tensors().values() for pair in each]
         tokens = {unknown for dim, unknown in pairs if dim in _TOKENS}
@@ -157,7 +157,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _tables(self) -> tuple[list[Table], list[Table]]:
-        """The seconds that do not depend on the number of microbatches, and the seconds of weights, which do."""
+        """Tables of the seconds that do not depend on the number of microbatches, and of those of weights, which do."""
         question, tables = self.question, self.question.prices.tables
         _, in_one, _ = self._step.read(1)
         before = in_one.times
@@ -187,7 +187,7 @@ def _step(
     update: Update,
     fixed: tuple[tuple[str, str], ...],
 ) -> TrainingStep:
-    """Return a training step, which is the same on every mesh."""
+    """Return a training step, which is the same for every mesh."""
     # Pairs of sources and targets are packed into rows, or have padding.
     subject = Language(config, jnp.dtype(dtype), packed=source_length > 0, source_length=source_length)
     return TrainingStep(subject, update, batch, length, _lines(replace(config, remat="none"), fixed))
@@ -195,7 +195,7 @@ def _step(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """Return the lines of a model in training, with the ties that are needed by its programs read so far."""
+    """Return the lines of a model in training, with the ties that the programs traced so far need."""
     lines = Lines.of(Layout.load(BASE), dict(fixed))
     if config.lora:
         # [gradients] then applies to the adapters, while the rules of a layout apply to the frozen weights.

@@ -27,26 +27,26 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of a model: everything that a search problem needs except the mesh.
+    """A step of a model: everything that a search problem needs, apart from the mesh.
 
     Attributes:
-        config: the whole model; in serving, its experts drop no token.
+        config: the configuration of the whole model; in serving, its experts drop no token.
         chip: the chip whose seconds are assumed.
-        batch: sequences per step, over all devices; in serving, the rows of the cache.
-        length: tokens per sequence.
-        dtype: compute dtype; in serving, also the dtype of weights and cache unless they are int8.
+        batch: number of sequences per step, over all devices; in serving, of rows of the cache.
+        length: number of tokens per sequence.
+        dtype: the compute dtype; in serving, also that of weights and cache unless they are int8.
         phase: `"train"`, a whole update; `"encode"`, which reads the source of every row; `"prefill"`, which reads
             `length` tokens of every row into an empty cache; or `"decode"`, which reads one token of every row with a
             full cache.
-        microbatches: the number of parts of a training step's batch that run one after the other.
+        microbatches: the number of parts of a training batch that run one after another.
         weights: in serving, `"int8"` for int8 matrices with a scale for each channel; otherwise `"dtype"`.
         cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; otherwise `"dtype"`.
-        room: tokens of a text that the cache can hold; 0 for `length`.
+        room: number of tokens of a text for which the cache has room; 0 for `length`.
         fixed: lines that are not searched, with their specs.
-        update: how a training step updates parameters; its number of microbatches is ignored.
-        source_length: tokens per source of an encoder–decoder; 0 for `length`.
-        beams: in decoding, the number of successive rows that are the beams of one prompt; their caches are on one
-            device. 0 without beams.
+        update: the settings of a training step's update, whose number of microbatches is ignored.
+        source_length: number of tokens per source of an encoder–decoder; 0 for `length`.
+        beams: in decoding, the number of successive rows that are the beams of one prompt, whose caches are on one
+            device; 0 for no beam search.
     """
 
     config: ModelConfig
@@ -66,7 +66,9 @@ class Workload:
 
 
 class Unsearched(PlanError):
-    """A model has a part that the search cannot price. Commands replace the last line of the message, to name flags.
+    """The error for a model with a part that the search cannot price.
+
+    Commands replace the last line of its message by one that names flags.
 
     Attributes:
         fact: the question, and the reasons why it cannot be answered.

@@ -1,1 +1,1 @@
-"""The diagnosis of refused notation: every fault of the text or of the sizes, with carets and remedies."""
+"""The diagnosis of notation with errors: every fault of the text or of the sizes, with carets and remedies."""

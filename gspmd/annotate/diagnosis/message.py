@@ -9,7 +9,7 @@ _LONGEST = 400  # characters of a sentence
 
 
 def message(doing: str, faults: Sequence[object]) -> str:
-    """Return the message: what was being done, then every fault as `str` draws it."""
+    """Return the message of an error: what was being done, then every fault as `str` draws it."""
     head = _cut(doing) if len(faults) < 2 else f"{_cut(doing)}: {len(faults):,} faults"
     more = len(faults) - MOST_FAULTS
     rest = [f"  … and {more:,} more."] if more > 0 else []
@@ -17,7 +17,7 @@ def message(doing: str, faults: Sequence[object]) -> str:
 
 
 def drawn(text: str, start: int, end: int, fact: str, remedy: str) -> str:
-    """One fault: the notation, the carets, the fact and, if there is one, the remedy.
+    """Return one fault as text: the notation, the carets, the fact and, if there is one, the remedy.
 
     >>> print(drawn("B_xLE_q!", 7, 8, "'!' has no meaning in a spec.", ""))
         B_xLE_q!
@@ -31,7 +31,7 @@ def drawn(text: str, start: int, end: int, fact: str, remedy: str) -> str:
 
 
 def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
-    """Return the part of a long text around a span, and the position of the span in that part."""
+    """Return the part of a long text around a span, and the start and the end of the span in that part."""
     if len(text) <= _WIDEST:
         return text, start, end
     first = max(0, min(start - _WIDEST // 3, len(text) - _WIDEST))

@@ -36,7 +36,7 @@ class EquationReader(Reader):
         return sides
 
     def arrow(self) -> str:
-        """Consume an arrow, or what is meant as an arrow, and return it; the empty string if there is none."""
+        """Consume an arrow, or what is meant as an arrow, and return it, or "" if there is none."""
         return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
     def terms(self) -> list[LocatedTerm]:

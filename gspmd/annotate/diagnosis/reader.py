@@ -36,7 +36,7 @@ _STRAY_REMEDY = {
 
 
 class Reader:
-    """A position in a text and the faults found so far."""
+    """A position in a text, and the faults found so far."""
 
     def __init__(self, text: str):
         self.text, self.at = text, 0
@@ -67,7 +67,7 @@ class Reader:
     # -- a spec -------------------------------------------------------------------------------------------------------
 
     def spec(self) -> LocatedSpec:
-        """Read up to a separator (`,` `+` `->` or a parenthesis) or the end."""
+        """Read a spec up to a separator (`,` `+` `->` or a parenthesis) or the end of the text."""
         self.space()
         spec = LocatedSpec(self.at, self.at)
         while self.at < len(self.text) and not self._at_separator(spec):

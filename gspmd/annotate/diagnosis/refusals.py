@@ -1,4 +1,4 @@
-"""The error for text that the parser refuses: the text is read again, and every fault is listed.
+"""The error for text that the parser rejects: the text is read again, and every fault is listed.
 
 If this reader finds no fault in a text that the parser refuses, one of the two has a bug, and an AssertionError names
 the text. A property test compares the two.
@@ -22,7 +22,7 @@ _EXAMPLES = {
 
 
 def unreadable(what: str, text: object) -> SpecError:
-    """Return the error for text refused as `what` ("spec", "equation" or "via"), or for an object that is not text."""
+    """Return the error for text rejected as `what` ("spec", "equation" or "via"), or for an object that is not text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
         if what == "spec" and (said := _of_jax(text)):
@@ -43,7 +43,7 @@ def unreadable(what: str, text: object) -> SpecError:
 
 
 def _of_jax(given: Any) -> str:
-    """Return the fault and the remedy if a PartitionSpec, a sharding or a tuple of names is given; "" otherwise.
+    """Return the fault and the remedy if a PartitionSpec, a sharding or a tuple of names is given, or "" otherwise.
 
     >>> print(_of_jax(("batch", "length")))
     a spec is one string, with a capital letter for each dimension.
@@ -125,7 +125,7 @@ def via_faults(text: str) -> list[Fault]:
 
 
 def spans(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the start and the end of every spec of an equation, in reading order."""
+    """Return the start and the end of every spec in an equation, in reading order."""
     terms, results = EquationReader(text).sides()
     specs = [spec for term in (*terms, *results) for operand in term for spec in operand.specs]
     return tuple((spec.start, spec.end) for spec in specs)

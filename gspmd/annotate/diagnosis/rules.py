@@ -145,7 +145,7 @@ def _output_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) 
 
 
 def _dims_of(term: LocatedTerm, at: int) -> list[str] | None:
-    """Return the dimensions of a term's operands, for result `at` of a group; None if they could not be read."""
+    """Return the dimensions of a term's operands, for result `at` of a group, or None if they could not be read."""
     specs = [o.specs[at if o.group and at < len(o.specs) else 0] for o in term]
     return None if any(s.broken for s in specs) else list(dict.fromkeys(n for s in specs for n in s.names))
 

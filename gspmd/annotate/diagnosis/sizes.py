@@ -1,4 +1,4 @@
-"""Faults of the sizes or shapes of arrays for a spec or an equation on a mesh.
+"""Faults in the sizes or shapes of arrays for a spec or an equation on a mesh.
 
 Functions here take a spec as any object with the fields of a `Spec`: the module of `Spec` imports this module, which
 therefore cannot import `Spec`.
@@ -21,8 +21,8 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
     Args:
       spec: a `Spec`.
-      sizes: sizes by dimension or a shape, from `whole_sizes`.
-      mesh: the mesh axis sizes, from `mesh_sizes`.
+      sizes: sizes by dimension, or a shape, from `whole_sizes`.
+      mesh: size of every mesh axis, from `mesh_sizes`.
     """
     faults = [fault for at in range(len(spec.dims) + 1) for fault in _unknown_axes(spec, at, mesh)]
     if not isinstance(sizes, Mapping) and len(sizes) != len(spec.dims):
@@ -37,9 +37,9 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
 
 def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
-    """Return a fault of dimension number `at`, with the caret under it in the canonical text.
+    """Return a fault of the dimension with index `at`, with the caret under it in the canonical text.
 
-    The number after that of the last dimension stands for the partial sum.
+    The index after that of the last dimension stands for the partial sum.
     """
     pieces = [dim_text(dim, axes) for dim, axes in zip(spec.dims, spec.axes)]
     text = str(spec)
@@ -77,7 +77,7 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axis whose name the letters of a suffix spell, if any (a partial sum's letters are sorted)."""
+    """Return the mesh axis whose name the letters of a suffix spell, or "" (a partial sum's letters are sorted)."""
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
     arrange = sorted if axes is spec.partial or axes is spec.reduced else list

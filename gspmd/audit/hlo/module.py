@@ -101,7 +101,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The name stack of JAX in the metadata; empty for an instruction that the compiler added."""
+        """The name stack of JAX in the metadata, or "" for an instruction that the compiler added."""
         name = _OP_NAME.search(self.attributes)
         return name[1] if name else ""
 

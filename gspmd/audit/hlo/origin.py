@@ -65,7 +65,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Follow first operands back: return the producer of the instruction's, then the producer of that one's, ..."""
+    """Return the producer of the instruction's first operand, then the producer of that one's, and so on."""
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
@@ -119,7 +119,7 @@ def _in_step(placed: Placed, kind: str) -> bool:
 
 
 def _in_equation(placed: Placed) -> bool:
-    """Return whether an instruction is in the scope of an equation that the compiler lowers, without steps."""
+    """Return whether an instruction is in the scope of an equation, but of none of its steps, as under `xla`."""
     equation, step = innermost(placed[1].op_name)
     return bool(equation and not step)
 

@@ -48,7 +48,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
     - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
       the rings that the compiler names for its algorithm. libtpu gathers and scatters over several torus axes round one
       ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
-      neighbours, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
+      neighbors, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
       used; groups that cover part of an axis use some of its rings, or count as one ring of their own.
     - On a switch all collectives share the bandwidth of a chip; between nodes they share the network, and so does what
       TPU slices send each other.

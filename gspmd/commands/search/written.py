@@ -35,7 +35,7 @@ def header(
     argv: Sequence[str],
     shortlist: Iterable[Listed] = (),
 ) -> list[str]:
-    """Return the lines of the comment; it has no dates, so that an equal search writes an equal file."""
+    """Return the lines of the file's first comment; it has no dates, so that equal searches write equal files."""
     answer, remat = finding.answer, finding.best.remat
     length = f"{settings.length} {finding.best.in_microbatches}".strip()
     if sources := settings.sources:

@@ -25,7 +25,7 @@ from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 
 @dataclass(frozen=True)
 class StageMarks:
-    """The marks of every move, product and output of a stage; None for a move that does nothing."""
+    """The marks of every move, product and output of a stage, with None for a move that does nothing."""
 
     moves: tuple[Unknown | None, ...]
     products: tuple[Unknown, ...]

@@ -14,7 +14,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     """Send each token to its two most probable experts while slots are free: first all first choices, then all second.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
-        the second choice is kept with probability min(1, 2 · g2), where g2 is normalised
+        the second choice is kept with probability min(1, 2 · g2), where g2 is normalized
         ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, times k = config.aux_weight · X²
 
     Args:
@@ -38,7 +38,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Differs: where the paper and its authors' later public layer disagree, this function follows
       - the paper for a second choice that the draw rejects: it still advances its expert's count, and its slot stays
         empty (the later layer drops it before counting);
-      - the paper for gates: they are normalised once, before capacity is applied, even if one of the two overflows;
+      - the paper for gates: they are normalized once, before capacity is applied, even if one of the two overflows;
       - the later layer for the coefficient of the loss: with X², the loss of balanced experts is `aux_weight` for every
         X, while the paper's form, `losses.gshard_balance`, is 1/X² for balanced experts.
     Capacity is rounded up.

@@ -91,7 +91,7 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return all probabilities [..., X], the two best experts [..., 2], and their normalised gates [..., 2]."""
+    """Return all probabilities [..., X], the two best experts [..., 2], and their normalized gates [..., 2]."""
     gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
     pair = chosen(gates, expert)
     return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)

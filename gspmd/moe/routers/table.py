@@ -13,7 +13,7 @@ BY_NAME = {each.name: each for each in _ALL}
 
 
 def named(config: MoEConfig) -> Router:
-    """Return the router that the config names."""
+    """Return the router that the layer's configuration names."""
     return BY_NAME[config.router]
 
 

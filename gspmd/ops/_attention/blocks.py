@@ -1,4 +1,4 @@
-"""Attention in blocks of rows, queries and keys, for more logits than fit in memory at once."""
+"""Attention in blocks of rows, queries and keys, used if the logits would not all fit in memory."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ class Blocks:
 
     @classmethod
     def of(cls, rows: int, heads: int, queries: int, keys: int) -> "Blocks | None":
-        """Return blocks of about `_BLOCK` logits for one device; None if all logits fit in one block."""
+        """Return blocks of about `_BLOCK` logits for one device, or None if all logits fit in one block."""
         if rows * heads * queries * keys <= LARGEST:
             return None
         least, most = _LENGTHS
@@ -89,7 +89,7 @@ class Blocks:
         ).reshape(-1, 4)
 
     def in_reach(self, reach: int) -> int:
-        """Return the largest number of blocks of keys that a block of queries sees, at any position."""
+        """Return the largest number of blocks of keys that a block of queries can see if a query sees `reach` keys."""
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
 
     def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
@@ -107,14 +107,14 @@ class Blocks:
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return the length of equal blocks, at most about `most`; a multiple of `multiple` if there are several blocks."""
+    """Return a length of equal blocks, at most about `most`; a multiple of `multiple` if there are several blocks."""
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Form:
-    """The options of blocked attention, besides arrays."""
+    """The options of blocked attention: everything that `attended` needs besides arrays."""
 
     blocks: Blocks
     scale: float
@@ -128,7 +128,7 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
     def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
-        """Return the limits by which blocks are left out, and `ahead` if their starts depend on it.
+        """Return the limits that decide which blocks are left out, and `ahead` if the starts of blocks depend on it.
 
         The limits are `UNLIMITED` if no block is left out.
         """
@@ -142,17 +142,17 @@ class Form:
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
+    """Compute attention block by block: the output, and the largest logit and the denominator of every query.
 
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the number of queries in a block.
         k, v: [B, T, K, D] of any dtype; the D of values and output may differ from that of queries and keys.
-        terms: which keys are seen, and biases.
+        terms: which keys are seen, and the biases of the logits.
         dtype: the dtype of the output.
-        scales: empty, or the scales [B, T, K] of keys and of values, and optionally `rest_scales` (see
-            `online.attend`).
-        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
+        scales: empty; or the scales [B, T, K] of keys and of values, and optionally `rest_scales` as for
+            `online.attend`.
+        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -185,7 +185,7 @@ def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
-    """Return softmax attention [B, K, Q, L, D]; neither pass ever holds all logits in memory."""
+    """Return softmax attention [B, K, Q, L, D]; neither pass, forward or backward, holds all logits in memory."""
     return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
@@ -199,7 +199,7 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
-    """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
+    """Return the tangent of the output; the probabilities of each block are recomputed from its logits."""
     q, k, v, terms, sinks, out, top, total = kept
     d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 
@@ -228,12 +228,12 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
 def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
     """Return the gradients of queries, keys and values in float32, then of a bias [R, H], computed block by block.
 
-    The probabilities of a block are computed again from its logits. So `kept` may have only some of the keys to which
-    the queries attended; the result is then the contribution of these keys to each gradient.
+    The probabilities of a block are recomputed from its logits. So `kept` may have only some of the keys to which the
+    queries attended; the result is then the contribution of these keys to each gradient.
 
     Args:
-        form: the form of `attended`.
-        kept: q, k, v and terms of `attended`, and its results for all keys.
+        form: the options of `attended`.
+        kept: the arguments q, k, v and terms of `attended`, and its results for all keys.
         g: the cotangent of the output.
     """
     q, k, v, terms, out, top, total = kept
@@ -328,10 +328,10 @@ batching.primitive_batchers[_tangent] = _batch
 
 
 def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, total):
-    """Compute the probabilities of a block again; unseen keys are masked before exp, which could overflow for them.
+    """Recompute the probabilities of a block; unseen keys are masked before exp, which could overflow for them.
 
     Returns:
-        The probabilities; the scaled and capped products; and the chosen buckets of the bias, or None without a bias.
+        The probabilities; the scaled and capped logits; and the one-hot buckets of the bias, or None without a bias.
     """
     part = _terms(form, at, terms)
     capped = part.limits.capped(_product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale)
@@ -373,7 +373,7 @@ def _add(whole, part, begin):
 
 
 def _terms(form: Form, at, terms: Terms) -> Terms:
-    """Return the terms of one block of queries and keys."""
+    """Return the terms of the logits of one block of queries and keys."""
 
     def cut(x, begin, size):
         rows, first = (1, 0) if x.shape[0] == 1 else (form.blocks.rows, at[0])
@@ -383,7 +383,7 @@ def _terms(form: Form, at, terms: Terms) -> Terms:
 
 
 def _seen(form: Form, at, part: Terms):
-    """Return booleans that broadcast to [B, K, Q, L, T]: the keys of a block that its queries see; None for all."""
+    """Return booleans that broadcast to [B, K, Q, L, T]: which keys of a block each query sees. None means all."""
     blocks, ahead, visible = form.blocks, part.ahead, part.visible()
     visible = None if visible is None else visible[:, None, None]
     if form.causal:
@@ -395,7 +395,7 @@ def _seen(form: Form, at, part: Terms):
 
 
 def _again(form: Form, at, keys: int):
-    """Return which keys of a block are also in the block before it; None if blocks do not overlap."""
+    """Return which keys of a block are also in the block before it, or None if blocks do not overlap."""
     if keys % form.blocks.keys == 0:
         return None
     shape = (1, 1, 1, 1, form.blocks.keys)

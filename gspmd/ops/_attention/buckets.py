@@ -15,7 +15,7 @@ from gspmd.annotate.validation import whole
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Buckets:
-    """Group relative positions into buckets, each with its own bias.
+    """A division of relative positions into buckets, each with its own bias.
 
     Half of the buckets hold one distance each. The others grow by a constant factor up to `distance`, and the last
     bucket holds all longer distances. With `bidirectional`, half of all buckets are for keys up to the query's
@@ -57,7 +57,7 @@ class Buckets:
 
     @property
     def single(self) -> int:
-        """The number of buckets of one direction that hold a single distance."""
+        """The number of buckets for one direction that hold a single distance each."""
         return self.count // (4 if self.bidirectional else 2)
 
     def of(self, relative: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ class Buckets:
 
 @lru_cache(maxsize=64)
 def _starts(buckets: Buckets) -> np.ndarray:
-    """Return the shortest distance of each bucket of one direction except the first."""
+    """Return the shortest distance of every bucket for one direction except the first."""
     single = buckets.single
     away = np.arange(single, buckets.distance + 1)
     # In float32, as in T5: the rounding decides the bucket of a distance on a border.

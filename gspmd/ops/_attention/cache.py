@@ -1,4 +1,4 @@
-"""Writing a key/value cache: new keys at each row's own position, and keys rounded to int8 with scales."""
+"""Writes to a key/value cache, each row at its own position, and rounding of keys to int8 with scales."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -40,8 +40,8 @@ def write_cache(
     Args:
         cache: [N, B, K, T, D] of N layers, or their scales [N, B, K, T]; the dimensions after N may be in any order.
         new: [N, B, L, K, D] in the cache's dtype, or [N, B, L, K].
-        cache_spec: order and placement of the cache without N, which is unsharded: `"B_xKT_yD"`, or `"B_xKT_y"` for
-            scales. Its letters for batch, heads and head size must be the same as in `key_spec`.
+        cache_spec: the spec of the cache without N, which is unsharded: `"B_xKT_yD"`, or `"B_xKT_y"` for scales. Its
+            letters for batch, heads and head size must be the same as in `key_spec`.
         key_spec: the spec of `new` without N: `"BLK_xD"`, in the order batch, length, heads, head size.
         lengths: [B] integers, replicated: the number of tokens of each row that are cached already.
         counts: [B] integers, replicated: the number of new tokens of each row that are real; the padding after them is
@@ -51,7 +51,7 @@ def write_cache(
             T.
 
     Returns:
-        The cache, placed as before.
+        The cache, sharded as before.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or shapes or dtypes do not agree.
@@ -194,7 +194,7 @@ def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], w
 
 
 def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that move new keys, and the lengths, to the cache."""
+    """Return the steps that move the new keys and the lengths to the devices of the cache."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
@@ -236,10 +236,10 @@ def _written(
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
-        first: [B], the slot of each row's first new key, counted from the start of this part; it may be outside the
+        first: [B], the slot of each row's first new key, counted from the start of this part, and possibly outside the
             part.
         real: two arrays [B], the start and the end of the range of new keys that are written in each row.
-        batch, along: the positions of the batch and of the length among the dimensions.
+        batch, along: the indices of the batch dimension and of the length dimension in `cache`.
     """
     begins, ends = real
     room, length = cache.shape[along], new.shape[along]

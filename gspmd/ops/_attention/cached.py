@@ -218,7 +218,7 @@ class _CachedAttention:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the operands, in order."""
+        """The names of the operands in the order in which they are passed."""
         new = _NEW[: 2 if self.width is None else 1] if self.has_new else ()
         return ("query", *new, *self.cached, *self.extras.of_heads, "lengths")
 
@@ -235,7 +235,7 @@ class _CachedAttention:
         return tuple(of[name] for name in self.names)
 
     def placement(self, shapes: "_Shapes", ctx: Context) -> CachePlacement:
-        """Return the specs while a device attends to its part of the cache."""
+        """Return the specs of queries, keys and cache while a device attends to its part of the cache."""
         key_heads = shapes[self.names.index("cached keys")][0][2]
         return placement(self.query, self.key, self.cache, shapes[0][0], key_heads, ctx.mesh)
 
@@ -247,12 +247,13 @@ class _CachedAttention:
         Args:
             q: the queries.
             cache: keys [B, T, K, D], values if they are a separate array, and scales if there are any.
-            given: the operands with values for each head.
-            lengths: [B], the number of tokens of each row before the first query.
+            given: the operands with values for each query head.
+            lengths: [B], the number of tokens in each row before the first query.
             queries: [B, L], the positions of the queries.
             first: the slot of the first of these cached keys.
             total: the number of slots of the whole cache.
-            shards: the numbers of shards if the arrays are those of all devices; None for the arrays of one device.
+            shards: the number of shards of each dimension if the arrays are those of all devices; `ALONE` for one
+                device.
         """
         near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
@@ -278,15 +279,15 @@ class _CachedAttention:
         return self.cut(found)
 
     def cut(self, found: Attended) -> Attended:
-        """Cut the weighted keys to the entries that are values, if values are part of the keys."""
+        """Cut the weighted sum of keys to the entries that are values, if values are part of the keys."""
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
-        """Return the terms of the new tokens' keys.
+        """Return the terms of the logits with the new tokens' keys.
 
         Args:
-            given: which new keys count, and the operands with values for each head.
-            lengths: [B], the number of tokens of each row before the new ones.
+            given: which new keys are real, and the operands with values for each query head.
+            lengths: [B], the number of tokens in each row before the new ones.
             queries, keys: [1, L], the positions of queries and keys among the new tokens.
             ahead: the position of the first query minus the position of the first key; None for 0.
         """
@@ -302,9 +303,8 @@ class _CachedAttention:
         Args:
             q: [B, L, H, D].
             new: keys [B, L, K, D], and values if they are a separate array.
-            terms: which new keys count, the position of the first query minus the position of the first new key, and a
-                bias.
-            shards: the numbers of shards if the arrays are those of all devices; None for the arrays of one device.
+            terms: which new keys are real, the position of the first query minus that of the first new key, and a bias.
+            shards: the number of shards of each dimension if the arrays are those of all devices; None for one device.
         """
         k, v = new[0], new[-1]
         in_place = terms.ahead is None and not terms.limits.displaced
@@ -318,7 +318,7 @@ class _CachedAttention:
         return self.cut(found)
 
     def scale_of(self, q: jax.Array) -> float:
-        """Return the scale of the logits."""
+        """Return the factor of the logits, by default 1/sqrt(D)."""
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
@@ -349,7 +349,7 @@ def _check(
     cache: Mapping[str, jax.Array],
     lengths: jax.Array,
 ) -> tuple[int, ...]:
-    """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
+    """Check that specs and shapes agree; return the indices of batch, length, heads and head size in the cache."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in zip(("queries", "keys", "cached keys"), specs)
@@ -496,7 +496,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
 
 
 def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that move each tensor, by the name of the tensor."""
+    """Return the steps that move each tensor, by the tensor's name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
     # While the search traces, the moves to the cache are unknown too. They do not depend on the placements of new keys
@@ -513,7 +513,7 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
 
 
 def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
-    """Return every move, by the name of its tensor."""
+    """Return every move between specs that the operation needs, by the name of the tensor."""
     at = form.placement(shapes, ctx)
     parts = at.cache.axes[1]
     per_query = at.query.without(at.query.dims[3])

@@ -21,12 +21,12 @@ Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
 
 
 class Gathered:
-    """The transport by gathers of all chunks before the first is used, and reduce-scatters of gradients after the last.
+    """Transport by gathers: of all chunks before the first is used, and of gradients by reduce-scatters after the last.
 
     Args:
-        chains: the steps of the gathers and of the reduce-scatters.
+        chains: the planned steps of the gathers and of the reduce-scatters.
         axes: the mesh axes that shard the sequence.
-        names: the name of the gather of each sharded operand.
+        names: the name, in `chains`, of the gather of each sharded operand.
     """
 
     def __init__(self, chains: Chains, axes: Sequence[str], names: Sequence[str]):
@@ -34,11 +34,11 @@ class Gathered:
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
     def device(self, place: jax.Array | int) -> jax.Array | int:
-        """Return the device that is `place` devices behind this one."""
+        """Return the index of the device that is `place` devices behind this one."""
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices."""
+        """Fold f(state, device, *chunks) over all other devices and their chunks."""
         whole = [self.chains.send(name, x) for name, x in zip(self.names, chunks)]
 
         def step(place, state):
@@ -48,15 +48,15 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Fold like `visit`; also return the gradients of this device's own chunks, with all devices' contributions.
+        """Fold like `visit`; also return the gradients of this device's own chunks, summed over all devices.
 
         Args:
             f, state, chunks: the arguments of `visit`.
             own: this device's contributions to the gradients of its own chunks.
-            back: the name of the reduce-scatter of each gradient.
+            back: the name, in `chains`, of the reduce-scatter of each gradient.
 
         Returns:
-            The state, and a gradient for each operand, in its dtype.
+            The final state, and a gradient for each operand, in its dtype.
         """
         sums = [jnp.zeros((*x.shape[:1], self.devices * x.shape[1], *x.shape[2:]), jnp.float32) for x in own]
         sums = [_put(x, self.device(0), mine) for x, mine in zip(sums, own)]
@@ -79,14 +79,14 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 class RingOfChunks(Gathered):
-    """The transport round a ring: while a device attends to one chunk, a permute brings the next chunk.
+    """Transport round a ring: while a device attends to one chunk, a permute brings the next chunk.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
     Differs: a device's own contribution to the gradients of its chunk stays there, so gradients make one hop less.
     """
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices."""
+        """Fold f(state, device, *chunks) over all other devices and their chunks."""
         last, chunks = self.devices - 1, self._send(self.names, chunks)
 
         def step(place, carry):
@@ -124,7 +124,7 @@ class RingOfChunks(Gathered):
         return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
 
     def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send all chunks to the next device, each permute in the scope of its planned step."""
+        """Send all chunks to the next device, each permute in the named scope of its planned step."""
         # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes it is given.
         sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
         numbers = np.arange(self.devices).reshape(*sizes.values())
@@ -140,16 +140,16 @@ class RingOfChunks(Gathered):
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Return whether chunks of keys and values go round a ring.
+    """Return whether chunks of keys and values go round a ring instead of being gathered.
 
-    They do under `looped`, and under `auto` if the forward and backward pass together then take less time than with
-    gathers.
+    They do so under `looped`, and under `auto` if the forward and backward passes together then take less time than
+    with gathers.
 
     Args:
         ctx: the context of the call.
         axes: the mesh axes that shard the sequence.
-        queries: local sizes B, L, H, D.
-        chunk: the average number of keys of one chunk to which a query attends.
+        queries: the local sizes of B, L, H and D.
+        chunk: the average number of keys in one chunk to which a query attends.
         dtype: the dtype of queries and keys.
         steps: the gathers of keys and values, and the reduce-scatters of their gradients.
     """

@@ -15,7 +15,7 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
     """Check that every device has the keys that it needs, and find how a device picks its key heads.
 
     Returns:
-        The `Share` that picks the key heads, and the mesh axes that shard the queries of a sequence.
+        The `Share` that picks the key heads, and the mesh axes that shard the sequence of the queries.
     """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted = key.axes[2], query.axes[2]

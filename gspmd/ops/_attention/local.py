@@ -38,11 +38,11 @@ def local_attention(
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
-        terms: which keys are seen, a soft cap, and biases.
+        terms: which keys are seen, the soft cap, and the biases of the logits.
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        shards: the numbers of shards, if the arrays are those of all devices.
-        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
+        shards: the number of shards of each dimension, if the arrays are those of all devices.
+        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
@@ -101,10 +101,10 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
 
 
 def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
-    """Compute attention as JAX's function does, but for values of any width; the mean if no key is seen.
+    """Compute attention as JAX's function does, but for values of any width; the mean of the values if no key is seen.
 
     `_attended` gives the same result, but for its gradient it keeps 1.5 times as many bytes: also the statistics, and
-    the weights before they are divided.
+    the weights before they are divided by the denominator.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
@@ -131,10 +131,10 @@ def local_attended(
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: empty, or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales` (see
-            `online.attend`).
-        width: how many leading entries of a key come before those of `rest_scales` (see `online.attend`).
-        shards: the numbers of shards, if the arrays are those of all devices.
+        scales: empty; or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales` as for
+            `online.attend`.
+        width: how many leading entries of a key come before those of `rest_scales`, as for `online.attend`.
+        shards: the number of shards of each dimension, if the arrays are those of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
@@ -186,12 +186,12 @@ def local_gradients(
 ) -> tuple[jax.Array, ...]:
     """Return float32 gradients for some of the keys: their contribution to the queries' gradient, and the keys' own.
 
-    With a bias, their contribution to the gradient [R, H] of the bias comes last.
+    With a bias, the last result is the contribution of these keys to the gradient [R, H] of the bias.
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
         out: [B, L, H, D] the output of the queries for all their keys.
-        normaliser: [B, L, H] log Σ exp over all logits of a query.
+        normaliser: [B, L, H], log Σ exp over all logits of a query.
         g: [B, L, H, D] the cotangent of `out`.
     """
     if not (q.size and k.size):
@@ -220,7 +220,7 @@ def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | N
 
 
 def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
-    """Return queries [B, K, Q, L, ...] padded to a whole number of blocks; the padding is dropped later."""
+    """Return queries [B, K, Q, L, ...] padded along L to a whole number of blocks; the padding is dropped later."""
     return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 

@@ -15,25 +15,25 @@ class Attended(NamedTuple):
     """The result of attention to some of the keys, in float32: the output is values / total."""
 
     top: jax.Array
-    """[B, K, Q, L] the largest logit; -inf if there is no key yet."""
+    """[B, K, Q, L], the largest logit, or -inf if there is no key yet."""
     total: jax.Array
     """[B, K, Q, L] Σ exp(logit - top)."""
     values: jax.Array
     """[B, K, Q, L, D] Σ exp(logit - top) · v."""
 
     def relative_to(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the denominator and the weighted values relative to a larger maximum than `top`."""
+        """Return the denominator and the weighted values relative to the maximum `top`, at least `self.top`."""
         factor = jnp.exp(self.top - top)
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """Return the result for the keys of both results together."""
+        """Return the result of attention to the keys of both results together."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
-        """Return the statistics as [B, L, H], with the sinks [H] added: one more logit for each head, without a value.
+        """Return the result with the sinks [H] added to its statistics: one more logit for each head, without a value.
 
         Args:
             sinks: the logits; None if there are no sinks.
@@ -45,11 +45,11 @@ class Attended(NamedTuple):
         return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
 
     def by_query(self) -> "Attended":
-        """Return the result with statistics [B, L, H] and values [B, L, H, D]."""
+        """Return the result with heads in the order of the queries: statistics [B, L, H] and values [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the weighted mean of the values; 0 for a query that has seen no key."""
+        """Return the weighted mean of the values, which is 0 for a query that has seen no key."""
         mean = self.values / self.total[..., None]
         return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
 
@@ -64,7 +64,7 @@ def sink_statistics(
 
 
 def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient [H] of sinks: minus the sum over queries of (probability of the sink) · (g · out).
+    """Return the gradient [H] of the sinks: minus the sum over queries of (probability of the sink) · (g · out).
 
     Args:
         sinks: [H].
@@ -90,7 +90,7 @@ def attend(
     bias: jax.Array | None = None,
     limits: Limits = UNLIMITED,
 ) -> Attended:
-    """Attend to one part of the keys.
+    """Attend to some of the keys; the results for different keys can be merged.
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
@@ -104,7 +104,7 @@ def attend(
         width: how many entries of a key come before those of `rest_scales`; given together with `rest_scales`.
         again: booleans like `seen`: the keys (never all of them) that an earlier part has counted already.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
-        limits: the soft cap of the scaled logits; `seen` already includes windows.
+        limits: the soft cap of the scaled logits; `seen` already takes windows into account.
     """
     scales = (None if x is None else _along_keys(x) for x in (key_scales, rest_scales))
     logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), *scales, width=width, rows=2) * scale
@@ -138,7 +138,7 @@ def scaled_logits(
 
     Args:
         product: an equation, as in `jax.numpy.einsum`.
-        q, k: queries and keys.
+        q, k: the queries and the keys.
         key_scales, rest_scales, width: the arguments of `attend`, with scales in a shape that broadcasts to the
             products.
         rows: the dimension, of both queries and products, along which the queries are doubled for `rest_scales`.

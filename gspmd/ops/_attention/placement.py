@@ -1,4 +1,4 @@
-"""The placements of attention to a cache: the queries are moved to the cache, which does not move."""
+"""The shardings in attention to a cache: the queries are moved to the cache, which does not move."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _OPEN = ("?",)
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
-    """Find the dimensions of a cache, in any order, by the letters of the keys that are added to it.
+    """Find the indices of a cache's dimensions, in any order, by the letters of the keys that are added to it.
 
     Args:
         doing: what is being done, for the first line of an error.
@@ -22,10 +22,10 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
         key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
 
     Returns:
-        The dimensions of the cache with batch, length, heads and head size.
+        The indices of batch, length, heads and head size among the dimensions of the cache.
 
     Raises:
-        SpecError: the cache lacks one of them.
+        SpecError: the cache lacks one of these dimensions.
     """
     batch, _, *heads = key.dims
     own = [dim for dim in cache.dims if dim not in (batch, *heads)]
@@ -38,7 +38,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CachePlacement:
-    """The specs of all tensors while a device attends to its part of the cache."""
+    """The specs of queries, keys and cache while a device attends to its part of the cache."""
 
     query: Spec
     key: Spec
@@ -49,13 +49,13 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Return the placement of the queries at the cache; axes that the cache does not use still shard the queries.
+    """Return the specs for attention at the cache; mesh axes that the cache does not use still shard the queries.
 
     Args:
         query, key, cache: the specs of queries, new keys and cache.
         shape: the shape of the queries.
         key_heads: the number of heads of keys and cache.
-        mesh: mesh axis sizes.
+        mesh: size of every mesh axis.
     """
     rows, length, heads, _ = shape
     query, cache = query.without_trivial(mesh), cache.without_trivial(mesh)

@@ -63,12 +63,12 @@ class _Cut:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return a copy without mesh axes of size 1: types contain these axes, but steps do not."""
+        """Return a copy without mesh axes of size 1: JAX's types contain these axes, but planned steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
 def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted: bool, queries: int, keys: int) -> None:
-    """Check that causal queries and keys are the same tokens, and that zigzag order can cut them.
+    """Check that causal queries and keys are the same tokens, and that zigzag order can cut their sequence.
 
     Raises:
         SpecError: attention is causal, and there are not as many queries as keys.
@@ -97,7 +97,7 @@ def attend(
     query: Spec, key: Spec, causal: bool, scale: float, share: Share, extras: Extras, compiler_chooses: bool,
     ctx: Context, q, k, v, *more: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Attend with arrays that are placed as the specs say; see `whole.attention`."""
+    """Attend with arrays that are sharded as the specs say; this computes `whole.attention` for sharded sequences."""
     cut = _Cut(query, key, causal, scale, share, extras)
     if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
@@ -140,7 +140,7 @@ _attend = planned_op(_forward, _backward, lambda cut: cut.name)
 
 
 class _Chains:
-    """The chains of steps that bring keys, values and optional operands to a device, and gradients back."""
+    """The planned steps that bring keys, values and optional operands to a device, and gradients back."""
 
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
@@ -247,10 +247,10 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 
 
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
-    """Return whether some query of one device may see a key of the other device; None if queries see all keys.
+    """Return whether some query of device `here` may see a key of device `there`, or None if queries see all keys.
 
     If any query sees any key, then the nearest pair does: the first query and the last key, of the two early or of the
-    two late halves of the devices.
+    two late halves of the devices' tokens.
     """
     limits = cut.extras.limits
     if limits.reach is None:
@@ -306,7 +306,7 @@ def _terms(
 
 
 def _in_halves(half: ZigzagPairs, terms: Terms, rows: int) -> Terms:
-    """Return the terms of the products of `ZigzagPairs`, whose rows have different positions."""
+    """Return the terms for the two products of `ZigzagPairs`, whose rows have different positions."""
 
     def every_row(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (rows, x.shape[1]))

@@ -1,4 +1,4 @@
-"""The terms of attention besides its products: which keys a query sees, and the soft cap and biases of its logits."""
+"""The terms of attention's logits besides the products: which keys a query sees, a soft cap, and biases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from gspmd.planner.steps import Step
 
 
 class Bias(NamedTuple):
-    """A bias of every query head for each bucket of relative positions."""
+    """The relative position bias of every query head: one number for each bucket of relative positions."""
 
     table: jax.Array
     """[R, H] float32, for the query heads that the logits are of."""
@@ -38,7 +38,7 @@ class Bias(NamedTuple):
 
 
 def biases(chosen: jax.Array, table: jax.Array, key_heads: int) -> jax.Array:
-    """Return the bias [B, K, Q, L, T] of the `chosen` buckets [B, L, T, R] from the table [R, H]."""
+    """Return the bias [B, K, Q, L, T] of the one-hot buckets `chosen` [B, L, T, R], from the table [R, H]."""
     table = table.reshape(table.shape[0], key_heads, table.shape[1] // max(key_heads, 1))
     return jnp.einsum("bltr,rkq->bkqlt", chosen, table, precision=jax.lax.Precision.HIGHEST)  # exact, like a lookup
 
@@ -54,7 +54,7 @@ def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """The window or the chunk of keys that a query sees, and the soft cap of the logits; all optional."""
+    """The window or the chunk of keys that a query sees, and the soft cap of the logits; all are optional."""
 
     window: int | None = None
     """A query at position p attends only to keys at positions above p - window."""
@@ -68,7 +68,7 @@ class Limits:
 
     @property
     def reach(self) -> int | None:
-        """The largest number of keys that a query sees, including its own; None for all."""
+        """The largest number of keys that a query sees, including its own, or None if it sees all."""
         return self.window if self.chunk is None else self.chunk
 
     def first(self, position: Any) -> Any:
@@ -79,7 +79,7 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return a position in the array before which a query, and all queries after it, see no key."""
+        """Return an index in the array of keys: the query at `place`, and all later queries, see no key before it."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
@@ -88,11 +88,11 @@ class Limits:
         return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Return scaled products after the soft cap."""
+        """Return logits after the soft cap, from the scaled products."""
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient or tangent of uncapped products, from the gradient or tangent `slope` of capped ones."""
+        """Return the gradient or tangent of uncapped logits, from the gradient or tangent `slope` of capped ones."""
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
 
@@ -100,7 +100,7 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The terms of the logits of some queries and keys: the mask, the soft cap, and the biases."""
+    """The terms of the logits of some queries and keys besides the products: mask, soft cap, and biases."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -116,7 +116,7 @@ class Terms(NamedTuple):
     limits: Limits = UNLIMITED
 
     def on(self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]) -> "Terms":
-        """Return the terms with one function applied to arrays [B, L] of queries, and one to arrays [B, T] of keys."""
+        """Return a copy with one function applied to arrays [B, L] of queries, and one to arrays [B, T] of keys."""
         segments, places = self.segments, self.positions
         return self._replace(
             seen=None if self.seen is None else keys(self.seen),
@@ -130,7 +130,7 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """Position of each key minus position of each query: [B, L, T], or [1, L, T] if the rows have the same."""
+        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
@@ -139,7 +139,7 @@ class Terms(NamedTuple):
         """Return which keys a query may see, considering padding, segments, window and chunk, but not causality.
 
         Returns:
-            Booleans that broadcast to [B, L, T]; None for all.
+            Booleans that broadcast to [B, L, T], or None if a query may see all keys.
         """
         seen = None if self.seen is None else self.seen[:, None, :]
         if self.limits.reach is not None:
@@ -154,11 +154,11 @@ class Terms(NamedTuple):
         return alike if seen is None else alike & seen
 
     def chosen(self) -> jax.Array | None:
-        """Return the chosen buckets of the bias; None without a bias."""
+        """Return the buckets of the bias as one-hot arrays, or None without a bias."""
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
-        """Return the sum of the biases of the capped logits, [B, K, Q, L, T] or [1, K, Q, L, T]; None without any."""
+        """Return the sum of all biases of the capped logits, [B, K, Q, L, T] or [1, K, Q, L, T], or None."""
         found = None
         if chosen is not None and self.bias is not None:
             found = biases(chosen, self.bias.table, key_heads)
@@ -179,7 +179,7 @@ class Terms(NamedTuple):
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """The table of the bias; empty without a bias."""
+        """The table of the bias, or an empty tuple without a bias."""
         return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -205,7 +205,7 @@ class Terms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The optional operands of a call, or one device's part of them."""
+    """The optional operands of a call of attention, or one device's part of them, with None for those not given."""
 
     mask: jax.Array | None = None
     of_queries: jax.Array | None = None
@@ -217,7 +217,7 @@ class Given(NamedTuple):
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
-        """The optional operands that are given, in order."""
+        """The optional operands that are given, in the order of the fields."""
         return tuple(x for x in self if x is not None)
 
     @property
@@ -226,7 +226,7 @@ class Given(NamedTuple):
         return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
     def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
-        """Return a copy in which these arrays replace `learned`."""
+        """Return a copy in which `arrays` replace the operands of `learned`, in the same order."""
         rest = iter(arrays)
         return self._replace(**{name: next(rest) for name in _LEARNED if getattr(self, name) is not None})
 
@@ -238,7 +238,7 @@ OF_HEADS = "bias", "sinks", "slopes"
 
 @dataclass(frozen=True)
 class OfHeads:
-    """The spec of an operand that has values for each query head, and the bytes of one element."""
+    """The spec of an operand that has values for each query head, and the number of bytes of one element."""
 
     spec: Spec
     bytes: int = FLOAT32
@@ -246,7 +246,7 @@ class OfHeads:
 
 @dataclass(frozen=True)
 class Extras:
-    """The optional parts of a call except arrays: which optional operands are given, their specs, and options."""
+    """The options of a call of attention: which optional operands are given, their specs, and the limits."""
 
     masked: bool = False
     segmented: bool = False
@@ -266,18 +266,18 @@ class Extras:
 
     @property
     def of_heads(self) -> dict[str, OfHeads]:
-        """The given operands that have values for each head, by name."""
+        """The specs of the given operands that have values for each query head, by name."""
         found = {"bias": self.bias, "sinks": self.sinks, "slopes": self.slopes}
         return {name: each for name, each in found.items() if each is not None}
 
     @property
     def learned(self) -> dict[str, OfHeads]:
-        """The operands of `of_heads` that have gradients, by name."""
+        """The specs, by name, of those operands of `of_heads` that have gradients."""
         return {name: each for name, each in self.of_heads.items() if name in _LEARNED}
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum, which annotations cannot express."""
+        """Whether some gradient stays a partial sum, which sharding annotations cannot express."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
@@ -286,7 +286,7 @@ class Extras:
         return Given(*(next(rest) if each else None for each in self._given))
 
     def specs(self, query: Spec, key: Spec) -> tuple[Spec, ...]:
-        """Return the spec of each operand, in order."""
+        """Return the spec of each given operand, in the order of the fields of `Given`."""
         queries, keys = (Spec(spec.dims[:2], spec.axes[:2]) for spec in (query, key))
         of_heads = (None if each is None else each.spec for each in (self.bias, self.sinks, self.slopes))
         of_each = (keys, queries, keys, *of_heads, Spec((), ()))
@@ -294,11 +294,11 @@ class Extras:
 
     @property
     def gradients(self) -> tuple[Spec, ...]:
-        """The specs of the gradients of bias and sinks, if given."""
+        """The specs of the gradients of the bias and of the sinks, if given."""
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that move the operands with values for each head to the devices of their query heads."""
+        """Return the steps that move the operands with values for each head to the devices of their query heads."""
         return {
             name: move(
                 each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
@@ -307,7 +307,7 @@ class Extras:
         }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that sum the gradients of bias and sinks over the devices of all queries."""
+        """Return the steps that sum the gradients of bias and sinks over the devices of all queries."""
         found = {}
         for name, each in self.learned.items():
             made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))
@@ -316,22 +316,22 @@ class Extras:
         return found
 
     def sent(self, chains: Chains, operands: Sequence[jax.Array]) -> Given:
-        """Run the chains of `bring` inside a shard_map, and return the operands by name."""
+        """Run the steps of `bring` inside a shard_map, and return the operands by name."""
         given = self.named(operands)
         return given._replace(**{name: chains.send(name, getattr(given, name)) for name in self.of_heads})
 
     def send_back(self, chains: Chains, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Run the chains of `back` inside a shard_map, and return the gradients of bias and sinks."""
+        """Run the steps of `back` inside a shard_map, and return the gradients of bias and sinks."""
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand; it is None for all except bias and sinks."""
+        """Return the cotangent of each given operand, which is None for all except bias and sinks."""
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
 
     def terms(self, given: Given, queries: jax.Array, keys: jax.Array, ahead: jax.Array | None) -> Terms:
-        """Return the terms of queries and keys at positions [1, L] and [1, T], or [B, L] and [B, T]."""
+        """Return the terms of the logits of queries and keys at positions [1, L] and [1, T], or [B, L] and [B, T]."""
         segments = None if given.of_queries is None or given.of_keys is None else (given.of_queries, given.of_keys)
         bias = None if given.bias is None or self.buckets is None else Bias(float32(given.bias), self.buckets)
         slopes, limits = None if given.slopes is None else float32(given.slopes), self.limits
@@ -350,7 +350,7 @@ def by_heads(spec: Spec, query: Spec) -> Spec:
 
 
 def read_limits(doing: str, causal: bool, window: Any, softcap: Any, chunk: Any) -> Limits:
-    """Return the window or the chunk, and the soft cap.
+    """Check the options `window` or `chunk`, and `softcap`, and return them.
 
     Raises:
         SpecError: window or chunk is not a whole number above 0, both are given, or attention is not causal; or the
@@ -387,7 +387,7 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
 def read_of_heads(
     doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return an array with one value for each query head (`sinks` or `slopes`) and its spec; None if there is no array.
+    """Return an array with a value for each query head (`sinks` or `slopes`) and its spec, or None if not given.
 
     Raises:
         SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
@@ -443,7 +443,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
 def read_bias(
     doing: str, bias: Any, bias_spec: str | Spec | None, buckets: Buckets | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads, Buckets] | None:
-    """Return the table of a bias, its spec and its buckets; None if all three are missing.
+    """Return the table of a bias, its spec and its buckets, or None if all three are missing.
 
     Raises:
         SpecError: some but not all are given, the spec does not fit the table, or the table does not have a row for
@@ -486,10 +486,10 @@ def read_bias(
 def read_slopes(
     doing: str, slopes: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without slopes.
+    """Return ALiBi's slopes in float32, which have no gradient, and their spec, or None without slopes.
 
     Raises:
-        SpecError: see `read_of_heads`.
+        SpecError: as for `read_of_heads`.
         PlanError: a slope in a tuple or list is not a finite Python number.
     """
     if isinstance(slopes, (tuple, list)):
@@ -501,5 +501,5 @@ def read_slopes(
 
 
 def positions(length: int, first: jax.Array | int = 0) -> jax.Array:
-    """Return int32 positions [1, L] in the order of the text."""
+    """Return int32 positions [1, L] in the order of the text, of which the first is `first`."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first

@@ -1,4 +1,4 @@
-"""One query of each row on a TPU: all query heads as the rows of one product with the keys."""
+"""Attention of one query of each row on a TPU: all query heads as the rows of one product with the keys."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def attend_together(
     Args:
         q: [B, 1, H, D].
         k, v, scale, key_scales, value_scales, rest_scales, width: the arguments of `attend`.
-        seen: [B, T] booleans; None for all.
+        seen: [B, T] booleans: the keys to which the query attends; None for all.
         limits: the soft cap of the scaled logits.
     """
     rows, _, heads, _ = q.shape

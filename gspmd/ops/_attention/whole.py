@@ -1,4 +1,4 @@
-"""The attention core: every device attends with its own heads and sequences to all keys of a sequence."""
+"""The attention operation: every device attends with its own heads and sequences to all keys of a sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,7 +218,7 @@ class _Core:
     spread: tuple[str, ...]
     """The mesh axes that shard the queries of a sequence; a device needs all keys of the sequence."""
     kernel: bool = False
-    """Whether attention runs in the TPU's kernel; its normalisers are kept for the gradient."""
+    """Whether attention runs in the TPU's kernel; its normalizers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:
@@ -242,12 +242,12 @@ class _Core:
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
     def kernel_form(self, q: jax.Array) -> splash.Form:
-        """Return the options of the kernel."""
+        """Return the options of the TPU's kernel."""
         return splash.Form(q.shape[3] ** -0.5 if self.scale is None else self.scale, self.extras.limits)
 
 
 def _kernel_terms(given: Given) -> Terms:
-    """Return the terms that set the padding in the kernel's arrays to zero."""
+    """Return the terms by which padding in the kernel's arrays is set to zero."""
     return Terms(segments=None if given.of_queries is None else (given.of_queries, given.of_queries))
 
 
@@ -387,7 +387,7 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 
 
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the chains of both passes: keys and values to the queries, and their gradients back."""
+    """Return the steps of both passes: they move keys and values to the queries, and their gradients back."""
     if is_unknown(ctx.mesh):  # in a trace for the search the heads that a device needs are unknown too
         asked = core.query, core.key, heads, shapes, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
@@ -404,7 +404,7 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 
 
 def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
-    """Return the chains of `_planned`, once the specs of queries and keys are known."""
+    """Return the steps of `_planned` for given specs of queries and keys."""
     if key.without_trivial(ctx.mesh).axes[1]:
         raise PlanError(
             f"cannot search with keys sharded along the sequence ('{key}'): the search does not cover ring attention.\n"

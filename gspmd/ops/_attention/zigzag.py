@@ -59,7 +59,7 @@ def ring_size(key: Spec) -> int:
 
 
 def zigzag(x: jax.Array, devices: int) -> jax.Array:
-    """Bring [B, L, ...], unsharded along L, into zigzag order.
+    """Reorder [B, L, ...], unsharded along L, from the order of positions into zigzag order.
 
     >>> zigzag(jnp.arange(8)[None], 2)[0].tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -72,7 +72,7 @@ def zigzag(x: jax.Array, devices: int) -> jax.Array:
 
 
 def in_order(x: jax.Array, devices: int) -> jax.Array:
-    """Bring [B, L, ...], unsharded along L, from zigzag order into the order of positions.
+    """Reorder [B, L, ...], unsharded along L, from zigzag order into the order of positions.
 
     >>> in_order(zigzag(jnp.arange(8)[None], 2), 2)[0].tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -106,7 +106,7 @@ class ZigzagPairs:
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 
     def found(self, found: Attended) -> Attended:
-        """Return the results [2B, L/2, ...] of `queries`, merged for every query: [B, L, ...]."""
+        """Return the result [B, L, ...] for all queries, merged from the results [2B, L/2, ...] for `queries`."""
         both, other = (Attended(*half) for half in zip(*(jnp.split(x, 2) for x in found)))
         nothing = Attended(*(jnp.full_like(x, fill) for x, fill in zip(other, (-jnp.inf, 0.0, 0.0))))
         early = Attended(*(jnp.where(self.earlier, x, none) for x, none in zip(other, nothing)))

@@ -1,4 +1,4 @@
-"""The work of a Pallas kernel, written in its named scope: HLO shows neither its products nor its estimated cycles.
+"""The work of a Pallas kernel, written into its named scope: HLO shows neither its products nor its estimated cycles.
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """
@@ -17,10 +17,10 @@ class KernelWork:
     """The work of a kernel in one run on one device.
 
     Attributes:
-        flops: operations of its matrix products, two per multiplication, including padding and masked parts of blocks.
+        flops: number of operations in its matrix products, two per multiplication, including padding and masked parts.
         bytes: bytes read from and written to main memory.
-        steps: steps of its grid.
-        blocks: steps with matrix products; the other steps are skipped.
+        steps: number of steps of its grid.
+        blocks: number of steps with matrix products; the other steps are skipped.
         rows: the number of steps that begin a sum, which equals the number of steps that write one.
     """
 
@@ -36,7 +36,7 @@ class KernelWork:
 
 
 def kernel_work(scopes: str) -> KernelWork | None:
-    """Return the work of the kernel that an instruction calls, from its scopes; None if no scope has it.
+    """Return the work of the kernel that an instruction calls, from its named scopes, or None if no scope has it.
 
     >>> kernel_work("jit(f)/kernel[flops=8 bytes=4 steps=2 blocks=1 rows=1]/vmap(splash_mha_fwd)/pallas_call").flops
     8

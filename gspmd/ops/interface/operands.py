@@ -1,4 +1,4 @@
-"""The operands of a planned operation: arrays, in their joint dtype."""
+"""The operands of a planned operation: arrays, converted to their joint dtype."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,7 +45,7 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
     """Return an operand as an array.
 
     Args:
-        doing: what is being done, for the beginning of an error.
+        doing: what is being done, for the beginning of an error message.
         name: the name of the operand.
         given: an array, or a number.
         holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".

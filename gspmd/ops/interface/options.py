@@ -17,7 +17,7 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """Return an option that is a number known when the program is made.
+    """Return an option that is a number known when the program is traced.
 
     Raises:
         PlanError: the option is not a number, not finite, an array, or traced.
@@ -61,7 +61,7 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
 
 
 def refuse_precision(equation: Equation, precision: Any) -> None:
-    """Refuse a precision that JAX does not accept for products.
+    """Raise an error if JAX does not accept a precision for products.
 
     Raises:
         PlanError: JAX does not accept `precision`; the message lists what it accepts.
@@ -83,7 +83,7 @@ def _try_precision(precision: Any) -> None:
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """Return the name of the wire's dtype; None if operands and results are sent in their own dtypes.
+    """Return the name of the dtype in which everything is sent, or None if each array is sent in its own dtype.
 
     Raises:
         PlanError: `wire_dtype` differs from the dtype of an operand or result, and one of the two is not floating.

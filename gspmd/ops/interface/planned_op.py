@@ -37,7 +37,7 @@ def read(
     The spec must fit the array, must not be a partial sum, and may be open only under lowering `xla`.
 
     Args:
-        doing: what is being done, for the beginning of an error.
+        doing: what is being done, for the beginning of an error message.
         text: the spec.
         x: the operand.
         ctx: the context of the call.
@@ -88,14 +88,14 @@ def read(
 
 
 def fault(spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-    """Return a fault of one dimension of a spec, with the caret under it."""
+    """Return a fault about one dimension of a spec, which an error message underlines with a caret."""
     at = spec.dims.index(dim)
     before, piece = (str(Spec(spec.dims[part], spec.axes[part])) for part in (slice(at), slice(at, at + 1)))
     return Fault(str(spec), len(before), len(before) + len(piece), fact, remedy)
 
 
 def dimension(doing: str, spec: Spec, dim: str) -> int:
-    """Return the position of a dimension that a caller names by its letter.
+    """Return the index of a dimension that a caller names by its letter.
 
     Raises:
         SpecError: the spec does not have the dimension.
@@ -108,7 +108,7 @@ def dimension(doing: str, spec: Spec, dim: str) -> int:
 
 
 def sizes_of(spec: Spec, shape: Sequence[int]) -> dict[str, int]:
-    """Return the size of each dimension of the whole array, by letter."""
+    """Return the size of each dimension of the unsharded array, by letter."""
     return dict(zip(spec.dims, shape))
 
 
@@ -135,7 +135,7 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation whose gradient is planned; the backward pass has the context of the forward pass.
 
-    Besides arrays, everything that either pass needs is in the form, which is hashable: specs and options, nothing
+    Everything that either pass needs besides arrays is in the form, which is hashable: specs and options, nothing
     traced. So each pass can cache its steps and its body by the form, and `run` finds the compiled program.
 
     Args:
@@ -155,7 +155,7 @@ def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str
 
 
 class Chains:
-    """The steps of one program: a chain for each tensor that moves, in the order in which they run.
+    """The planned steps of one program: a chain for each tensor that moves, in the order in which the chains run.
 
     Example:
         >>> chains = Chains({"x": 2}, scale=(), squares=())
@@ -182,7 +182,7 @@ class Chains:
 
 
 def shard_index(axes: Sequence[str]) -> jax.Array | int:
-    """Return the number of this device's shard of a dimension that `axes` shard, major first, inside a shard_map."""
+    """Return the index of this device's shard of a dimension sharded over `axes`, major first, inside a shard_map."""
     return jax.lax.axis_index(tuple(axes)) if axes else 0
 
 

@@ -51,7 +51,7 @@ class _Chain:
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
-        """Draw the chain from y downwards, centred at x; return the y at which it ends."""
+        """Draw the chain from y downwards, centered at x; return the y at which it ends."""
         if self.title:
             canvas.text(x, y + 11, self.title, "small soft", "middle")
             y += _HEAD

@@ -142,7 +142,7 @@ class ContractionTable:
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first spec as text."""
+        """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first by spec text."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
             row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand

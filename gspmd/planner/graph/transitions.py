@@ -100,7 +100,7 @@ class Graph:
         return KINDS[kind], mask, int(self._parts[level])
 
     def kinds(self, codes: np.ndarray) -> np.ndarray:
-        """Return the position of each code's kind in KINDS."""
+        """Return, for each price code, the index in KINDS of the kind of step that it stands for."""
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:

@@ -208,7 +208,7 @@ class Candidate:
 
     @property
     def in_microbatches(self) -> str:
-        """`in 4 microbatches`; empty if the batch is not cut."""
+        """The words `in 4 microbatches`, or "" if the batch is not cut."""
         return f"in {self.microbatches} microbatches" if self.microbatches > 1 else ""
 
     @property

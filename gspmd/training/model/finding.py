@@ -84,7 +84,7 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
 
 
 def blamed(error: BaseException) -> list[str]:
-    """Return the place of an error in the code of a custom model, and the error; empty if it arose elsewhere.
+    """Return lines with the place of an error in a custom model's code, and the error, or [] if it arose elsewhere.
 
     Such an error, raised by JAX or Python, is for the user to correct, and most frames of its traceback are those of
     libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is not blamed.
@@ -101,7 +101,7 @@ def blamed(error: BaseException) -> list[str]:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Return the file of a module, or the folder of its package, inside a folder; None if there is neither."""
+    """Return the file of a module, or the folder of its package, inside a folder, or None if there is neither."""
     top = folder / module.partition(".")[0]
     return next((path for path in (top.with_suffix(".py"), top) if path.exists()), None)
 

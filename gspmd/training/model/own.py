@@ -21,7 +21,7 @@ _BATCH, _LOGITS = "embedding.tokens", "output.logits"
 # The most missing lines that a message names.
 _SHOWN = 4
 _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_byte")
-"""Names of figures that a step, or the run, adds to the figures of the loss."""
+"""Names of metrics that a step, or the run, adds to the metrics of the loss."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _client() -> Any:
 
 
 def flag() -> str:
-    """Return the flag that joins the processes of this run again, as text; empty for a single process."""
+    """Return the flag that joins the processes of this run again, as text, or "" for a single process."""
     return f" --distributed {_given}" if count() > 1 else ""
 
 

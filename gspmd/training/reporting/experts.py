@@ -7,7 +7,7 @@ import numpy as np
 from gspmd.annotate.errors import listed
 
 FEW = 0.25
-"""The share of an even load below which an expert has few tokens: it learns little, and its slots are empty."""
+"""The fraction of an even load below which an expert has few tokens: it learns little, and its slots are empty."""
 
 
 class IdleExperts:

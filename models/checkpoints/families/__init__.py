@@ -15,7 +15,7 @@ from .parallel import COHERE, GPTJ, PHI
 from .serial import GRANITE, LLAMA, LLAVA, MINISTRAL, MISTRAL, MISTRAL_3, PHI3, QWEN2, QWEN3
 from .unrotated import COHERE_2, SMOLLM_3
 
-#: In the order in which saving tries them.
+#: All families, in the order in which saving tries them.
 FAMILIES = (
     *(
         LLAMA,

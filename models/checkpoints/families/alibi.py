@@ -1,4 +1,4 @@
-"""BLOOM and MPT, whose positions are ALiBi: biases of the scores that fall with distance."""
+"""BLOOM and MPT, whose position information is ALiBi: biases by which scores fall with distance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _FIXED = FIXED | {"norm": "layer", "positions": "alibi"}
 
-#: Sizes that these families do not set.
+#: Fields about sizes that these families do not set.
 _DERIVED = {
     "kv_heads": lambda fields: fields["heads"],
     "head_size": lambda fields: fields["embed"] // fields["heads"],
@@ -69,7 +69,7 @@ BLOOM = Family(
 2211.05100), section 3.2."""
 
 
-#: Entries of MPT's `attn_config` with the only value that is supported, its default.
+#: Entries of MPT's `attn_config`, each with the only supported value, which is the default.
 _OF_ATTENTION = {
     "alibi": True,
     "attn_type": "multihead_attention",
@@ -78,7 +78,7 @@ _OF_ATTENTION = {
     "qk_ln": False,
 }
 
-#: Entries that are read, with the field that each sets and its default.
+#: Entries of MPT's `attn_config` that are read, with the field that each sets, and its default.
 _READ_OF_ATTENTION = {
     "alibi_bias_max": ("alibi_max", 8),
     "clip_qkv": ("qkv_clip", None),
@@ -88,7 +88,7 @@ _IGNORED_OF_ATTENTION = IGNORED | {"attn_impl", "is_encoder_decoder"}
 
 
 def _read_attention(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the table of attention."""
+    """Read the table `attn_config`; return the fields that it sets."""
     table = json.get("attn_config")
     if not isinstance(table, dict | None):
         faults.append(f"attn_config is {in_json(table)}; it must be a table.")
@@ -123,7 +123,7 @@ def _written_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_whole_exponent(config: ModelConfig) -> list[str]:
-    """Return the reason why a model whose exponent is not whole cannot be written; empty if the exponent is whole."""
+    """Return the reason why a model whose exponent is not a whole number cannot be written, if there is one."""
     if config.alibi_max == round(config.alibi_max):
         return []
     return [f"alibi_max is {config.alibi_max}, which is not a whole number"]

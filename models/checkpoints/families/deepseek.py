@@ -19,7 +19,7 @@ from .serial import ENDS, FEED_FORWARD, LAYER, OPTIONS, without
 if TYPE_CHECKING:
     from ...config import ModelConfig
 
-#: Maps an entry to a field of `LatentConfig`; the entry of the queries' rank may be null.
+#: For each entry, the field of `LatentConfig` that it sets; the entry for the rank of queries may be null.
 _LATENT = {"kv_lora_rank": "rank", "q_lora_rank": "query_rank", "qk_rope_head_dim": "rotary", "v_head_dim": "values"}
 _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -31,12 +31,12 @@ def _read(
     dense: DenseLayers,
     groups: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Read latent attention, the factor of its scores, layers without experts, and groups of experts.
+    """Read the fields about latent attention, the factor of scores, layers without experts, and groups of experts.
 
     Args:
         json, fields, faults: see `Agreement.read`.
-        dense: the entries of layers without experts.
-        groups: the defaults of the number of groups of experts and of the number of groups kept; None if topk_method
+        dense: the entries about layers without experts.
+        groups: the defaults for the number of groups of experts and for the number of groups kept; None if topk_method
             says whether there are groups.
     """
     values: dict[str, Any] = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
@@ -65,7 +65,7 @@ def _read(
 
 
 def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the fields of groups of experts; in V2 topk_method may say that there are none."""
+    """Return the fields about groups of experts; in V2 topk_method may say that there are none."""
     whole = {"moe.expert_groups": 1, "moe.kept_groups": None, "moe.group_best": 2}
     if defaults is None:
         method = json.get("topk_method", "greedy")
@@ -85,7 +85,7 @@ def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int
 
 
 def _scale(json: Mapping[str, Any], head_size: int, faults: list[str]) -> float | None:
-    """Return the factor of the scores if a scaling of the rotary embedding changes it, and otherwise None."""
+    """Return the factor of attention scores if a scaling of the rotary embedding changes it, and otherwise None."""
     _, entries = scaling_entries(json)
     share = entries.get("mscale_all_dim", 0) if isinstance(entries, dict) else 0
     if not share or entries.get("rope_type", entries.get("type", "default")) == "default":
@@ -116,7 +116,7 @@ def _written_v2(config: ModelConfig, dense: DenseLayers) -> dict[str, Any]:
 
 
 def _written_scaling(config: ModelConfig) -> dict[str, Any]:
-    """Return the entry of the rotary scaling that gives the scores their factor."""
+    """Return the entry about the rotary scaling that sets the factor of attention scores."""
     scaling = config.rope_scaling
     if config.attention_scale is None or scaling is None:
         return {}
@@ -185,8 +185,8 @@ _TENSORS = (
         "attention.w_q_up": Stored(f"{LAYER}.self_attn.q_b_proj.weight", "(HD)U"),
         "attention.w_k_down": Stored(f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", "ZE"),
         "attention.latent_norm": Stored(f"{LAYER}.self_attn.kv_a_layernorm.weight", "Z"),
-        # For each head, the rows of its keys and then the rows of its values; W is the width of the other part, which
-        # is not the parameter.
+        # For each head, the rows of its keys come first, then those of its values. W is the width of the part that does
+        # not belong to the parameter.
         "attention.w_k_up": Stored(f"{LAYER}.self_attn.kv_b_proj.weight", "(H(D|W))Z", part=0),
         "attention.w_v_up": Stored(f"{LAYER}.self_attn.kv_b_proj.weight", "(H(W|D))Z", part=1),
         "attention.w_o": Stored(f"{LAYER}.self_attn.o_proj.weight", "E(HD)"),

@@ -1,4 +1,4 @@
-"""Entries that name the layers without experts, and give the width of these layers."""
+"""Entries of config.json about layers without experts: which layers these are, and their width."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FIRST, _STEP, _ONLY, _WIDTH = "first_k_dense_replace", "decoder_sparse_step", "
 
 @dataclass(frozen=True)
 class DenseLayers:
-    """The entries of a family whose layers may be dense or have experts.
+    """The entries of a family in which a layer may be dense or have experts.
 
     Attributes:
-        width: default of intermediate_size, the width of dense layers; None if it must be given.
-        first: for families in which only the first layers are dense, the default of first_k_dense_replace, the number
-            of these layers. None for families that choose dense layers one by one: layers that mlp_only_layers lists,
-            and layers whose number, counted from 1, is not a multiple of decoder_sparse_step.
+        width: default of intermediate_size, the width of dense layers, or None if it must be given.
+        first: in families whose first layers are dense, the default of first_k_dense_replace, the number of these
+            layers. None in families that choose dense layers one by one: those that mlp_only_layers lists, and those
+            whose number, counted from 1, is not a multiple of decoder_sparse_step.
     """
 
     width: int | None
@@ -32,21 +32,21 @@ class DenseLayers:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the entries."""
+        """The names of the entries."""
         return (_WIDTH, *((_STEP, _ONLY) if self.first is None else (_FIRST,)))
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that `read` returns."""
+        """The names of the fields that `read` returns."""
         return "moe.every", "moe.offset", "moe.dense_layers", "moe.dense_feed_forward"
 
     @property
     def agreement(self) -> Agreement:
-        """The entries as an `Agreement` of a family that has no others."""
+        """The entries as an `Agreement`, for a family without other such entries."""
         return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-        """Return the fields that describe dense layers; the arguments are those of `Agreement.read`."""
+        """Return the fields about dense layers; the arguments are those of `Agreement.read`."""
         if fields["layers"] < 1:  # `ModelConfig` refuses this later
             return pattern([True]) | {"moe.dense_feed_forward": 0}
         sparse = self._sparse(json, fields["layers"], faults)
@@ -63,7 +63,7 @@ class DenseLayers:
         return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
 
     def _sparse(self, json: Mapping[str, Any], layers: int, faults: list[str]) -> list[bool]:
-        """Return for each layer whether it has experts; empty if the entries are wrong."""
+        """Return whether each layer has experts, or an empty list if the entries are wrong."""
         if self.first is not None:
             first = json.get(_FIRST, self.first)
             if is_whole(first):
@@ -80,7 +80,7 @@ class DenseLayers:
         return [(number + 1) % step == 0 and number not in (only or ()) for number in range(layers)]
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the entries that describe a model's dense layers."""
+        """Return the entries about a model's dense layers."""
         moe = config.moe
         assert moe is not None
         entries: dict[str, Any] = {_WIDTH: moe.dense_feed_forward or config.feed_forward}
@@ -92,7 +92,7 @@ class DenseLayers:
         return entries | {_STEP: 1, _ONLY: dense}
 
     def reasons(self, config: ModelConfig) -> list[str]:
-        """Return the reasons why the entries cannot describe the dense layers of a model."""
+        """Return the reasons why the entries cannot express the dense layers of a model."""
         sparse = [*map(config.is_sparse, range(config.layers))]
         if config.moe is None or self.first is None or sparse == sorted(sparse):
             return []
@@ -101,10 +101,10 @@ class DenseLayers:
 
 
 def pattern(sparse: Sequence[bool]) -> dict[str, Any]:
-    """Return the fields that name the layers with experts, with as few `moe.dense_layers` as possible.
+    """Return the fields that say which layers have experts, with as few `moe.dense_layers` as possible.
 
     Args:
-        sparse: for each layer, whether it has experts; at least one has.
+        sparse: for each layer, whether it has experts; at least one must.
 
     >>> pattern([False, True] * 4)
     {'moe.every': 2, 'moe.offset': 1, 'moe.dense_layers': ()}

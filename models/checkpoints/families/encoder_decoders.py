@@ -1,6 +1,6 @@
 """Families of encoder–decoders: M2M-100, NLLB-MoE, T5 and Switch Transformers.
 
-Paths of the encoder's parameters begin with `encoder.`; paths of the decoder's parameters have no prefix.
+Paths of the encoder's parameters begin with `encoder.`, and those of the decoder's have no prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .family import Agreement, Family, Option, Stored
 from .parallel import GELU
 from .serial import FIXED, ROUTED, without
 
-#: Attention with as many key/value heads as query heads.
+#: The number of key/value heads if there are as many as query heads.
 _ALL_HEADS = lambda fields: fields["heads"]  # noqa: E731
 
 _FIXED = without(FIXED, "positions", "encoder_layers", "start_token")
@@ -42,7 +42,10 @@ def _m2m_feed_forward(path: str, at: str) -> dict[str, Stored]:
 
 
 def _m2m_stack(path: str, stack: str) -> dict[str, Stored]:
-    """Return the rows of a stack that M2M-100 and NLLB-MoE share; `path` is the prefix of its parameters."""
+    """Return the table of those tensors of a stack that M2M-100 and NLLB-MoE have in common.
+
+    All paths of parameters begin with `path`.
+    """
     layer = f"model.{stack}.layers.{{N}}"
     return {
         **_m2m_norm(f"{path}attention", f"{layer}.self_attn_layer_norm"),
@@ -52,13 +55,13 @@ def _m2m_stack(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _m2m_dense(path: str, stack: str) -> dict[str, Stored]:
-    """Return the rows of the feed-forward layers of a stack of M2M-100."""
+    """Return the table of the feed-forward layers' tensors in a stack of M2M-100."""
     layer = f"model.{stack}.layers.{{N}}"
     return _m2m_norm(f"{path}ffn", f"{layer}.final_layer_norm") | _m2m_feed_forward(f"{path}ffn", f"{layer}.")
 
 
 def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
-    """Return the rows of the feed-forward layers of a stack of NLLB-MoE, some of which have experts."""
+    """Return the table of the feed-forward layers' tensors in a stack of NLLB-MoE, some with experts."""
     layer = f"model.{stack}.layers.{{N}}"
     return {
         **_m2m_norm(f"{path}ffn", f"{layer}.ff_layer_norm"),
@@ -70,7 +73,7 @@ def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _same_sizes(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Refuse stacks of different sizes."""
+    """Add a fault if both stacks differ in size."""
     for name, key in {"feed_forward": "decoder_ffn_dim", "heads": "decoder_attention_heads"}.items():
         if key not in json:
             faults.append(f"{key} is missing.")
@@ -136,7 +139,7 @@ Differs: transformers and fairseq count no position for a padding token inside a
 
 
 def _read_nllb(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read which blocks have experts; both stacks must have the same share of blocks with experts."""
+    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
     _same_sizes(json, fields, faults)
     steps = {key: json.get(key, 4) for key in ("encoder_sparse_step", "decoder_sparse_step")}
     wrong = [key for key, step in steps.items() if not is_whole(step) or step < 1]
@@ -178,7 +181,8 @@ NLLB_MOE = Family(
         "second_expert_policy": ("all",),  # the others draw at random, even in evaluation
         "moe_eval_capacity_token_fraction": (1.0,),  # an expert has room for every token
     },
-    # These say how tokens are dropped, which never happens here, and how padding is computed, which no token reads.
+    # These entries say how tokens are dropped, which never happens here, and how padding, which is never read, is
+    # computed.
     ignored_entries=(
         "expert_capacity",
         "normalize_router_prob_before_dropping",
@@ -211,13 +215,13 @@ def _t5_attention(path: str, at: str) -> dict[str, Stored]:
 
 
 def _t5_stack(path: str, stack: str, dense: str, last: int) -> dict[str, Stored]:
-    """Return the rows of the encoder or the decoder, without cross-attention and experts.
+    """Return the table of the encoder's or the decoder's tensors, without cross-attention and experts.
 
     Args:
-        path: the beginning of its parameters' paths.
-        stack: its name.
-        dense: the name of its dense feed-forward layers.
-        last: the index of the feed-forward layer in a block.
+        path: the beginning of the paths of its parameters.
+        stack: the name of the stack in the checkpoint.
+        dense: the name of the dense feed-forward layers in the checkpoint.
+        last: the index of the feed-forward layer within a block.
     """
     block = f"{stack}.block.{{N}}"
     feed_forward = f"{block}.layer.{last}.{dense}"
@@ -267,10 +271,10 @@ _T5_FIXED = without(_FIXED, "relative_buckets", "relative_distance") | {
     "attention_scale": 1.0,
 }
 
-#: Attention with relative positions does not limit the length of a text.
+#: Attention with relative positions sets no limit on the length of a text.
 _T5_IGNORED = ("pad_token_id", "n_positions", "output_past")
 
-#: Names of activations in `feed_forward_proj`; `gated-gelu`, of T5 1.1, means the tanh form of gelu.
+#: Names of activations in `feed_forward_proj`; `gated-gelu`, as in T5 1.1, means the tanh form of gelu.
 _PROJECTIONS = {
     **GELU,
     "gated-gelu": "geglu",
@@ -278,14 +282,14 @@ _PROJECTIONS = {
     "gated-silu": "swiglu",
 }
 
-#: In old files the first block of a decoder has a table for cross-attention too, which transformers does not read.
+#: In old files the decoder's first block has a table for cross-attention too, which transformers does not read.
 _UNREAD = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
 
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Refuse names of the activation that contradict `feed_forward_proj`; in transformers they take precedence."""
+    """Add a fault if a name of the activation, which transformers would prefer, contradicts `feed_forward_proj`."""
     named = json.get("feed_forward_proj", "relu")
     gate, _, kind = named.rpartition("-")
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
@@ -332,7 +336,7 @@ def _experts(path: str, stack: str, last: int) -> dict[str, Stored]:
 
 
 def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[str]) -> int:
-    """Return the n for which every nth block of a stack has experts, as in transformers; on a fault, return 0."""
+    """Return the n for which every nth block of a stack has experts, as in transformers, or 0 on a fault."""
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:
@@ -348,7 +352,7 @@ def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[
 
 
 def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read which blocks have experts; both stacks must have the same share of blocks with experts."""
+    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
     encoder = _sparse_step(json, "encoder", fields["encoder_layers"], faults)
     decoder = _sparse_step(json, "decoder", fields["layers"], faults)
     if encoder != decoder and encoder and decoder:
@@ -362,7 +366,7 @@ def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: li
     return {"moe.every": encoder}
 
 
-#: A capacity that no sequence exceeds, so that the written checkpoint drops no token.
+#: A capacity that no sequence exceeds, so that the model in a written checkpoint drops no token.
 _NEVER_FULL = 2**20
 
 

@@ -1,7 +1,7 @@
 """Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
 An entry that is in none of these tables, and that the family does not read, is refused with an error that names it,
-since it may change the results of the model.
+because it may change the results of the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABOUT_THE_FILE = frozenset({
     "model_max_length", "max_sequence_length", "is_llama_config", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
-#: The caller chooses the precision, and how attention and experts are computed.
+#: Entries about precision, and about how attention and experts are computed, which the caller chooses here.
 _PRECISION = frozenset({
     "dtype", "torch_dtype", "use_bfloat16", "torchscript", "_attn_implementation", "attn_implementation",
     "_attn_implementation_autoset", "_attn_implementation_internal", "_flash_attn_2_enabled",
@@ -33,7 +33,7 @@ _TRAINING = frozenset({
     "router_jitter_noise", "output_router_logits", "aux_loss_alpha", "embedding_dropout", "residual_dropout",
 })  # fmt: skip
 
-#: Outputs besides the logits, and heads for tasks other than causal language modelling.
+#: Entries about outputs besides the logits, and about heads for tasks other than causal language modeling.
 _OUTPUTS = frozenset({
     "use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions",
     "_output_attentions", "num_labels",
@@ -43,8 +43,8 @@ _OUTPUTS = frozenset({
     "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",
 })  # fmt: skip
 
-#: Fields of `transformers.GenerationConfig`. The caller decides how to sample; bos_token_id and eos_token_id are read
-#: with the tokenizer.
+#: Fields of `transformers.GenerationConfig`. The caller decides how to sample, and bos_token_id and eos_token_id are
+#: read with the tokenizer.
 _GENERATION = frozenset({
     "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "max_length",
@@ -96,7 +96,7 @@ REMEDIES = {
 
 
 def is_read_packed(value: Any) -> bool:
-    """Return whether a quantization_config describes weights that are converted while they are read (`packed`)."""
+    """Return whether a quantization_config describes weights that are converted when they are read (`packed`)."""
     if not isinstance(value, dict):
         return False
     method = value.get("quant_method")
@@ -105,7 +105,7 @@ def is_read_packed(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number in the range of a float, not a boolean."""
+    """Return whether a JSON value is a number in the range of a float, and not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -115,6 +115,6 @@ def is_whole(value: Any) -> bool:
 
 
 def in_json(value: Any, most: int = 60) -> str:
-    """Format a value of config.json for a message, shortened if it is long."""
+    """Format a value of config.json for a message, shortening it if it is long."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]} …"

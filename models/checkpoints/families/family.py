@@ -1,4 +1,4 @@
-"""A family of public models: the tensors of its checkpoints, and the entries of its config.json."""
+"""A family of public models: the tensors in its checkpoints, and the entries of its config.json."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REQUIRED, WRONG = object(), object()
 
 @dataclass(frozen=True)
 class Option:
-    """An entry of config.json that sets fields of `ModelConfig`.
+    """An entry of config.json that sets one field of `ModelConfig`.
 
     Attributes:
-        key: the entry's name, or several alternative names; the first is used for writing.
-        default: the value of an absent entry: a constant, a function of the fields of other entries, or REQUIRED.
-        names: maps values in the file to values of the field; None if they are the same.
-        null: the value that null stands for, given like `default`; WRONG if null is not allowed.
+        key: the name of the entry, or several alternative names, of which the first is written.
+        default: the value if the entry is absent: a constant, a function of the fields of other entries, or REQUIRED.
+        names: for each value in the file, the value of the field; None if they are the same.
+        null: the value that null stands for, given like `default`, or WRONG if null is not allowed.
     """
 
     key: str | tuple[str, ...]
@@ -32,29 +32,29 @@ class Option:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All names of the entry."""
+        """All names that the entry may have."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the names that a file uses, with their values; the first name with the default if it uses none."""
+        """Return the entry's names in a file with their values, or if there are none, its first name and default."""
         found = {key: json[key] for key in self.keys if key in json} or {self.keys[0]: self.default}
         return {key: self.null if value is None and self.null is not WRONG else value for key, value in found.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored form of a parameter.
+    """The form in which a checkpoint stores a parameter.
 
     Attributes:
-        name: the tensor's name; {N} is the index of the layer and {X} the index of the expert.
-        dims: the tensor's dimensions, in the parameter's letters; dimensions in parentheses are merged into one, as in
-            "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where
-            they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for
-            each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
-        part: the index of the parameter among the parameters that the tensor holds.
-        paired: the tensor's name in a parallel block with two norms, if that differs.
-        offset: the constant that the model adds to the stored values: 1 for norms that scale by 1 + w.
-        gated: the tensor's name in a feed-forward layer with a gate, if that differs.
+        name: the name of the tensor, in which {N} is the index of the layer, and {X} that of the expert.
+        dims: the dimensions of the tensor, in letters of the parameter. Dimensions in parentheses are merged into one,
+            as in "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them
+            where they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E"
+            for each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
+        part: the index of the parameter among those that the tensor holds.
+        paired: the name of the tensor in a parallel block with two norms, if it differs.
+        offset: a constant that the model adds to the stored values, such as 1 for norms that scale by 1 + w.
+        gated: the name of the tensor in a feed-forward layer with a gate, if it differs.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Stored:
 
 
 def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
-    """Return the rows of the parameters that one tensor holds, in the order of the tensor.
+    """Return the stored forms of several parameters that one tensor holds, in its order.
 
     Example:
         >>> fused("mlp.gate_up_proj", "(F|F)E", "ffn.w_gate", "ffn.w_in")["ffn.w_in"].part
@@ -77,15 +77,15 @@ def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Entries of config.json that no `Option` reads, because they depend on other entries or must agree with them.
+    """Entries of config.json that no `Option` reads, because they depend on each other or must agree.
 
     Attributes:
-        keys: their names.
-        read: a function of config.json, the fields of the options, and a list to which it appends faults; returns
-            fields.
+        keys: the names of the entries.
+        read: a function from config.json, the fields set by options, and a list to which it appends faults, to the
+            fields that these entries set.
         write: a function from a model to the entries.
         fields: the names of the fields that `read` returns.
-        write_scaling: a function from a model to entries of the table of its rotary scaling.
+        write_scaling: a function from a model to entries of the table about its rotary scaling.
         reasons: a function from a model to the reasons why the family cannot express it.
     """
 
@@ -99,12 +99,12 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """An entry of config.json by which a model multiplies or divides activations; here it scales parameters instead.
+    """An entry by which a model multiplies or divides activations; here, parameters are scaled instead.
 
     Attributes:
-        multiplied: paths of the parameters that are multiplied by its value.
-        divided: paths of the parameters that are divided by it.
-        divided_if_tied: paths of the parameters that are divided by it if the logits reuse the embedding table.
+        multiplied: paths of the parameters that are multiplied by the entry's value.
+        divided: paths of the parameters that are divided by the entry's value.
+        divided_if_tied: paths of the parameters that are divided by it if the logits use the embedding table.
     """
 
     multiplied: tuple[str, ...] = ()
@@ -112,64 +112,64 @@ class Multiplier:
     divided_if_tied: tuple[str, ...] = ()
 
     def factors(self, value: float, *, tied: bool) -> dict[str, float]:
-        """Return the factors of parameters."""
+        """Return the factor of each parameter that a value of the entry scales."""
         divided = self.divided + (self.divided_if_tied if tied else ())
         return {**dict.fromkeys(self.multiplied, value), **dict.fromkeys(divided, 1 / value)}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of public models, as a table that serves both loading and saving.
+    """An architecture of public models, as a table that serves both loading and saving.
 
-    Every field of `ModelConfig` is in `options`, `fixed` or `derived`, or belongs to the rotary embedding, or does not
-    affect a checkpoint's contents.
+    Every field of `ModelConfig` is in `options`, `fixed` or `derived`, belongs to the rotary embedding, or does not
+    affect the contents of a checkpoint.
 
     Attributes:
-        title: its name in prose.
-        architecture: its name in `architectures` of config.json.
-        model_type: its name in `model_type`.
-        options: maps a field (such as "heads", or "moe.experts" for a field of experts) to the entries that set it.
-        fixed: maps a field to the value that it has in the whole family.
-        tensors: maps a parameter's path, without the position of its block ("blocks.0."), to its stored form.
-        derived: maps a field to its value as a function of the other fields.
-        inactive: maps an entry to the values with which it has no effect, its default first; others are refused.
+        title: the name of the family in prose.
+        architecture: its name in the entry `architectures` of config.json.
+        model_type: its name in the entry `model_type`.
+        options: for a field, such as "heads", or "moe.experts" for a field of experts, the entry that sets it.
+        fixed: for a field, the value that it has in the whole family.
+        tensors: for a parameter's path, without the position of its block ("blocks.0."), its stored form.
+        derived: for a field, its value as a function of the other fields.
+        inactive: for an entry, the values with which it has no effect, the default first; other values are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
-        rope_base: default of rope_theta; None if it cannot be set.
-        rope_types: maps the names of scalings of the rotary embedding to kinds of `RopeScaling`; empty if the family
-            has all of them, under their own names.
+        rope_base: default of rope_theta, or None if it cannot be set.
+        rope_types: for each name of a scaling of the rotary embedding, the kind of `RopeScaling`; empty if the family
+            has all kinds, under their own names.
         original_length: default of original_max_position_embeddings in families that have this entry outside the table
-            of the scaling, where it wins over the entry in the table; None if there is no default.
-        partial_rotary: default of partial_rotary_factor; None if it cannot be set.
-        default_rope: the table of the scaling for files without such a table; None for no scaling.
-        local_rope_base: default base of the rotary embedding of sliding layers; None if all layers have the same base.
-        window: the entries that describe a sliding window; None if the family has no such layers.
-        logit_scale: default of the factor of the logits; None if the family has no such factor.
-        scale_embedding: whether its models multiply embedded tokens by √E.
-        length: names of the entry with the longest sequence; the first is used for writing; empty if there is no such
-            entry.
-        agreement: entries that no `Option` reads, since they depend on others (see `Agreement`); None if there are
+            of the scaling, where it takes precedence over the one in the table; None if there is no default.
+        partial_rotary: default of partial_rotary_factor, or None if it cannot be set.
+        default_rope: the table of the rotary scaling for files without one; None for no scaling.
+        local_rope_base: default base of the rotary embedding of sliding layers, or None if all layers have one base.
+        window: the entries about a sliding window, or None if the family has no sliding layers.
+        logit_scale: default of the factor of the logits, or None if the family has no such factor.
+        scale_embedding: whether the family's models multiply embedded tokens by √E.
+        length: the names of the entry with the longest sequence, of which the first is written; empty if there is no
+            such entry.
+        agreement: entries that no `Option` reads, because they depend on each other (see `Agreement`), or None.
+        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default, of which the first in a
+            file counts. Empty if logits are never multiplied. In written checkpoints, tied models have this factor.
+        output_dropout: the entry with the fraction of the experts' outputs that training drops, and its default. In
+            evaluation outputs are multiplied by 1 - fraction; here this factor is part of the experts' last matrix and
+            bias. In written checkpoints the fraction is 0. None if the family has no such entry.
+        rope_names: the names of the entries rope_theta and partial_rotary_factor outside the table of the scaling.
+        multipliers: for an entry, a number that is 1 by default, the parameters that it is multiplied into. In written
+            checkpoints it is 1.
+        copies: tensors that copy the embedding table, which are written if the logits have a table of their own.
+        default_length: default of the entry with the longest sequence, or None for no limit.
+        modules: the names of the entry with the number of modules, 1 by default, that follow the last layer, are
+            numbered like layers, and predict further tokens. They are not read, and 0 is written. Empty if there are
             none.
-        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default; the first one that a file
-            has counts. Empty if logits are never multiplied. In written checkpoints, tied models have this factor.
-        output_dropout: the entry with the share of the experts' outputs that training drops, and its default. In
-            evaluation outputs are multiplied by 1 - share; here this factor is part of the experts' last matrix and
-            bias. In written checkpoints the share is 0. None if the family has no such entry.
-        rope_names: names of the entries rope_theta and partial_rotary_factor outside the table of the scaling.
-        multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. In
-            written checkpoints it is 1.
-        copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
-        default_length: default of the entry with the longest sequence; None for no limit.
-        modules: names of the entry with the number of modules, 1 by default, that follow the last layer, are numbered
-            like layers, and predict further tokens. They are not read, and 0 is written. Empty if there are none.
-        renamed: regular expressions for whole names of tensors in some files, each with its replacement.
-        text_part: for a model that also reads images, whose config.json has the entries of the text model in a table,
-            `text_config`: defaults for entries that are required in files of the text model alone. None for a model
+        renamed: regular expressions for whole names of tensors in some files, each with the name that replaces it.
+        text_part: for a model that also reads images, whose config.json has the entries about the text model in a
+            table, `text_config`: defaults for entries that files of the text model alone must have. None for a model
             that reads only text.
-        text_type: the `model_type` in `text_config`; empty for a model that reads only text.
-        aliases: other names of the architecture, in files that were published with their own classes.
+        text_type: the `model_type` in `text_config`, or empty for a model that reads only text.
+        aliases: other names of the architecture, in files published with classes of their own.
 
     Raises:
-        ValueError: `text_part` is given without `text_type`, or the reverse.
+        ValueError: only one of `text_part` and `text_type` is given.
     """
 
     title: str
@@ -204,7 +204,7 @@ class Family:
     text_type: str = ""
     aliases: tuple[str, ...] = ()
 
-    #: Tensors that are computed rather than learned; old files contain them.
+    #: Tensors that are computed and not learned, which old files contain.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from .window import Window
 if TYPE_CHECKING:
     from ...config import ModelConfig
 
-#: The first Gemma files say gelu but mean the tanh approximation.
+#: The first Gemma files say gelu, but mean the tanh approximation.
 GEMMA_GELU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
 
 #: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
@@ -25,7 +25,7 @@ _NORMS = (
 
 
 def _around_one(table: dict[str, Stored]) -> dict[str, Stored]:
-    """Return a table whose norms scale by 1 + w."""
+    """Return a table with norms that scale by 1 + w."""
     return {path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in table.items()}
 
 
@@ -48,7 +48,7 @@ GEMMA = Family(
     scale_embedding=True,
 )
 
-#: Norms before and after attention and the feed-forward layer.
+#: The norms before and after attention, and before and after the feed-forward layer.
 SANDWICH = TENSORS | {
     "attention.norm_after": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
     "ffn.norm": Stored(f"{LAYER}.pre_feedforward_layernorm.weight", "E"),
@@ -57,7 +57,7 @@ SANDWICH = TENSORS | {
 
 
 def _read_scale(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the factor of the scores: 1/√query_pre_attn_scalar."""
+    """Read the factor of attention scores: 1/√query_pre_attn_scalar."""
     scalar = json.get("query_pre_attn_scalar", 256)
     if not is_whole(scalar) or scalar < 1:
         faults.append(f"query_pre_attn_scalar is {in_json(scalar)}; it must be a whole number.")
@@ -74,7 +74,7 @@ def _scalar(config: ModelConfig) -> float:
 
 
 def _no_whole_scale(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written if its query_pre_attn_scalar is not a whole number."""
+    """Return the reason why a model whose query_pre_attn_scalar is no whole number cannot be written, if any."""
     scalar = _scalar(config)
     if abs(scalar - round(scalar)) < 1e-9 * scalar:
         return []

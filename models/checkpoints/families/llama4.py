@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, unrotated layers whose queries are scaled up, one expert per token and a shared one."""
+"""Llama 4: attention in chunks, unrotated layers with growing queries, and one expert per token and a shared one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTERVAL = 8192
 
 
 def _read(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the kinds of layers, the factors that scale queries up, and which layers have experts."""
+    """Read the kinds of layers, the factors by which queries grow, and the layers that have experts."""
     found = _kinds(json, fields, faults) | _experts(json, fields, faults)
     if faults:
         return {}

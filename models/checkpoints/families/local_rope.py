@@ -1,4 +1,4 @@
-"""The entries of config.json for a rotary embedding of sliding layers that differs from that of other layers."""
+"""The entries of config.json for a rotary embedding that differs between sliding and other layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ ENTRIES = ("rope_local_base_freq",)
 def read_local_rope(
     family: Family, json: Mapping[str, Any], faults: list[str]
 ) -> tuple[Mapping[str, Any], float | None]:
-    """Separate the rotary embedding of sliding layers from the rotary embedding of all other layers.
+    """Separate the rotary embedding of sliding layers from that of all other layers.
 
-    In files of transformers 5, `rope_parameters` has a table for each kind of layer; in older files
-    `rope_local_base_freq` is the base of the sliding layers, and `rope_theta` and `rope_scaling` are for the other
-    layers.
+    In files of transformers 5, `rope_parameters` has a table for each kind of layer. In older files
+    `rope_local_base_freq` is the base for sliding layers, and `rope_theta` and `rope_scaling` are for the other layers.
 
     Returns:
-        The entries, with the rotary embedding of the other layers where `read_rope` finds it, and the base of the
-        sliding layers; None if all layers of the family have one base, or on a fault.
+        The entries, with the rotary embedding of the other layers where `read_rope` expects it, and the base for
+        sliding layers, which is None if all layers of the family have one base, or on a fault.
     """
     if family.local_rope_base is None:
         return json, None
@@ -61,10 +60,10 @@ def read_local_rope(
 
 
 def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field `local_rope_base`: None if no layer is sliding, or if all layers are rotated alike.
+    """Return the field `local_rope_base`, which is None if no layer is sliding, or all layers are rotated alike.
 
     Args:
-        base: the base of the sliding layers.
+        base: the base for sliding layers.
         fields: the other fields of the model, including `rope_base`, `rope_scaling` and `sliding_window`.
     """
     if base is None:
@@ -74,7 +73,7 @@ def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_local_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Return the entry with the base of a model's sliding layers, as every version of transformers reads it."""
+    """Return the entry with the base for a model's sliding layers, as every version of transformers reads it."""
     if family.local_rope_base is None:
         return {}
     base = config.rope_base if config.local_rope_base is None else config.local_rope_base

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts, each token sent to its k best experts."""
+"""Families with mixtures of experts, in which each token is sent to its k best experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .window import Window
 
 EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
 
-#: The entry of `Family.modules`, and its other name.
+#: The two names of the entry of `Family.modules`.
 MODULES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 #: The fixed fields of families in which some layers may be dense.
@@ -118,7 +118,7 @@ GRANITE_MOE = Family(
     multipliers=GRANITE.multipliers,
 )
 
-#: Experts as in DeepSeek V3: sigmoid scores, groups, a bias of the choice, shared experts, and dense first layers.
+#: Experts as in DeepSeek V3: sigmoid scores, groups, a bias for choosing, shared experts, and dense first layers.
 _DEEPSEEK = {
     "feed_forward": Option("moe_intermediate_size", 1408),
     "moe.experts": Option(("n_routed_experts", "num_local_experts"), 128),

@@ -7,7 +7,7 @@ from .mixtures import EXPERTS, QWEN3_MOE
 from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, TENSORS, without
 from .window import Window
 
-#: One norm over all heads; its scale has one number for each element of each head.
+#: A norm over all heads together, whose scale has a number for each element of each head.
 _OVER_HEADS = {
     "attention.q_norm": Stored(f"{LAYER}.self_attn.q_norm.weight", "(HD)"),
     "attention.k_norm": Stored(f"{LAYER}.self_attn.k_norm.weight", "(KD)"),

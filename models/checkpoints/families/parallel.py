@@ -1,11 +1,11 @@
-"""Families of parallel blocks: attention and feed-forward read the same layer norm, and their results are summed."""
+"""Families of parallel blocks: attention and feed-forward read the same layer norm, and their outputs are summed."""
 
 from __future__ import annotations
 
 from .family import Family, Option, Stored
 from .serial import ATTENTION, ENDS, FEED_FORWARD, FIXED, LAYER, OPTIONS, SIZES, without
 
-#: Names in transformers of activations without a gate; the tanh approximation of gelu has several.
+#: Names, in transformers, of activations without a gate; the tanh approximation of gelu has several.
 GELU = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",

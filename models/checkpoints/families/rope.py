@@ -12,7 +12,7 @@ from .family import Family
 
 _ORIGINAL = "original_max_position_embeddings"
 
-#: Maps a kind of scaling to its entries inside the table, each with its field of `RopeScaling`.
+#: For a kind of scaling, its entries inside the table, each with the field of `RopeScaling` that it sets.
 _SCALINGS: dict[str, dict[str, str]] = {
     "llama3": {
         "factor": "factor",
@@ -47,7 +47,7 @@ def rope_entries(family: Family) -> tuple[str, ...]:
 
 _OPTIONAL = ("beta_slow", "beta_fast", "truncate")
 
-#: The entries inside `rope_scaling` and `rope_parameters`.
+#: The entries that may be inside `rope_scaling` and `rope_parameters`.
 _INNER = {
     *("rope_theta", "rope_type", "type", "partial_rotary_factor", "mscale", "mscale_all_dim"),
     *(key for entries in _SCALINGS.values() for key in entries),
@@ -59,8 +59,8 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
 
     They are read from `rope_parameters`, or, in files older than transformers 5, from `rope_theta`, `rope_scaling` and
     `partial_rotary_factor`. If several entries give the same setting, precedence is as in transformers: `rope_scaling`
-    wins over `rope_parameters`, and an entry inside the table wins over the same entry outside the table, except that
-    `original_max_position_embeddings` outside the table wins over the entry inside.
+    over `rope_parameters`, and an entry inside the table over the same entry outside, except that
+    `original_max_position_embeddings` outside the table takes precedence over the one inside.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
@@ -93,7 +93,7 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
 
 
 def scaling_entries(json: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of the table of the rotary embedding, and its entries: `rope_scaling`, or `rope_parameters`."""
+    """Return name and entries of the table about the rotary embedding: `rope_scaling`, or else `rope_parameters`."""
     name = "rope_scaling" if json.get("rope_scaling") not in (None, {}) else "rope_parameters"
     entries = json.get(name)
     return name, {} if entries is None else entries
@@ -102,7 +102,7 @@ def scaling_entries(json: Mapping[str, Any]) -> tuple[str, Any]:
 def _scaling(
     family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any], faults: list[str]
 ) -> RopeScaling | None:
-    """Read a scaling; on a fault, append it and return None."""
+    """Read a scaling of the rotary embedding; on a fault, append it and return None."""
     given, before = _given(family, json, kind, entries), len(faults)
     original = {} if kind == "linear" else {_ORIGINAL: "original_length"}
     values: dict[str, Any] = {"kind": kind}
@@ -134,7 +134,7 @@ def _scaling(
 
 
 def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a scaling, including entries outside the table, and entries that follow from others."""
+    """Return the entries of a scaling, including those outside the table and those that follow from others."""
     longest = json.get(family.length[0])
     given = {_ORIGINAL: longest, **entries}
     if _ORIGINAL in json or family.original_length is not None:
@@ -149,7 +149,7 @@ def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[
 
 
 def _wrong(key: str, value: Any) -> str:
-    """Describe the values that an entry may have; return an empty string if its value is right."""
+    """Describe the values that an entry may have; return an empty text if its value is one of them."""
     if key == "truncate":
         return "" if isinstance(value, bool) else "true or false"
     if key in ("short_factor", "long_factor"):
@@ -160,7 +160,7 @@ def _wrong(key: str, value: Any) -> str:
 def _rotary_size(
     family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], head_size: int, faults: list[str]
 ) -> int:
-    """Return the number of elements of a head that are rotated; append faults."""
+    """Return the number of rotated elements of a head, or append faults."""
     default = 1.0 if family.partial_rotary is None else family.partial_rotary
     key = "partial_rotary_factor" if "partial_rotary_factor" in entries else family.rope_names[1]
     share = entries.get("partial_rotary_factor", json.get(key, default))

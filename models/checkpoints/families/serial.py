@@ -18,7 +18,7 @@ _HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
 
 
 def kv_heads(default: int) -> Option:
-    """Return the option for key/value heads with this default."""
+    """Return the option for the number of key/value heads with this default."""
     return Option("num_key_value_heads", default, null=_HEADS)
 
 
@@ -32,7 +32,7 @@ SIZES = {
     "feed_forward": Option("intermediate_size"),
 }
 
-#: Names in transformers of activations with a gate.
+#: Names, in transformers, of activations with a gate.
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 
 OPTIONS = SIZES | {
@@ -41,7 +41,7 @@ OPTIONS = SIZES | {
     "norm_epsilon": Option("rms_norm_eps", 1e-6),
 }
 
-#: Fields that are the same in all families, except where a family below says otherwise.
+#: Fields with the same value in all families, except where a family below says otherwise.
 FIXED = {
     "block": "serial",
     "parallel_norms": 1,
@@ -76,7 +76,7 @@ FIXED = {
     "moe": None,
 }
 
-#: Fields of experts that are the same in all families, except where a family below says otherwise.
+#: Fields of experts with the same value in all families, except where a family below says otherwise.
 ROUTED = {
     "moe.shared": 0,
     "moe.shared_width": 0,
@@ -125,7 +125,7 @@ TENSORS = ENDS | ATTENTION | FEED_FORWARD
 
 
 def without(table: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return a table without the rows of these names."""
+    """Return a table without the rows with these names."""
     return {name: row for name, row in table.items() if name not in names}
 
 
@@ -164,7 +164,7 @@ MINISTRAL = replace(
 #: The tensors for images in files of models of texts and images.
 OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
-#: The prefixes of the text model's tensors in such files, of older and newer releases of transformers.
+#: The prefixes of the text model's tensors in such files, as older and newer releases of transformers write them.
 OF_TEXT = (
     (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
     (r"language_model\.lm_head\.(.*)", r"lm_head.\1"),
@@ -177,7 +177,7 @@ LLAVA = replace(
     model_type="llava",
     ignored=(*LLAMA.ignored, OF_IMAGES),
     renamed=OF_TEXT,
-    # Published files leave out entries with the value of Llama 7B.
+    # Published files leave out entries that have the value of Llama 7B.
     text_part={
         "vocab_size": 32000,
         "hidden_size": 4096,

@@ -1,4 +1,4 @@
-"""Families some of whose layers have no rotary embedding: Cohere 2 and SmolLM 3."""
+"""Families in which some layers have no rotary embedding: Cohere 2 and SmolLM 3."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ COHERE_2 = Family(
 
 
 def read_rotated(json: Mapping[str, Any], layers: int, faults: list[str]) -> list[int] | None:
-    """Return 1 for each rotated layer and 0 for the others, as in `no_rope_layers`; by default every fourth is 0.
+    """Return 1 for each rotated layer and 0 for the others, as in `no_rope_layers`; by default every fourth has 0.
 
     Args:
         json: the entries of config.json.
         layers: the model's number of layers.
-        faults: list to which a fault is appended; the result is then None.
+        faults: a list to which a fault is appended; the result is None in that case.
     """
     listed = json.get("no_rope_layers")
     if listed is None:
@@ -69,7 +69,7 @@ def _read_kinds(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
 
 
 def written_rotated(config: ModelConfig) -> dict[str, Any]:
-    """Return the entry that says which layers are rotated."""
+    """Return the entry that states which layers are rotated."""
     return {"no_rope_layers": [int(config.layer_kind(number) != "unrotated") for number in range(config.layers)]}
 
 

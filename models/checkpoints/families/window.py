@@ -25,18 +25,17 @@ class Window:
     """The entries with which a family describes its sliding window.
 
     Attributes:
-        size: the default of `sliding_window`.
+        size: the default of `sliding_window`, in tokens.
         switched: whether `use_sliding_window`, false by default, turns the window on.
-        layered: whether only the layers that `layer_types` names have a window; by default the layers after
+        layered: whether only the layers that `layer_types` names have a window; by default these are the layers after
             `max_window_layers`, or those of the family's `pattern`. In other families all layers have the window, and
             these entries are ignored.
         pattern: n, if every nth layer has full attention and the layers between have a window; 0 for families whose
             layers are split by `max_window_layers`.
-        patterned: whether the entry `sliding_window_pattern` sets a different pattern, in files older than transformers
-            5.
+        patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
         bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
         unrotated: whether layers with full attention have no rotary embedding.
-        sliding: whether all layers have a window by default, and `max_window_layers` is not read.
+        sliding: whether all layers have a window by default, so that `max_window_layers` is not read.
     """
 
     size: int | None
@@ -57,10 +56,10 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
     """Return the fields `sliding_window` and `layer_kinds` of a model.
 
     Args:
-        window: the family's entries; None if its models have no window.
+        window: the entries of the family, or None if its models have no window.
         json: the entries of config.json.
         layers: the model's number of layers.
-        faults: list to which entries that cannot be read, or are not supported, are appended.
+        faults: a list to which entries are appended that cannot be read or are not supported.
     """
     kinds = json.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
@@ -109,7 +108,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
 def _default_kinds(
     window: Window, json: Mapping[str, Any], layers: int, size: int | None, faults: list[str]
 ) -> list[str] | None:
-    """Return the kinds of layers of a file that does not name the kinds; None if an entry cannot be read."""
+    """Return the kinds of layers for a file that does not state them, or None if an entry cannot be read."""
     if window.sliding:
         return [FULL if size is None else SLIDING] * layers
     if not window.pattern:
@@ -136,7 +135,7 @@ def _default_kinds(
 
 
 def repeating(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the shortest pattern that repeats to these kinds of layers; empty if all are full, or all are sliding.
+    """Return the shortest repeating pattern of these kinds of layers; it is empty if all are full, or all sliding.
 
     >>> repeating(["sliding", "full"] * 3), repeating(["sliding"] * 4), repeating(["full", "sliding", "full"])
     (('sliding', 'full'), (), ('full', 'sliding', 'full'))
@@ -150,7 +149,7 @@ def repeating(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
-    """Return the entries that describe a model's sliding window."""
+    """Return the entries about a model's sliding window."""
     if window is None:
         return {}
     entries: dict[str, Any] = {"sliding_window": config.sliding_window}
@@ -165,12 +164,12 @@ def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
 
 
 def window_reasons(window: Window | None, config: ModelConfig, *, named: bool = False) -> list[str]:
-    """Return the reasons why a family with these entries cannot express the kinds of a model's layers.
+    """Return the reasons why a family with these entries cannot express a model's kinds of layers.
 
     Args:
-        window: the family's entries.
+        window: the entries of the family.
         config: the model.
-        named: whether another entry of the family lists the layers that are not rotated.
+        named: whether another entry of the family lists the layers without a rotary embedding.
     """
     found = []
     kinds = {config.layer_kind(number) for number in range(config.layers)}

@@ -1,1 +1,1 @@
-"""Attention by kernels that keep logits on the chip."""
+"""Attention by kernels that keep the logits on the chip."""

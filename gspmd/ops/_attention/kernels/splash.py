@@ -62,7 +62,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
 
 @dataclass(frozen=True)
 class Form:
-    """The options of the kernels, besides arrays: the factor of the logits, window or chunk, and the soft cap."""
+    """The options of the kernels: the factor of the logits, the window or chunk, and the soft cap."""
 
     scale: float
     limits: Limits = UNLIMITED
@@ -96,12 +96,12 @@ class _Schedule:
 
     @property
     def _cost(self) -> int:
-        """The time of the kernels for one head, in units of the time of one logit."""
+        """The estimated time of the kernels for one head, in units of the time for one logit."""
         return sum(self.seen) * (self.block**2 + _STEP)
 
     @property
     def _first(self) -> list[int]:
-        """The first block of keys that each block of queries sees; the last is the block with the same number."""
+        """The first block of keys that each block of queries sees; the last has the number of the queries' block."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
@@ -148,7 +148,7 @@ class _Schedule:
         return splash.make_splash_mqa_single_device(MultiHeadMask([mask]), **options)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
-        """Return the work of a kernel.
+        """Return the work of a kernel, by which tools count its FLOPs and bytes.
 
         A block has 2 products in the forward kernel, 3 in the kernel for queries, and 4 in the kernel for keys.
         """
@@ -181,7 +181,7 @@ class _Schedule:
         return x.reshape(-1, *x.shape[2:])
 
     def segments(self, x: jax.Array | None, key_heads: int) -> Any:
-        """Return segments [B, L] for the queries and keys of every key head, [B·K, L]; None without segments."""
+        """Return segments [B, L] as [B·K, L] for the queries and keys of every key head, or None without segments."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         if x is None:
@@ -199,16 +199,16 @@ class _Schedule:
 def attended(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute causal attention [B, L, H, D] on one device, and the normaliser [B, L, H] of each query, in float32.
+    """Compute causal attention [B, L, H, D] on one device, and the normalizer [B, L, H] of each query, in float32.
 
-    The normaliser is log Σ exp over a query's logits and its sink. Derivatives are computed by attention in blocks.
+    The normalizer is log Σ exp over a query's logits and its sink. Derivatives are computed by attention in blocks.
 
     Args:
         form: the factor of the logits, window or chunk, and the soft cap.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, of both queries and keys, or None; here segment 0 attends to itself.
-        sinks: [H], one more logit for each head, without a value; None if there are no sinks.
+        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
@@ -294,7 +294,7 @@ def _gradients_tangent(form, primals, tangents):
 
 
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
-    """Return the terms of queries padded to whole blocks; here, unlike in the kernel, segment 0 sees no key."""
+    """Return the terms of the queries, padded to whole blocks; here, unlike in the kernel, segment 0 sees no key."""
     pair = None if segments is None else (segments, segments)
     placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
