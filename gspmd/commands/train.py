@@ -161,10 +161,8 @@ def check(console: Console, settings: RunSettings) -> Checked:
     for arrangement, state in [] if settings.explain else arranged:
         at = arrangement.layout, arrangement.mesh
         tokens = abstract_batch(subject, *at, training.batch, training.length)  # Tracing makes their positions.
-        parts, devices = (
-            {"parameters": state.params, "optimizer state": state.optimizer},
-            arrangement.mesh.local_devices,
-        )
+        parts = {"parameters": state.params, "optimizer state": state.optimizer}
+        devices = arrangement.mesh.local_devices
         remedy = "Use a smaller model, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, devices, remedy)
         remedy = "Use a smaller --batch or --length; --explain allocates nothing."
@@ -294,8 +292,9 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     text = partial(data.stream, corpus, training)
     processes.compare(text, "cannot train: the processes have read different texts.")
     say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
-    asked = {"resume": training.resume, "step": training.resume_step}
-    out = processes.agreed(lambda: choose_out(training.out, **asked, tell=say))
+    out = processes.agreed(
+        lambda: choose_out(training.out, resume=training.resume, step=training.resume_step, tell=say)
+    )
     return Arranged(corpus, out)
 
 
