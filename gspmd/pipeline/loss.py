@@ -101,7 +101,7 @@ def pipelined(
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), §2.2.
     Differs: all stages run one program, which computes `first` and `last` in every stage and keeps the results of one.
-        In the backward pass of a chunk, its forward pass is computed again from its input.
+        In the backward pass of a chunk, its forward pass is recomputed from its input.
     """
     alone = isinstance(stages, Stages)
     stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)
