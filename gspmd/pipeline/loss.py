@@ -73,8 +73,8 @@ def pipelined(
         round r;
         `batches`: arrays [M, ...], sharded over `data` as their types say.
         The types of `shared` and `weights` must be `reduced` over `data`. The results are the mean loss of the
-        microbatches, and the mean figures [R, N, ...] of the chunks. For several stacks, weights and figures are
-        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the figures
+        microbatches, and the mean metrics [R, N, ...] of the chunks. For several stacks, weights and metrics are
+        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the metrics
         have no gradient.
 
     Raises:
