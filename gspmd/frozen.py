@@ -1,4 +1,4 @@
-"""An immutable mapping for the figures of plans: plans are cached, so all callers share one object."""
+"""An immutable mapping for the numbers in plans: plans are cached, so all callers share one object."""
 
 from typing import Any, NoReturn
 

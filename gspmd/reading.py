@@ -64,7 +64,7 @@ class MissingError(ReadError):
 def open_file(path: str | os.PathLike) -> BinaryIO:
     """Open a file to read bytes.
 
-    A FIFO or a device is refused, since reading it could block: its name may have come from a stranger.
+    A FIFO or a device is an error, since reading it could block: its name may have come from a stranger.
 
     Raises:
         ReadError: the file does not exist (`MissingError`), is not a regular file, or the system refuses it.

@@ -44,7 +44,7 @@ def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
     """Return the slopes of a model's query heads, as `gspmd.ops.attention` takes them.
 
     Args:
-        config: the model.
+        config: the model configuration.
         padded: the padding of the heads, if there is any; heads that are padding have slope 0.
     """
     found = slopes(config.heads, config.alibi_max)

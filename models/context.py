@@ -59,7 +59,7 @@ def context_of(
     """Return the context of a stack, with the segments of its tokens sharded as attention and experts read them.
 
     Args:
-        config: the model.
+        config: the model configuration.
         layout: the layout of the stack.
         segments: [B, L] int32, in the order of the text, sharded as `batch_spec`; None if every row is one text.
         relative: the table of relative positions of the stack, if it has one.

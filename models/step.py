@@ -310,7 +310,7 @@ def training_step(
         optimizer: the optimizer's settings, such as its learning rate and weight decay.
         steps: total number of updates.
         microbatches: number of parts of a batch that are computed one after the other, which saves memory, or that
-            follow one another through the stages of a pipeline. The loss and its figures are those of the whole batch.
+            follow one another through the stages of a pipeline. The loss and the metrics are those of the whole batch.
             Groups of tokens that span sequences, the experts' capacity and their auxiliary losses are per microbatch,
             and so are random draws.
         schedule: the pipeline's schedule: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.

@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Equation:
-    """One equation of a program: the products `terms` are added up, and the results are placed as `outputs`.
+    """One equation of a program: the products `terms` are added up, and the results are sharded as `outputs`.
 
     Attributes:
       terms: the products that are added; only one unless the equation is a sum.

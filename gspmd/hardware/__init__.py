@@ -1,1 +1,1 @@
-"""Hardware: figures of chips, and the time that collectives and matrix products take on them."""
+"""Hardware: the performance figures of chips, and the time that collectives and matrix products take on them."""

@@ -1,4 +1,4 @@
-"""Chips: the figures of one device, read from chips.toml, which cites a public source for each figure."""
+"""Chips: the performance figures of one device, read from chips.toml, which cites a public source for each figure."""
 
 import tomllib
 from collections.abc import Iterable, Mapping

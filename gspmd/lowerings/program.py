@@ -160,7 +160,7 @@ def run(
         body: a function from local arrays to local arrays.
         in_specs: one Spec per array.
         out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
-        arrays: the arrays, placed as `in_specs` say.
+        arrays: the arrays, sharded as `in_specs` say.
         hidden_seconds: the predicted seconds that overlap saves.
 
     Raises:
@@ -245,7 +245,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> Any:
-    """Return operand `number` of the computation `name` after checking that it is placed as the spec says.
+    """Return operand `number` of the computation `name` after checking that it is sharded as the spec says.
 
     Under Explicit axes the returned array has the spec's type, including mesh axes of size 1.
     """

@@ -77,10 +77,10 @@ def expert_layer(
     Returns:
         The outputs [G, L, E], sharded like x; 0 for a token that no expert took.
         The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
-        Statistics of the real tokens: "load" [X], the share of choices sent to each expert; "dropped", the share of
-        choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens, "entropy"
-        of the router's probabilities in nats, and "confidence", the largest probability. With `bias_rate` also "sent"
-        [X], the number of choices sent to each expert.
+        Statistics of the real tokens: "load" [X], the fraction of choices sent to each expert; "dropped", the fraction
+        of choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens,
+        "entropy" of the router's probabilities in nats, and "confidence", the largest probability. With `bias_rate`
+        also "sent" [X], the number of choices sent to each expert.
 
     Raises:
         LayoutError: the layout shards a group or its slots over several devices, or moves the rows of `dropless` twice.

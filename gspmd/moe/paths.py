@@ -36,7 +36,7 @@ class LayerExperts:
         weights: "w_in", "w_out", and "w_gate" for a gated activation, in the tokens' dtype, or int8 with their scales;
             also their biases, if there are any.
         specs: the specs of the moe section of the layout.
-        config: the config of the layer.
+        config: the configuration of the layer.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         key: the random key of expert dropout; None for no dropout.
     """

@@ -36,7 +36,7 @@ def cross_entropy(
         spec: the spec of `logits`, `"BLV_x"`.
         mask: [B, L], sharded like the labels; the loss is multiplied by it. The mask has no gradient. Where it is 0,
             loss and gradient are 0, whatever the logits are.
-        z_loss: the weight of the squared log-normaliser, (log Σ exp(logits))².
+        z_loss: the weight of the squared log-normalizer, (log Σ exp(logits))².
 
     Returns:
         [B, L] float32 losses in nats, sharded like the labels; the caller takes their sum or mean.

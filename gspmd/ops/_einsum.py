@@ -41,7 +41,7 @@ def einsum(
             either case local products accumulate in float32 (int32 for integers), and partial sums are sent in the
             dtype of the result.
 
-    Returns: The result, placed as the equation says; a tuple of results for a group.
+    Returns: The result, sharded as the equation says, or a tuple of results for a group.
 
     Raises:
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not

@@ -39,7 +39,7 @@ def embed(
         ids: [B, L] integers, or any shape.
         table: [V, E].
         equation: the specs of ids, table and result, `"B_xL, V_yE -> B_xLE_y"`.
-        scales: float32 [V] scales of an int8 table, placed like its V: a device multiplies the rows that it finds,
+        scales: float32 [V] scales of an int8 table, sharded like its V: a device multiplies the rows that it finds,
             before they are sent. A lookup with scales has no gradient.
         dtype: the dtype of the result; given together with scales.
 

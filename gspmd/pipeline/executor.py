@@ -2,7 +2,7 @@
 
 Every stage computes in every slot of a tick, and its results are masked if the stage has no microbatch in the slot: if
 a permute stood in a branch that only some devices take, it would wait for the other devices. Gradients are computed
-here too, chunk by chunk, by `jax.vjp` of a chunk's forward pass. The forward pass is computed again from the chunk's
+here too, chunk by chunk, by `jax.vjp` of a chunk's forward pass. The forward pass is recomputed from the chunk's
 input, so for each microbatch in flight a stage holds only the input of a chunk.
 
 Several stacks of blocks, such as an encoder and a decoder, are pipelines one after the other through the same stages.

@@ -73,8 +73,8 @@ def pipelined(
         round r;
         `batches`: arrays [M, ...], sharded over `data` as their types say.
         The types of `shared` and `weights` must be `reduced` over `data`. The results are the mean loss of the
-        microbatches, and the mean figures [R, N, ...] of the chunks. For several stacks, weights and figures are
-        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the figures
+        microbatches, and the mean metrics [R, N, ...] of the chunks. For several stacks, weights and metrics are
+        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the metrics
         have no gradient.
 
     Raises:
@@ -101,7 +101,7 @@ def pipelined(
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), §2.2.
     Differs: all stages run one program, which computes `first` and `last` in every stage and keeps the results of one.
-        In the backward pass of a chunk, its forward pass is computed again from its input.
+        In the backward pass of a chunk, its forward pass is recomputed from its input.
     """
     alone = isinstance(stages, Stages)
     stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)

@@ -31,7 +31,7 @@ class Stages:
     Attributes:
         first: (shared, batch) -> x, the input of the first stage, such as an embedding.
         chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
-            scalar that is added to the loss of the last stage. The figures are a tree of float32 arrays with a row for
+            scalar that is added to the loss of the last stage. The metrics are a tree of float32 arrays with a row for
             each layer. In a stack that follows another, `chunk` has a further argument, the output of the previous
             stack.
         last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that another follows.

@@ -45,7 +45,7 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
         specs: the spec of each parameter's optimizer state; by default that of the parameter.
 
     Returns:
-        The state; its moments are placed by their specs, and its counts are replicated.
+        The state; its moments are sharded by their specs, and its counts are replicated.
     """
     shapes = abstract_initial(params, transform, mesh, specs)
     placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)

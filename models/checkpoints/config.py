@@ -292,7 +292,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
 
     Args:
         family: the model's family.
-        config: the model.
+        config: the model configuration.
         length: number of tokens of the longest sequence.
         dtype: the dtype of the tensors.
     """

@@ -22,7 +22,7 @@ def left_to_compiler(
         ctx: the context of the call.
         f: plain jax.numpy code.
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit axes.
-        arrays: the arrays, placed as `in_specs` say.
+        arrays: the arrays, sharded as `in_specs` say.
         name: the computation in notation, for the ledger; None if a surrounding scope names it already.
 
     Raises:

@@ -50,7 +50,7 @@ def route(
         ([3, 1], [1.25, 1.25])
 
     Source: Jiang et al., *Mixtral of Experts*, arXiv 2401.04088, §2.1 (gates); Dai et al., *DeepSeekMoE*,
-    arXiv 2401.06066, §3.3, equations 12 to 14 (loss), whose gates are not renormalised; *DeepSeek-V2*,
+    arXiv 2401.06066, §3.3, equations 12 to 14 (loss), whose gates are not renormalized; *DeepSeek-V2*,
     arXiv 2405.04434, §2.2.2 (groups, by their best expert); *DeepSeek-V3*, arXiv 2412.19437, §2.1.2, equations 13 to
     16 and 17 to 20 (sigmoid, bias, loss), whose groups are scored by their two best experts.
 

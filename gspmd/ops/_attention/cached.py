@@ -87,7 +87,7 @@ def cached_attention(
             before length is best for TPUs.
         lengths: [B] integers, the number of cached tokens of each row, replicated.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache. They
+        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and sharded like the cache. They
             multiply logits and probabilities, so the cache is never converted to a wider dtype in memory.
         rest_scales: [B, K, T] more scales, for the entries of a key after the first `value_width`; `key_scales` are
             then only for the first entries. A latent (both key and value) and the rotated key after it have a scale

@@ -86,8 +86,8 @@ def attention(
         key_spec: the spec of `k` and `v`, `"B_xTK_yD"`. B is sharded as in `query_spec`, K over the first of the mesh
             axes of H, T over the mesh axes of L or not at all, and D is unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
-        mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
-        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the numbers of the
+        mask: [B, T] booleans, sharded like B and T of `k`: the keys that are not padding.
+        segments: [B, L] and [B, T] int32, sharded like B and L of `q`, and like B and T of `k`: the numbers of the
             documents that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding,
             of both keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel
             that every query sees some key.

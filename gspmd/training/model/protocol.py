@@ -23,7 +23,7 @@ class Parameter:
         dims: the letters of its dimensions in the order of the line, such as `"EF"`. Their sizes form its shape.
         initialise: a function from a random key and the shape to float32 values: `Normal`, `Constant`, or one of
             `jax.nn.initializers`.
-        layers: the number of layers stacked in a leading dimension N, each initialised with its own key; 0 for a
+        layers: the number of layers stacked in a leading dimension N, each initialized with its own key; 0 for a
             parameter that is not stacked. N is never sharded.
         float32: whether it is stored and passed to the loss in float32, whatever `parameter_dtype` and `dtype` are, as
             for the matrix of a router. Parameters of one dimension are always float32.

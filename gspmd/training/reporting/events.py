@@ -73,7 +73,7 @@ class Events:
 
 
 def _buckets(shares: np.ndarray) -> dict[str, Any]:
-    """Return tensorboardX's arguments for a histogram: bucket i, from i - ½ to i + ½, holds the share of expert i."""
+    """Return tensorboardX's arguments for a histogram: bucket i, from i - ½ to i + ½, holds the load of expert i."""
     shares, index = shares.astype(np.float64), np.arange(len(shares))
     moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
     limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}

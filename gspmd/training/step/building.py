@@ -80,7 +80,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
             optimizer state.
 
     Returns:
-        A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] placed as
+        A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] sharded as
         `Trainable.batch_spec`, and a random key. Call or lower it under `jax.set_mesh`.
     """
     trained = model.trained(layout, update.frozen)

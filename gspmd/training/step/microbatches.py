@@ -14,7 +14,7 @@ from gspmd.pipeline.microbatches import cut_batch
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 """A function of parameters, a batch, a random key and optionally a `total`, which returns the loss and further
-figures."""
+metrics."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def window_reasons(window: Window | None, config: ModelConfig, *, named: bool = 
 
     Args:
         window: the entries of the family.
-        config: the model.
+        config: the model configuration.
         named: whether another entry of the family lists the layers without a rotary embedding.
     """
     found = []
