@@ -213,7 +213,7 @@ class Flag:
 
     @property
     def off(self) -> str:
-        """The flag that turns a boolean off, or an empty text if the flag takes a value."""
+        """The flag that turns a boolean off, or an empty string if the flag takes a value."""
         if not isinstance(self.default, bool) or self.choices:
             return ""
         return f"--{self.table}no-{self.name.removeprefix(f'--{self.table}')}"

@@ -13,8 +13,8 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
 
     Args:
         flag: the name of the file's flag, without hyphens.
-        given: the name of the file, or an empty text if the flag is not given.
-        suffix: the ending that the name must have, or an empty text for any ending.
+        given: the name of the file, or an empty string if the flag is not given.
+        suffix: the ending that the name must have, or an empty string for any ending.
         kind: the kind of file with this ending, such as "a PNG file".
     """
     path = Path(given)

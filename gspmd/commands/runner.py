@@ -142,7 +142,7 @@ def _naming_files() -> Iterator[None]:
 
 
 def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
-    """Return advice on how to resume a run, or an empty text if no step is saved."""
+    """Return advice on how to resume a run, or an empty string if no step is saved."""
     return "" if step is None else f" {when}: {_resume_command(out, called)}"
 
 

@@ -434,7 +434,10 @@ def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
 
 
 def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: Chip) -> tuple[float, float]:
-    """Return transfer seconds and latency on rings used together, in both directions if they wrap around."""
+    """Return the transfer seconds and the latency of a collective over several axes of a torus.
+
+    It uses all axes at the same time, and both directions of those that wrap around.
+    """
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop
         return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds

@@ -74,7 +74,7 @@ def resolve(name: str | None) -> str:
 
 
 def device_kind() -> str:
-    """Return JAX's name for the kind of the mesh's devices, or an empty text if the mesh has none."""
+    """Return JAX's name for the kind of the mesh's devices, or an empty string if the mesh has none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 

@@ -65,7 +65,7 @@ def open_in_shard_map(spec: Spec) -> str:
 def open_under_explicit(spec: Spec) -> str:
     """Return the reason why no dimension can be left to the compiler under Explicit axes."""
     return (
-        f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
+        f"'{spec}' leaves a dimension to the compiler, but under Explicit mesh axes an array's type has its sharding.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
     )
 

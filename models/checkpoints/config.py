@@ -268,7 +268,7 @@ def expressing(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: no family can express it; the message gives the reasons of the nearest families.
+        CheckpointError: no family can express it; the message says why the nearest families cannot.
     """
     reasons = {}
     for family in FAMILIES:

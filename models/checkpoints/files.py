@@ -243,9 +243,9 @@ _FORMATS = {
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
     "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(OUT) writes config.json and "
     "safetensors, and AutoTokenizer writes tokenizer.json in the same way; give that folder.",
-    ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
+    ".bin": f"PyTorch weights, which may run code when they are loaded. {_SAVE.format('DIR')} writes them as "
     "safetensors; give that folder.",
-    ".pth": "weights of torch as a model's authors publish them. Use the version of the model in the format of "
+    ".pth": "PyTorch weights in the format of the model's authors. Use the version of the model in the format of "
     "transformers, with config.json and safetensors.",
     ".safetensors": f"but a checkpoint also has config.json, and its weights in {WHOLE} or {INDEX}. Download all of "
     "its files.",

@@ -53,7 +53,7 @@ class GenerationConfig:
 
     @property
     def fault(self) -> str:
-        """A sentence that names the unsupported entries, or an empty text if there are none."""
+        """A sentence that names the unsupported entries, or an empty string if there are none."""
         named = ", ".join(f"{name} {value!r:.40}" for name, value in self.unsupported.items())
         verb = "is" if len(self.unsupported) == 1 else "are"
         return f"{CONFIG} sets {named}, which {verb} not supported here." if named else ""

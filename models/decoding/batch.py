@@ -251,7 +251,7 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
     Args:
         vocabulary: number of tokens.
         texts: the token ids of each text.
-        empty: the error message for an empty text.
+        empty: the error message for an empty string.
         called: the word for a text in error messages, such as "prompt".
 
     Raises:

@@ -104,7 +104,7 @@ def test_open_dimensions_under_explicit_axes(make_mesh, arrays, lowering, equati
     with jax.set_mesh(make_mesh(MESH)):
         message = _raised(PlanError, lambda: gspmd.einsum(equation, *arrays, lowering=lowering))
     assert message.endswith(
-        "leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
+        "leaves a dimension to the compiler, but under Explicit mesh axes an array's type has its sharding.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
     )
 

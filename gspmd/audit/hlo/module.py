@@ -107,7 +107,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """The library function or kernel that the instruction calls, or an empty text."""
+        """The library function or kernel that the instruction calls, or an empty string."""
         return self.attribute("custom_call_target").strip('"') if self.opcode == "custom-call" else ""
 
     @property
@@ -154,7 +154,7 @@ class Instruction:
         return int(cycles[1]) if cycles else 0
 
     def attribute(self, name: str) -> str:
-        """Return the text of an attribute, or an empty text if the instruction does not have it.
+        """Return the text of an attribute, or an empty string if the instruction does not have it.
 
         >>> Instruction("s.1", "slice", "f32[8]{0}", ("p",), "%p", "slice={[0:8]}, sharding={r}").attribute("slice")
         '{[0:8]}'

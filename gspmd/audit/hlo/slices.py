@@ -95,7 +95,7 @@ def _of_computation(computation: Computation, in_slice: int, slices: int, places
 
 
 def _rendezvous(instruction: Instruction) -> str:
-    """Return the name that a send to other slices shares with its recv, or an empty text for other sends."""
+    """Return the name that a send to other slices shares with its recv, or an empty string for other sends."""
     found = _RENDEZVOUS.search(instruction.attributes)
     return found[1] if found and "_xla_megascale_target" in instruction.attributes else ""
 

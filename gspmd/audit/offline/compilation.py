@@ -205,7 +205,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
-    """Return the reason why the arguments alone do not fit in memory, or an empty text if they do."""
+    """Return the reason why the arguments alone do not fit in memory, or an empty string if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -213,7 +213,7 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 
 
 def _overfilled(needed: int, target: Topology) -> str:
-    """Return the reason why a compiled program does not fit in memory, or an empty text if it does.
+    """Return the reason why a compiled program does not fit in memory, or an empty string if it does.
 
     Only GPU programs need this check: the TPU compiler itself refuses a program that does not fit.
     """

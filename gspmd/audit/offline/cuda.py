@@ -102,7 +102,7 @@ def _refused(chip: Chip, error: str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package, or an empty text if it is not installed."""
+    """Return the version of an installed package, or an empty string if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -138,7 +138,7 @@ def _gpus() -> list[str]:
 
 
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there are no such nodes of GPUs, or an empty text if they may exist.
+    """Return the reason why there are no such nodes of GPUs, or an empty string if they may exist.
 
     With several nodes, all their GPUs must be used, because plans assume `Chip.node_devices` GPUs in every node.
     """
@@ -163,7 +163,7 @@ def _nodes_near(chip: Chip, gpus: int) -> str:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there is no such slice, though the compiler may describe it, or an empty text."""
+    """Return the reason why there is no such slice, though the compiler may describe it, or an empty string."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

@@ -189,7 +189,7 @@ def error_to_expect(settings: SearchSettings) -> float | None:
 
 
 def plus_or_minus(settings: SearchSettings) -> str:
-    """Return the expected error as text, such as ` ± 12%`, or an empty text if it is unknown."""
+    """Return the expected error as text, such as ` ± 12%`, or an empty string if it is unknown."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
 

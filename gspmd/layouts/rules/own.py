@@ -86,7 +86,7 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section that this section, with a known key, misspells, or an empty text.
+    """Return the known section that this section, with a known key, misspells, or an empty string.
 
     Any name can be that of a custom section. Without this check, a slip such as `[fnn]` would silently declare a
     section and leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a

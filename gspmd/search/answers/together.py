@@ -88,7 +88,7 @@ def activations(phase: PhaseProblem, answer: Answer) -> dict[str, str]:
 
 
 def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Return an overriding section as TOML, to append to a layout's file, or an empty text if nothing differs.
+    """Return an overriding section as TOML, to append to a layout's file, or an empty string if nothing differs.
 
     Args:
         name: the name of the section.

@@ -149,7 +149,7 @@ def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[
 
 
 def _wrong(key: str, value: Any) -> str:
-    """Describe the values that an entry may have; return an empty text if its value is one of them."""
+    """Describe the values that an entry may have; return an empty string if its value is one of them."""
     if key == "truncate":
         return "" if isinstance(value, bool) else "true or false"
     if key in ("short_factor", "long_factor"):

@@ -555,7 +555,7 @@ def test_a_lora_adapter_beside_a_model_is_not_passed_over(read, tmp_path):
     ("file", "words"),
     [
         ("model-Q8_0.gguf", r"model-Q8_0\.gguf, a GGUF file, which is not supported.*gguf_file=NAME"),
-        ("pytorch_model.bin", "weights of torch, which may run code"),
+        ("pytorch_model.bin", "PyTorch weights, which may run code"),
         ("consolidated.00.pth", "the version of the model in the format of transformers"),
         ("model.safetensors", "but a checkpoint also has config.json"),
     ],
