@@ -107,7 +107,7 @@ class Layer(nnx.Module):
         return product + (lora.alpha / lora.rank * wide).astype(product.dtype)
 
     def affine(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Multiply the product with a weight by the scales of int8 columns, and add the bias: `s_in` and `b_in`.
+        """Multiply a product by the scales of its weight's int8 columns (`s_in`), and add the bias (`b_in`).
 
         Args:
             where: the name of the line of x, and of the result.

@@ -67,7 +67,7 @@ def cast_matrices(blocks: Any, dtype: Any) -> Any:
 
 
 def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.Array:
-    """Multiply the product with an int8 weight, sharded as `spec`, by the scales of its last dimensions, in float32.
+    """Multiply the product of an int8 weight, sharded as `spec`, by the scales of its last dimensions, in float32.
 
     If the scales are sharded differently from these dimensions of x, they are resharded first.
     """

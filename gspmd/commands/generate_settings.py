@@ -111,7 +111,7 @@ class GenerateSettings:
     seed: int = 0
     """Seed of the first text; each further text has the next seed, so it can be generated again by itself."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A string that ends a text, and is not printed; repeatable. The model's own end of text ends a text too."""
+    """A string that ends a text, and is not printed; repeatable. The model's own end-of-text token also ends a text."""
     prefill_layout: str = ""
     """Layout for reading prompts, in place of --layout; weights stay as the decode layout shards them."""
     decode_layout: str = ""

@@ -197,7 +197,7 @@ def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str,
     """Return messages as templates expect them: without entries that are None, and reasoning under all its names.
 
     Raises:
-        CheckpointError: there are no messages, or one is not a table with a role.
+        CheckpointError: there are no messages, or one is not an object with a role.
     """
     if not messages:
         raise CheckpointError(doing, ["there are no messages; give at least one."])

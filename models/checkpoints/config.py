@@ -127,7 +127,9 @@ def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str,
     """Return the entries about the text model from the config.json of a model of texts and images."""
     entries = json.get("text_config")
     if not isinstance(entries, dict):
-        raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
+        raise CheckpointError(
+            doing, [f"text_config is {in_json(entries)}; it must be an object with the settings of the text model."]
+        )
     if (kind := entries.get("model_type", family.text_type)) != family.text_type:
         fault = f"model_type of text_config is {in_json(kind)}, which is not supported; {in_json(family.text_type)} is."
         raise CheckpointError(doing, [fault])

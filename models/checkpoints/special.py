@@ -128,7 +128,7 @@ def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], doing: str) 
     """
     described = settings.get("added_tokens_decoder") or {}
     if not isinstance(described, dict) or not all(number.isdecimal() for number in described):
-        raise CheckpointError(doing, [f"added_tokens_decoder of {CONFIG} must be a table from ids to tokens."])
+        raise CheckpointError(doing, [f"added_tokens_decoder of {CONFIG} must be an object from ids to tokens."])
     tokens = [_token(described[number], False, doing) for number in sorted(described, key=int)]
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     by_name = texts({name: token for name, token in settings.items() if name != "extra_special_tokens"}, "", doing)

@@ -178,7 +178,9 @@ def empty_cache(
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):
         need = "depends on the lengths of texts" if totals is None else "does not depend on the lengths of texts"
-        remedy = "Pass totals=, the tokens of each row's text." if totals is None else "Leave totals out."
+        remedy = (
+            "Pass totals=, the number of tokens in each row's complete text." if totals is None else "Leave totals out."
+        )
         raise ValueError(f"the rotary embedding of this model {need}.\n  {remedy}")
     with jax.set_mesh(mesh):
         cache = zeros(shapes)

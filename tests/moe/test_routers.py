@@ -241,13 +241,13 @@ def test_a_bias_of_the_choice_is_given_if_the_config_has_it():
     with pytest.raises(ValueError) as error:
         _of_scores(replace(V3, choice_bias=True))
     assert str(error.value) == (
-        "cannot route without a bias for choosing experts: the config has one.\n  Pass bias, [X] = (8,)."
+        "cannot route without a bias for choosing experts: the config has one.\n  Pass bias, an array of shape (8,): a number for each expert."
     )
     with pytest.raises(ValueError) as error:
         _of_scores(V3, bias=np.zeros(8))
     assert str(error.value) == (
         "cannot route with a bias for choosing experts: the config has none.\n"
-        "  Set choice_bias, or leave out bias, [X] = (8,)."
+        "  Leave out bias, or set choice_bias in the config."
     )
     with pytest.raises(ValueError, match=r"bias must have shape \[X\] = \(8,\), but it has \(3,\)"):
         _of_scores(replace(V3, choice_bias=True), bias=np.zeros(3))

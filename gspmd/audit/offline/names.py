@@ -103,12 +103,12 @@ def read_name(name: str) -> Named:
     if chip is None:
         gpus = not_another(head, _gpus())
         near = suggestion(head, gpus) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head and gpus else ""
-        raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it lacks a chip", near))
+        raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it names no chip", near))
     if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", tail):
-        fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"
+        fact = f"{shown(tail)} is not a shape" if tail else "it has no shape"
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     if times and not re.fullmatch(r"[1-9]\d{0,8}", number):
-        fact = f"{shown(number)} is not a number of slices" if number else "it lacks a number of slices after '*'"
+        fact = f"{shown(number)} is not a number of slices" if number else "it has no number of slices after '*'"
         raise PlanError(_no_such(name, fact, f"Did you mean '{chip.name}:{tail}*2'? "))
     shape, slices = tuple(map(int, tail.split("x"))), int(number or 1)
     if chip.is_switch:

@@ -66,7 +66,7 @@ def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
         fact = f"key/value heads are {over(held)}, and query heads ('{query}') are {over(heads)}."
-        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes or the first of them, or not at all.")
+        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, or leading ones of them, or not at all.")
 
 
 def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:

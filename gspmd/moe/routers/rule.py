@@ -132,11 +132,13 @@ class Router:
                 "  Pass a mask that says for every token whether it is real."
             )
         if (bias is not None) != config.choice_bias:
-            fact, remedy = ("has one", "Pass") if config.choice_bias else ("has none", "Set choice_bias, or leave out")
+            fact, remedy = "has none", "Leave out bias, or set choice_bias in the config."
+            if config.choice_bias:
+                fact, remedy = "has one", f"Pass bias, an array of shape {(config.experts,)}: a number for each expert."
             raise PlanError(
                 f"cannot route {'without' if bias is None else 'with'} a bias for choosing experts: "
                 f"the config {fact}.\n"
-                f"  {remedy} bias, [X] = {(config.experts,)}."
+                f"  {remedy}"
             )
         if bias is not None and bias.shape != (config.experts,):
             raise SpecError(f"cannot route: bias must have shape [X] = {(config.experts,)}, but it has {bias.shape}.")

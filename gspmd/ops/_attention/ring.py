@@ -72,7 +72,8 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
 
     Raises:
         SpecError: attention is causal, and there are not as many queries as keys.
-        PlanError: zigzag order does not divide the length, or the first query has an offset.
+        PlanError: attention is causal, and the length is not a multiple of the number of zigzag chunks, or the first
+            query has an offset.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if causal and queries != keys:

@@ -33,15 +33,15 @@ def attend_together(
     width: int | None = None,
     limits: Limits = UNLIMITED,
 ) -> Attended:
-    """Attend with one query of each head, as [B, 1, H].
+    """Attend with one query of each head, with all heads in one product; sums have shape [B, 1, H].
 
         logits[b, h, t] = Σ_k Σ_d (q[b, h, d] if head h uses key head k else 0) · k[b, t, k, d]
 
-    The matrix unit reads each key head once, as for separate products, and adds only zeros. But a tile of the logits
-    then has rows of several heads; with separate products it has one row of a head and seven rows of padding, which all
-    later operations would process too. The compiler's estimates in µs per layer, for bfloat16 and int8, with separate
-    products of two rows each in parentheses (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128): v4 496 (577), 302
-    (406); v5e 740 (875), 490 (647); v5p 286 (352), 212 (277).
+    The matrix unit reads each key head once, as for separate products; the additional terms of the sums are zeros. But
+    a tile of the logits then has rows of several heads; with separate products it has one row of a head and seven rows
+    of padding, which all later operations would process too. The compiler estimates these µs per layer (libtpu 0.0.42;
+    96 rows, 2048 keys, 4 heads of 128), and those in parentheses for separate products of two rows each. bfloat16: v4
+    496 (577), v5e 740 (875), v5p 286 (352). int8: v4 302 (406), v5e 490 (647), v5p 212 (277).
 
     Args:
         q: [B, 1, H, D].

@@ -83,8 +83,8 @@ def attention(
         v: the shape of `k`, except that D may differ. For a ring and for the TPU's kernel, which need one D for all
             arrays, the narrower arrays are padded.
         query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
-        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`. B is sharded as in `query_spec`, K over the first of the mesh
-            axes of H, T over the mesh axes of L or not at all, and D is unsharded.
+        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`. B is sharded as in `query_spec`, K over leading mesh axes of H,
+            T over the mesh axes of L or not at all, and D is unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
         mask: [B, T] booleans, sharded like B and T of `k`: the keys that are not padding.
         segments: [B, L] and [B, T] int32, sharded like B and L of `q`, and like B and T of `k`: the numbers of the
@@ -123,7 +123,7 @@ def attention(
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, a window or a chunk is given
             without `causal`, or a chunk together with a window or segments.
         PlanError: the specs of batch or heads leave a device without keys that it needs; or keys are sharded along the
-            sequence, and `offset` is given or zigzag order does not divide the length.
+            sequence, and `offset` is given or the length is not a multiple of the number of zigzag chunks.
 
     Example:
         >>> import gspmd

@@ -95,7 +95,7 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
     if key not in known:
         near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
         raise LayoutError(
-            f"no line of the search is called {key!r}.\n  Nearest are {listed(map(repr, near))}. "
+            f"no line of the search is called {key!r}.\n  The nearest are {listed(map(repr, near))}. "
             "The lines of the layout that was found are all in its file (--out); `gspmd layouts keys` lists every key."
         )
     return known[key]
@@ -121,7 +121,7 @@ def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: 
     near = sorted(distinct, key=lambda text: (-_alike(_specs(text), wanted), distinct.index(text)))
     more = f", ... ({len(distinct)} in all)" if len(distinct) > _SHOWN else ""
     asked = ", ".join(map(str, wanted))
-    return f"{key} cannot be '{asked}': {fault}.\n  Possible are {', '.join(map(repr, near[:_SHOWN]))}{more}."
+    return f"{key} cannot be '{asked}': {fault}.\n  The options are {', '.join(map(repr, near[:_SHOWN]))}{more}."
 
 
 def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, ...]) -> Iterator[str]:

@@ -91,7 +91,7 @@ def _read_attention(json: Mapping[str, Any], fields: Mapping[str, Any], faults: 
     """Read the table `attn_config`; return the fields that it sets."""
     table = json.get("attn_config")
     if not isinstance(table, dict | None):
-        faults.append(f"attn_config is {in_json(table)}; it must be a table.")
+        faults.append(f"attn_config is {in_json(table)}; it must be an object.")
         return {}
     table = table or {}
     for key in table:

@@ -31,7 +31,7 @@ def read_local_rope(
     given, scaling = json.get("rope_parameters") or {}, json.get("rope_scaling") or {}
     for name, table in (("rope_parameters", given), ("rope_scaling", scaling)):
         if not isinstance(table, dict):
-            faults.append(f"{name} is {in_json(table)}; it must be a table of entries, or null.")
+            faults.append(f"{name} is {in_json(table)}; it must be an object of entries, or null.")
             return json, None
     tables = {kind: given.get(kind) or {} for kind in (FULL, SLIDING)}
     if unknown := [key for key in given if key not in tables]:
@@ -41,7 +41,7 @@ def read_local_rope(
         )
     for kind, table in tables.items():
         if not isinstance(table, dict):
-            faults.append(f"rope_parameters of {kind} is {in_json(table)}; it must be a table of entries, or null.")
+            faults.append(f"rope_parameters of {kind} is {in_json(table)}; it must be an object of entries, or null.")
             return json, None
     local = tables[SLIDING]
     if local.get("rope_type", "default") != "default" or {*local} - {"rope_type", "rope_theta"}:

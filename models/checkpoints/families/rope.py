@@ -67,7 +67,7 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     before = len(faults)
     name, entries = scaling_entries(json)
     if not isinstance(entries, dict):
-        faults.append(f"{name} is {in_json(entries)}; it must be a table of entries, or null.")
+        faults.append(f"{name} is {in_json(entries)}; it must be an object of entries, or null.")
         return {}
     if unknown := [key for key in entries if key not in _INNER]:
         faults.append(f"{name} has {', '.join(unknown)}, which is not supported.")

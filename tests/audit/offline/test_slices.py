@@ -55,11 +55,11 @@ def test_a_name_says_how_many_slices():
 @pytest.mark.parametrize(
     ("name", "fact", "remedy"),
     [
-        ("v5e:4x4*", "it lacks a number of slices after '*'", "'tpu-v5e:4x4*2'"),
+        ("v5e:4x4*", "it has no number of slices after '*'", "'tpu-v5e:4x4*2'"),
         ("v5e:4x4*0", "'0' is not a number of slices", "'tpu-v5e:4x4*2'"),
         ("v5e:4x4*2x2", "'2x2' is not a number of slices", "'tpu-v5e:4x4*2'"),
         ("v5e:4x4*-2", "'-2' is not a number of slices", "'tpu-v5e:4x4*2'"),
-        ("v5e*2", "it lacks a chip|no chip is called", ""),
+        ("v5e*2", "it names no chip|no chip is called", ""),
         ("h100:2x8*4", "only TPUs come in slices", "'h100:8x8'"),
         ("h100:4*2", "only TPUs come in slices", "'h100:8'"),
         ("tpu-v5p:4x4x4*9999", "at most 262,144 devices, but this has 639,936", r"'tpu-v5p:4x4x4\*4096'"),
