@@ -241,7 +241,8 @@ def test_a_bias_of_the_choice_is_given_if_the_config_has_it():
     with pytest.raises(ValueError) as error:
         _of_scores(replace(V3, choice_bias=True))
     assert str(error.value) == (
-        "cannot route without a bias for choosing experts: the config has one.\n  Pass bias, an array of shape (8,): a number for each expert."
+        "cannot route without a bias for choosing experts: the config has one.\n"
+        "  Pass bias, an array of shape (8,): a number for each expert."
     )
     with pytest.raises(ValueError) as error:
         _of_scores(V3, bias=np.zeros(8))
