@@ -292,9 +292,8 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     text = partial(data.stream, corpus, training)
     processes.compare(text, "cannot train: the processes have read different texts.")
     say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
-    out = processes.agreed(
-        lambda: choose_out(training.out, resume=training.resume, step=training.resume_step, tell=say)
-    )
+    choose = partial(choose_out, training.out, resume=training.resume, step=training.resume_step, tell=say)
+    out = processes.agreed(choose)
     return Arranged(corpus, out)
 
 

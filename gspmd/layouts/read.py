@@ -79,7 +79,8 @@ def _document(name: str | PathLike) -> dict[str, Any]:
     try:
         return parse_toml(text_of(name))
     except ReadError as error:
-        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  {_REMEDY}") from None
+        remedy = "Correct that line." if "line" in str(error) else _REMEDY
+        raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  {remedy}") from None
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -213,6 +214,9 @@ class MoEConfig:
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
 
+_SCORED = (
+    "scores", "expert_groups", "kept_groups", "group_best", "choice_bias", "bias_rate", "gate_factor", "gate_inputs",
+)  # fmt: skip
 _MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter", "kept_groups")
 
 
@@ -264,7 +268,7 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"
         yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or use router top-k."
     if config.renormalize is False and name != "top-k":
-        yield f"renormalize is false, but that is a setting of router top-k, not of {name}; use router top-k."
+        yield f"renormalize is false, but that is a setting of router top-k, not of {name}; leave it out, or use top-k."
     for setting in ("shared_width", "shared_mix"):
         if getattr(config, setting) and config.shared == 0:
             yield f"{setting} is {shown(getattr(config, setting))}, but there are no shared experts; set shared."
@@ -278,19 +282,14 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
 def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
     """Yield the faults in the settings of routers with scores."""
     if not kind.scored:
-        for name in (
-            "scores",
-            "expert_groups",
-            "kept_groups",
-            "group_best",
-            "choice_bias",
-            "bias_rate",
-            "gate_factor",
-            "gate_inputs",
-        ):
-            if getattr(config, name) != getattr(MoEConfig, name):
-                fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
-                yield f"{fact}, not of {config.router}; use router top-k."
+        wrong = [name for name in _SCORED if getattr(config, name) != getattr(MoEConfig, name)]
+        for name in wrong:
+            fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
+            yield f"{fact}, not of {config.router}; leave it out, or use top-k."
+        if wrong:  # The other router alone may not be enough.
+            other = copy(config)
+            object.__setattr__(other, "router", "top-k")
+            yield from (f"with router top-k, {fault}" for fault in _score_faults(other, ROUTERS["top-k"]))
         return
     if any(_number_faults(config)):
         return
@@ -307,5 +306,5 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
         yield f"bias_rate is {config.bias_rate}, but there is no bias to change; set choice_bias."
     if config.gate_inputs and config.choices != 1:
         yield f"gate_inputs multiplies an input by one gate, but a token has {config.choices} choices; set k to 1."
-    elif config.gate_inputs and config.renormalize:
+    if config.gate_inputs and config.renormalize:
         yield "gate_inputs multiplies by one gate, which divided by itself is always 1; set renormalize to false."

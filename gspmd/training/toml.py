@@ -61,7 +61,8 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
         values = read_toml(path)
     except ReadError as error:
         hint = _near(Path(path)) if isinstance(error, MissingError) else ""
-        raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}.{hint or ' Give a TOML file.'}"]) from None
+        hint = hint or ("" if str(error).startswith("it is not TOML") else " Give a TOML file.")
+        raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}.{hint}"]) from None
     cls, values = typed(cls, values) if typed else (cls, values)
     return beside(from_mapping(cls, values, source=str(path)), Path(path).parent)
 

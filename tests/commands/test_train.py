@@ -284,7 +284,7 @@ BAD = {
     "PaLM on bytes": (["--config", "palm-8b"], "but is 256128. Give the file of its tokenizer with --tokenizer."),
     "PaLM in this machine": (
         ["--config", "palm-8b", "--tokenizer", "tokenizer.json", "--data", "texts.jsonl"],
-        " of tokens on each of 8 devices, which has ",
+        " of optimizer state on each of 8 devices, which has ",
     ),
     "a length of a billion": (
         ["--config", "tiny", "--length", "1000000000", "--batch", "64", "--data", "texts.jsonl"],

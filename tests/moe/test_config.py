@@ -87,7 +87,8 @@ def test_settings_that_would_do_nothing_are_refused():
         "a mixture of experts cannot be built from these settings\n"
         "  dropout is 1.0; it must be in [0, 1).\n"
         "  k is 2, but router expert-choice lets the experts choose; leave k out, or use router top-k.\n"
-        "  renormalize is false, but that is a setting of router top-k, not of expert-choice; use router top-k.\n"
+        "  renormalize is false, but that is a setting of router top-k, not of expert-choice; leave it out, or "
+        "use top-k.\n"
         "  priority orders tokens that wait for slots, but in router expert-choice no token waits; leave it out.\n"
         "  router expert-choice fills the slots of every expert, but dropless has no slots; use dispatch sort."
     )
@@ -97,12 +98,17 @@ def test_settings_that_would_do_nothing_are_refused():
         MoEConfig(scores="sigmoid", kept_groups=1, choice_bias=True, bias_rate=0.1, gate_inputs=True)
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
-        "  scores is 'sigmoid', but that is a setting of router top-k, not of switch; use router top-k.\n"
-        "  kept_groups is 1, but that is a setting of router top-k, not of switch; use router top-k.\n"
-        "  choice_bias is True, but that is a setting of router top-k, not of switch; use router top-k.\n"
-        "  bias_rate is 0.1, but that is a setting of router top-k, not of switch; use router top-k.\n"
-        "  gate_inputs is True, but that is a setting of router top-k, not of switch; use router top-k."
+        "  scores is 'sigmoid', but that is a setting of router top-k, not of switch; leave it out, or use top-k.\n"
+        "  kept_groups is 1, but that is a setting of router top-k, not of switch; leave it out, or use top-k.\n"
+        "  choice_bias is True, but that is a setting of router top-k, not of switch; leave it out, or use top-k.\n"
+        "  bias_rate is 0.1, but that is a setting of router top-k, not of switch; leave it out, or use top-k.\n"
+        "  gate_inputs is True, but that is a setting of router top-k, not of switch; leave it out, or use top-k.\n"
+        "  with router top-k, gate_inputs multiplies an input by one gate, but a token has 2 choices; set k to 1.\n"
+        "  with router top-k, gate_inputs multiplies by one gate, which divided by itself is always 1; set renormalize "
+        "to false."
     )
+    MoEConfig(scores="sigmoid", kept_groups=1, choice_bias=True, bias_rate=0.1, gate_inputs=True, router="top-k", k=1,
+              renormalize=False)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,11 @@ def test_settings_that_would_do_nothing_are_refused():
             "1 groups of 2 experts have fewer than the 3 that a token is sent to.",
         ),
         ({"bias_rate": 0.1}, "bias_rate is 0.1, but there is no bias to change; set choice_bias."),
-        ({"gate_inputs": True}, "gate_inputs multiplies an input by one gate, but a token has 2 choices; set k to 1."),
+        (
+            {"gate_inputs": True},
+            "gate_inputs multiplies an input by one gate, but a token has 2 choices; set k to 1.\n"
+            "  gate_inputs multiplies by one gate, which divided by itself is always 1; set renormalize to false.",
+        ),
     ],
 )
 def test_settings_of_scores_that_do_not_fit(settings, fault):
