@@ -161,6 +161,12 @@ class PhaseProblem(ABC):
 class RelaxedProblem(PhaseProblem):
     """A problem with the choices of a phase, whose cost is a bound for several numbers of microbatches at once."""
 
+    @cached_property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """Every choice, with its options by number; the norm of gradients is left out of bounds."""
+        self.question.lines.check_on(self.case.mesh)
+        return {choice.name: choice.options for choice in self.question.choices}
+
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
         """Return the problem whose answer costs at most as much as with any number of microbatches between these."""

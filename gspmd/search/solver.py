@@ -62,6 +62,7 @@ class Search:
         self._possible = self._tables.possible()
         self._rate = 0.0
         self._answers: dict[bytes, Answer] = {}
+        self._least: dict[tuple[bytes, float], float] = {}
         self._bounds: dict[float, list[np.ndarray]] = {}
 
     def best(
@@ -94,9 +95,13 @@ class Search:
         Returns:
             The bound; infinite if no picks fit.
         """
-        tables = self._tables.keep(self._allowed({}, without or {}))
-        ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
-        return ask.at_least(enough)
+        allowed = self._allowed({}, without or {})
+        key = _key(allowed), enough
+        if key not in self._least:
+            tables = self._tables.keep(allowed)
+            ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
+            self._least[key] = ask.at_least(enough)
+        return self._least[key]
 
     def bounds(self) -> dict[str, np.ndarray]:
         """Find, for every choice and option, a lower bound on the seconds of picks that fit; infinite if none do."""

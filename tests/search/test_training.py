@@ -211,7 +211,8 @@ def test_the_best_is_the_cheapest_of_many(config):
 def test_the_table_of_relative_positions_is_sharded_as_its_queries_and_its_state_is_searched():
     found = problem_of(T5, mesh={"x": 2})
     assert {"attention.relative", "optimizer.attention.relative"} <= {*found.question.lines.table()}
-    assert "optimizer.attention.relative" in found.choices and "attention.relative" not in found.choices
+    assert "optimizer.attention.relative" in found.choices
+    assert "attention.relative" not in found.choices
     lines = found.written(Search(found.problem()).best().picks)
     assert Layout.load("replicated").override(lines)["attention.relative"] in ("RH", "RH_x")
 
