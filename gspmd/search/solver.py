@@ -197,8 +197,9 @@ class Search:
                 if everything is allowed. These are few, and the bounds up to the ceiling are the same.
         """
         rate, most, times = self._rate, -math.inf, 1
-        near = self._with_margin(ceiling, rate)
-        bounds = self._bounds_of([mask & (each <= near) for mask, each in zip(allowed, self._bounds_at(rate))], rate)
+        # At a rate, a bound may lie below the one at rate 0 by the price of the whole limit.
+        near = self._with_margin(ceiling, rate) + (rate * (self.problem.limit or 0.0) if rate else 0.0)
+        bounds = self._bounds_of([mask & (each <= near) for mask, each in zip(allowed, self._bounds_at(0.0))], rate)
         while True:
             kept = [mask & np.isfinite(each) for mask, each in zip(fewer, bounds)]
             each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(kept, bounds)]))
