@@ -111,8 +111,8 @@ class Messages:
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
         """Return the cost of each option of one bucket's choice, including all choices eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
-        rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
-        return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
+        first, *rest = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
+        return sum(rest, first)
 
     def trace(self) -> list[int]:
         """Return the cheapest picks, the first ones among equals; they are allowed only if `total` is finite."""

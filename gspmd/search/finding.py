@@ -317,16 +317,18 @@ class MeshProblem:
 
     def problem(self, limit: float | None = None) -> Problem:
         """Return the search problem: one choice for each set of tied lines, and one term for each set of choices."""
-        choices = self._choices()
+        choices = [*self.choices]
         held = [*self.spread(self.stored), *self.spread(self.others)]
         terms = self.terms([*self.planned, *self.beside], held)
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
 
     def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
         """Return a problem with the same choices, and with the given tables of seconds and bytes as its terms."""
-        return _without_constants(self._choices(), self.terms(seconds, held), limit)
+        return _without_constants(self.choices, self.terms(seconds, held), limit)
 
-    def _choices(self) -> list[Choice]:
+    @property
+    def choices(self) -> list[Choice]:
+        """A choice for all lines that are tied; the mesh axes of a norm may be one more."""
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:

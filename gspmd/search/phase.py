@@ -160,6 +160,12 @@ class PhaseProblem(ABC):
 class RelaxedProblem(PhaseProblem):
     """A phase whose problem can also be bounded for a whole range of numbers of microbatches."""
 
+    @cached_property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """Every choice, with its options by number; the norm of gradients is left out of bounds."""
+        self.question.lines.check_on(self.case.mesh)
+        return {choice.name: choice.options for choice in self.question.choices}
+
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
         """Return a problem whose answer costs at most as much as with any number of microbatches in this range."""

@@ -62,6 +62,7 @@ class Search:
         self._possible = self._tables.possible()
         self._rate = 0.0
         self._answers: dict[bytes, Answer] = {}
+        self._least: dict[tuple[bytes, float], float] = {}
         self._bounds: dict[float, list[np.ndarray]] = {}
 
     def best(
@@ -94,9 +95,13 @@ class Search:
         Returns:
             The bound, which is infinite if no picks fit.
         """
-        tables = self._tables.keep(self._allowed({}, without or {}))
-        ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
-        return ask.at_least(enough)
+        allowed = self._allowed({}, without or {})
+        key = _key(allowed), enough
+        if key not in self._least:
+            tables = self._tables.keep(allowed)
+            ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
+            self._least[key] = ask.at_least(enough)
+        return self._least[key]
 
     def bounds(self) -> dict[str, np.ndarray]:
         """Find, for every choice and option, a lower bound on the seconds of picks that fit; infinite if none do."""
@@ -192,8 +197,9 @@ class Search:
                 if everything is allowed. These are few, and the bounds up to the ceiling are the same.
         """
         rate, most, times = self._rate, -math.inf, 1
-        near = self._with_margin(ceiling, rate)
-        bounds = self._bounds_of([mask & (each <= near) for mask, each in zip(allowed, self._bounds_at(rate))], rate)
+        # At a rate, a bound may lie below the one at rate 0 by the price of the whole limit.
+        near = self._with_margin(ceiling, rate) + (rate * (self.problem.limit or 0.0) if rate else 0.0)
+        bounds = self._bounds_of([mask & (each <= near) for mask, each in zip(allowed, self._bounds_at(0.0))], rate)
         while True:
             kept = [mask & np.isfinite(each) for mask, each in zip(fewer, bounds)]
             each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(kept, bounds)]))

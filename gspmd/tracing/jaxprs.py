@@ -123,7 +123,7 @@ def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
         return f"{names.setdefault(var, len(names))}:{_type(var.aval)}"
 
     def used(var: Any) -> str:
-        return f"{var.val!r}:{_type(var.aval)}" if isinstance(var, Literal) else str(names.get(var, id(var)))
+        return " ".join(literal(var)) if isinstance(var, Literal) else str(names.get(var, id(var)))
 
     lines = [" ".join(map(made, (*jaxpr.constvars, *jaxpr.invars)))]
     for equation in jaxpr.eqns:
@@ -135,6 +135,12 @@ def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
 
 
 _fingerprints: weakref.WeakKeyDictionary[Jaxpr, str] = weakref.WeakKeyDictionary()
+
+
+def literal(var: Literal) -> tuple[str, str]:
+    """Return the type and the value of a literal."""
+    # NumPy takes longer to write a number than to compute with it.
+    return _type(var.aval), repr(var.val.tolist() if hasattr(var.val, "tolist") else var.val)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -27,6 +27,7 @@ from gspmd.tracing.jaxprs import (
     is_carried_unchanged,
     is_reshape,
     is_stacked,
+    literal,
     runs_once,
 )
 from gspmd.tracing.value_numbering import Numbering, StepKey
@@ -309,7 +310,7 @@ class Region:
 
     def _value(self, var: Any) -> Value:
         if isinstance(var, Literal):
-            number = self.numbering.of("literal", str(var.aval), repr(var.val))
+            number = self.numbering.of("literal", *literal(var))
             return Value(number, number, [*self.ancestors()][-1], number)
         if var not in self._values:
             number = self.numbering.of("outer", id(var))
