@@ -92,7 +92,7 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
     if not figures.exists():
         part = figures.with_suffix(".part")
         flags = shlex.split(f"{STEPS[step]} {SEARCHED.get(step, '')}")
-        command = [sys.executable, "-m", "gspmd", "search", *flags, "--out", layout, "--json", part]
+        command = [sys.executable, "-m", "gspmd", "search", *flags, "--out", str(layout), "--json", str(part)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         part.rename(figures)
     searched = json.loads(figures.read_text())
