@@ -5,10 +5,11 @@
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
-of them, each on the mesh that the search gave it. The table has Kendall's rank correlation of planned and compiled
-seconds over the presets, the ratios of planned to compiled seconds, and the compiled seconds of the layout that was
-found and of the best preset. Figures are kept in the folder, and not made again: take a new folder if plans or programs
-have changed. Needs the compiler for TPUs, but no TPU.
+of them, each on the mesh, with the remat and in the microbatches that the search gave it. The table has Kendall's rank
+correlation of planned and compiled seconds over the presets, the ratios of planned to compiled seconds and, over all
+programs, of planned to compiled bytes, and the compiled seconds of the layout that was found and of the best preset.
+Figures are kept in the folder, and not made again: take a new folder if plans or programs have changed. Needs the
+compilers for TPUs and for GPUs, but no TPU or GPU.
 """
 
 import argparse
@@ -39,8 +40,13 @@ STEPS = {
     "palm-540b-prefill": "--config palm-540b --topology tpu-v4:4x4x4 --phase prefill --batch 64 --length 2048",
     "llama-8b-train": "--config llama-3.1-8b --topology tpu-v5e:4x4 --phase train --batch 32 --length 2048",
     "palm-8b-train": "--config palm-8b --topology tpu-v4:2x2x4 --phase train --batch 64 --length 2048",
+    "llama-8b-train-h100": (
+        "--config llama-3.1-8b --topology h100:2x8 --phase train --batch 32 --length 2048 --model.layers 8"
+    ),
 }
-"""Flags of `gspmd search`: steps of serving, and of training."""
+"""Flags of `gspmd search` and `gspmd compile`: steps of serving, and of training."""
+SEARCHED = {"llama-8b-train-h100": "--remat full --microbatches 1"}
+"""Further flags of `gspmd search`; without them it searches every choice of remat and number of microbatches."""
 FOUND = "found"
 MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
 
@@ -85,11 +91,9 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
     layout, figures = folder / f"{step}.toml", folder / f"{step}.json"
     if not figures.exists():
         part = figures.with_suffix(".part")
-        subprocess.run(
-            [sys.executable, "-m", "gspmd", "search", *shlex.split(STEPS[step]), "--out", layout, "--json", part],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        flags = shlex.split(f"{STEPS[step]} {SEARCHED.get(step, '')}")
+        command = [sys.executable, "-m", "gspmd", "search", *flags, "--out", str(layout), "--json", str(part)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         part.rename(figures)
     searched = json.loads(figures.read_text())
     presets: dict[tuple, dict[str, Any]] = {}
@@ -114,6 +118,8 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
         flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
+        if program["remat"]:  # of a training step, priced in its best remat and microbatches
+            flags += ["--model.remat", program["remat"], "--microbatches", str(program["microbatches"])]
         part = kept.with_suffix(".part")
         command = [sys.executable, "-m", "gspmd", "compile", *shlex.split(STEPS[step]), *flags]
         done = subprocess.run([*command, "--json", part], capture_output=True, text=True)
@@ -126,6 +132,7 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
         "same": program["same"],
         "planned": program["seconds"],
         "compiled": report["step_seconds"] if report["fits"] else None,
+        "memory": program["bytes"] / report["bytes_per_device"],
     }
 
 
@@ -160,19 +167,20 @@ def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Yield the table."""
-    yield "| step | programs | rank correlation | planned / compiled | found | best preset | found / preset |"
-    yield f"|:--|{'--:|' * 6}"
+    yield "| step | programs | rank correlation | planned / compiled | memory | found | best preset | found / preset |"
+    yield f"|:--|{'--:|' * 7}"
     for step, programs in found.items():
         presets = [each for each in programs if each["name"] != FOUND and each["compiled"]]
         ours = next(each for each in programs if each["name"] == FOUND)
         best = min(presets, key=lambda each: each["compiled"])
-        ratios = sorted(each["planned"] / each["compiled"] for each in presets)
+        seconds = [each["planned"] / each["compiled"] for each in presets]
+        held = [each["memory"] for each in programs]
         tau = kendall([(each["planned"], each["compiled"]) for each in presets])
         cells = [
             step,
             str(len(presets)),
             f"{tau:.2f}",
-            f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}",
+            *(f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" for ratios in (seconds, held)),
             amount_of_seconds(ours["compiled"]) if ours["compiled"] else "does not fit",
             f"{amount_of_seconds(best['compiled'])}, {best['name']}",
             f"**{ours['compiled'] / best['compiled']:.3f}**" if ours["compiled"] else "",

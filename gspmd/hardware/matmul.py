@@ -192,7 +192,8 @@ def local_einsum_seconds(
     Args:
         sizes: the size of each dimension on one device.
         operands: the dimensions and bytes per element of one or two operands and, last, of the result.
-        dtype: the dtype that decides the speed of the product.
+        dtype: the dtype that decides the speed of the product; float32 is multiplied as JAX does by default, in TF32
+            on GPUs that have it.
         chip: the hardware. For a chip without a row in matmul.toml, the time of a product is the roofline plus
             `FALLBACK_OVERHEAD`.
 
@@ -216,7 +217,8 @@ def local_einsum_seconds(
         return einsum_seconds(flops, sum(read) + written, dtype, chip)
     parts = given[0] & given[1] & made, (given[0] - given[1]) & made, summed, (given[1] - given[0]) & made
     batch, left, contracted, right = (prod(sizes[dim] for dim in part) for part in parts)
-    return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), dtype, chip)
+    at = "tensorfloat32" if dtype == "float32" and chip.tf32_flops else dtype
+    return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), at, chip)
 
 
 def traffic(

@@ -301,7 +301,8 @@ class MeshProblem:
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
         """Return the bytes of some arrays on one device, as tables, given how many there are of each."""
-        return [self.prices.shared(each.unknowns, count * each.size) for each, count in arrays.items()]
+        every = arrays.items()
+        return [self.prices.shared(array.unknowns, count * array.size, array.move) for array, count in every]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:

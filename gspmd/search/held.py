@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from gspmd.annotate.spec import Spec
 from gspmd.jax_internals import scan_operands
 from gspmd.lowerings.program import program_of
 from gspmd.lowerings.transformations.gradient import ENTERING, TOGETHER
@@ -45,10 +46,13 @@ class HeldArray:
     Attributes:
         size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
         unknowns: the unknowns over which the array is sharded.
+        move: for an array inside a planned operation, the move to which or from which it is brought; None for all
+            others. If the placements before and after the move are equal, the operation holds no such array.
     """
 
     size: int
     unknowns: tuple[str, ...]
+    move: UnknownMove | None = None
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
@@ -325,8 +329,8 @@ class Held:
 
     Attributes:
         arguments: the arguments of the program, with how many there are of each.
-        others: intermediate arrays, and results that do not fit into the memory of an argument, with how many there are
-            of each.
+        others: intermediate arrays, also those inside a planned operation, and results that do not fit into the memory
+            of an argument, with how many there are of each.
         moment: the moment when the program holds the most bytes.
     """
 
@@ -348,7 +352,35 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
         array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
     )
     inside, _, found = _most(jaxpr, devices, moment)
-    return Held(arguments, dict(sorted((inside + (results - arguments)).items())), found)
+    # Sorted, since sets of arrays are collected on the way; moves have no order, but they come in program order.
+    others = dict(sorted((inside + (results - arguments)).items()))
+    return Held(arguments, others | _moved_at(jaxpr, found), found)
+
+
+def _moved_at(jaxpr: Jaxpr, moment: Moment) -> Counter[HeldArray]:
+    """Return the arrays that only the planned operation at a moment holds: moved operands, and results to be moved."""
+    if not moment:
+        return Counter()
+    number, program, *beyond = moment
+    operation = Straight.of(jaxpr).operations[number]
+    if program_of(operation.equation) is None:
+        return _moved_at(operation.inner[program], tuple(beyond)) if program >= 0 else Counter()
+    inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
+    marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
+    given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
+    found: Counter[HeldArray] = Counter()
+    for move in marks:
+        if isinstance(move, UnknownMove) and len(move.before) == 1:
+            ends = (*move.before, given), (move.after, made)
+            every = ((_placed(move, spec), outside) for spec, outside in ends)
+            found.update(array for array, outside in every if replace(array, move=None) not in outside)
+    return found
+
+
+def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
+    """Return a moved array as it is before or after the move; a partial sum has its full size on each device."""
+    unknowns = {name for axes in spec.axes for name in axes}
+    return HeldArray(prod(move.shape) * move.itemsize, tuple(sorted(unknowns)), move)
 
 
 def _nominal(arrays: Counter, devices: int) -> float:
@@ -378,7 +410,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
         alive.update(value.array for value in made - over)
         now = alive + within
         size = _nominal(now, devices)
-        if asked or (moment is None and size > most):
+        if asked or (moment is None and (size > most or not when)):
             best, most, when = now, size, (number, which, *beyond)
         if asked:
             break

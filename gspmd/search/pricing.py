@@ -227,14 +227,22 @@ class Prices:
         choice, column = next(iter(self._at[unknown].items()))
         return choice, self.sequences.mask[column]
 
-    def shared(self, unknowns: Iterable[str], amount: float) -> Table:
-        """Return one device's part of an amount that is divided over some unknowns, as a table."""
+    def shared(self, unknowns: Iterable[str], amount: float, move: UnknownMove | None = None) -> Table:
+        """Return one device's part of an amount that is sharded over some unknowns; all of it without unknowns.
+
+        With `move` the amount is 0 where the placements before and after this move are equal.
+        """
         names = [name for name in unknowns if name in self._at]
-        of = self.choices_in_names(names)
+        of = self.choices_in_names(names) if move is None else self.choices_in(move)
         used = np.zeros((1,) * len(of), int)
         for name in names:
             used = used | self.sequences.mask[self._column(name, of)]
-        return of, amount / np.array(parts_of(self.counts))[used]
+        table = amount / np.array(parts_of(self.counts))[used]
+        if move is None:
+            return of, table
+        tensor = self._tensor(move)
+        before, after = (self._nodes(tensor, spec, of) for spec in (*move.before, move.after))
+        return of, np.where(before == after, 0.0, table)
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,15 @@ def test_large_products_come_near_the_peak(name):
     assert 1 < seconds / einsum_seconds(flops, 0, "bfloat16", chip(name)) < 1.3
 
 
+@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
+def test_a_planned_float32_product_is_in_tf32_on_gpus(name):
+    size, gpu = 8192, chip(name)
+    arrays = [("BE", 4), ("EF", 4), ("BF", 4)]
+    planned = local_einsum_seconds(dict.fromkeys("BEF", size), arrays, "float32", gpu)
+    # JAX's default precision: slower than the data sheet's peak in TF32, much faster than float32 without it.
+    assert 2 * size**3 / gpu.tf32_flops < planned < 0.5 * 2 * size**3 / gpu.float32_flops
+
+
 def test_float32_takes_longer():
     slow, fast = (
         product_seconds(2048, 2048, 2048, dtype=dtype, chip=chip("tpu-v4")) for dtype in ("float32", "bfloat16")

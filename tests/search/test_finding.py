@@ -58,7 +58,7 @@ def placements(dims, mesh):
 
 
 def every_layout(mesh):
-    """Every layout of `one_product`, with its planned seconds and the bytes of arguments and result."""
+    """Every layout of `one_product`, with its planned seconds and the bytes of arguments, result and what is moved."""
     axes = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Explicit,) * len(mesh))
     for x, w, y in product(*(placements(dims, mesh) for dims in ("BE", "EF", "BF"))):
         for joint in placements("BEF", mesh):
@@ -67,11 +67,11 @@ def every_layout(mesh):
             with jax.sharding.use_abstract_mesh(axes), gspmd.lowering("blocking"), planned_for(CHIP):
                 function, *arguments = one_product(layout, axes)
                 seconds = gspmd.trace(function, *arguments).seconds
-            held = 0
-            for spec in (x, w, y):
-                local = spec.local_shape(SIZES, mesh)
-                held += 2 * local[0] * local[1]
-            yield seconds, held
+            meet = joint.without("F"), joint.without("B"), joint.without("E")
+            pairs = zip(meet, (x, w, y))
+            moved = [spec for spec, at in pairs if any(spec.axes_of(dim) != at.axes_of(dim) for dim in at.dims)]
+            moved += [meet[2]] * (meet[2] not in moved and bool(joint.axes_of("E")))  # partial sums
+            yield seconds, sum(2 * prod(spec.local_shape(SIZES, mesh)) for spec in (x, w, y, *moved))
 
 
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}])
@@ -101,6 +101,22 @@ def test_fixed_lines_stay_as_they_are():
     found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "BE_x", "mine.y": "B_xF"})
     assert (found.layout["mine.x"], found.layout["mine.y"]) == ("BE_x", "B_xF")
     assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "w_in", "y", "via", "beside"),
+    [
+        ("B_xE", "EF", "B_xF", "B_xE, EF", 0),
+        ("B_xE", "E_xF", "B_xF", "B_xE, EF", 4096 * 8192),  # gathered weights
+        ("BE_x", "E_xF", "B_xF", "BE_x, E_xF", 64 * 8192),  # partial sums
+        ("BE", "EF", "BF", "BE_x, E_xF", 64 * 1024 + 1024 * 8192 + 64 * 8192),  # both operands cut, and partial sums
+    ],
+)
+def test_memory_includes_what_a_product_moves(x, w_in, y, via, beside):
+    lines = {"mine.x": x, "mine.w_in": w_in, "mine.y": y, "mine.in_via": via}
+    found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed=lines)
+    local = [prod(Spec.parse(spec).local_shape(SIZES, {"x": 4})) for spec in (x, w_in, y)]
+    assert found.bytes == 2 * (sum(local) + beside)
 
 
 def test_a_line_that_cannot_be_fixed_is_refused():
