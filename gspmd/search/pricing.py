@@ -451,7 +451,7 @@ class Prices:
         """Return the seconds of a chain's last step where it is a reduction that a compiler may remove; 0 elsewhere."""
         chains, at = self._chains(what.chain, of)
         ends = [_reduction_of(chain) for chain in chains]
-        seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]
+        seconds = np.array([_removed_seconds(end, what.adds_up) for end in ends])[at]
         for other in what.others:
             theirs, there = self._chains(other, of)
             if len(chains) * len(theirs) > LARGEST_SHARED:
@@ -564,6 +564,19 @@ def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
     if last is None or chain[last][0] not in ("all-reduce", "reduce-scatter") or chain[last][4] != "sum":
         return None
     return chain[last], chain[last + 1 :]
+
+
+def _removed_seconds(end: tuple[tuple, Planned] | None, adds_up: bool) -> float:
+    """Return the seconds of the reduction of `_reduction_of` if a compiler may remove it, and 0 if not.
+
+    Args:
+        end: the reduction, and the slices after it.
+        adds_up: whether a loop adds up its results. Only an all-reduce is then moved out of the loop, and only if its
+            result is not sliced.
+    """
+    if end is None or (adds_up and (end[0][0] != "all-reduce" or end[1])):
+        return 0.0
+    return end[0][-1]
 
 
 def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:

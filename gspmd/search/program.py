@@ -382,7 +382,7 @@ def _marks_of_program(
             if placement.first is None:
                 yield from _marked(own, placement.region.trips, others)
                 if here in changes and placement.region.trips == inside.trips:
-                    yield from _saved(what, changes[here][0], inside.trips)
+                    yield from _saved(what, changes[here][0], inside.trips, each.invars[0].aval.dtype)
             elif own not in others:
                 # The same step in a different loop: the part that leaves both loops has run, and the rest, such as a
                 # gather, runs here too.
@@ -407,8 +407,11 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
             yield UnknownShared(own.what, tuple(apart)), 0, once
 
 
-def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`."""
+def _saved(what: Unknown, change: Change, trips: int, dtype: Any) -> Iterator[tuple[Unknown, int, int]]:
+    """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
+
+    A sum that is reduced in a wider dtype than `dtype`, the dtype of its parts, takes as many times longer.
+    """
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
     others = tuple(each for each in steps if _is_chain(each))
@@ -416,10 +419,14 @@ def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown,
         return
     if change.first is not None:
         yield UnknownReduction(what, others), trips, trips
-    elif change.trips > 1:
+        return
+    wider = 1 if change.dtype is None else change.dtype.itemsize // dtype.itemsize
+    if wider > 1:
+        yield UnknownReduction(what, others), -(wider - 1) * trips, -(wider - 1) * trips
+    if change.trips > 1:
         behind = UnknownReduction(what, others, adds_up=True)
-        yield behind, trips, trips
-        yield behind, -(trips // change.trips), -(trips // change.trips)
+        removed = wider * (trips - trips // change.trips)
+        yield behind, removed, removed
 
 
 def _is_chain(what: Unknown) -> TypeGuard[Chain]:

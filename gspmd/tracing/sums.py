@@ -32,6 +32,7 @@ _CUT = "dynamic_slice"
 _PUT = "dynamic_update_slice"
 _CONVERTED = "convert_element_type"
 _SCATTER = "scatter-add"
+_RESHARD = "reshard"
 _RESHAPES = ("transpose", _CONVERTED)
 
 
@@ -139,8 +140,9 @@ class _Program:
         """Return the reduction whose result, perhaps cut or converted, is this value, or None if there is none."""
         cuts: list[str] = []
         made, dtypes = self.flow.makers.get(value), []
-        while made is not None and made.name == _CONVERTED:
-            dtypes.append(made.equation.outvars[0].aval.dtype)
+        while made is not None and (made.name == _CONVERTED or _only_retypes(made.equation)):
+            if made.name == _CONVERTED:
+                dtypes.append(made.equation.outvars[0].aval.dtype)
             made = self._maker_for_this_alone(made.operands[0])
         while made is not None and made.name == _CUT and made.program:
             # Each device keeps its own slice, which the axes of the step determine.
@@ -205,9 +207,10 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value from which `value` is made by changes of shape or dtype, if it has no other use."""
+        """Return the value from which `value` is made by changes of shape or type, if it has no other use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
-            if made.name in _RESHAPES or is_reshape(made.equation) or _is_whole(made.equation):
+            reshaped = made.name in _RESHAPES or is_reshape(made.equation)
+            if reshaped or _is_whole(made.equation) or _only_retypes(made.equation):
                 value = made.operands[made.name == _PUT]
             else:
                 break
@@ -229,6 +232,15 @@ def _is_planned(operation: Operation) -> bool:
 def _place(operation: Operation) -> tuple[Path, int]:
     """Return the keys of a reduction's changes in the result of `changed_reductions`: the path and the number."""
     return (operation.path, 0) if operation.is_mark else (operation.program_path, operation.step_key[1])
+
+
+def _only_retypes(equation: Any) -> bool:
+    """Return whether an equation changes only an array's type: a reshard on a mesh of one device.
+
+    A search reads programs on such a mesh, with an axis for each unknown. There a gradient that may be a partial sum is
+    resharded to that type; a program in which it is none has no such step.
+    """
+    return equation.primitive.name == _RESHARD and equation.params["dst_sharding"].mesh.size == 1
 
 
 def _is_whole(equation: Any) -> bool:

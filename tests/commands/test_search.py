@@ -1144,7 +1144,7 @@ def test_lines_that_are_given_stay(run, tmp_path):
     assert '"attention.key" = "B_xTKD"' in Path(out).read_text()
     code, _, said = run("--phase", "decode", "--fixed", "cache.key=BTKD")
     assert code == 2
-    assert "cannot fix cache.key: the layout has no such line" in said
+    assert "--fixed cache.key=BTKD: the layout has no line 'cache.key'" in said
     code, _, said = run("--remat", "none", "--mesh", "x=4", "--fixed", "moe.w_in=XEF_x")
     assert code == 2
     assert "cannot fix moe.w_in: the layout has no such line, or the program does not read it." in said
