@@ -38,9 +38,10 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# Messages of Python's parser for a key or a table that was there before, and the lines that may be its second place.
+# Messages of Python's parser for a key or a table that was there before, and the beginning of a line that has one.
 _SECOND = ("Cannot overwrite a value", "Cannot declare")
-_PLACE = re.compile(r"[ \t]*(?:(?P<table>\[\[?[^\]\n]*\]\]?)|(?P<key>[^=#\n]*[^=#\s])[ \t]*=)")
+_KEY = rf"{_PART}(?:\.[ \t]*+{_PART})*+"
+_PLACE = re.compile(rf"[ \t]*+(?:(?P<header>\[\[?[ \t]*+(?P<table>{_KEY})\]\]?)|(?P<key>{_KEY})=)")
 # The byte order mark that some editors put before the first character of a file; it is no part of the text.
 _MARK = "\ufeff"
 
@@ -189,15 +190,57 @@ def _toml_fault(text: str, said: str) -> str:
         return "text: it has a null byte"
     at = re.search(r"\(at line (\d+), column \d+\)$", said)  # else at the end
     lines = text.split("\n")[: int(at[1]) if at else None]
-    if twice := re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL):
-        return f"TOML: {twice[1]} stands there a second time in line {len(lines)}; write it once"
-    places = [(number, found) for number, line in enumerate(lines, 1) if (found := _PLACE.match(line))]
-    if said.startswith(_SECOND) and places:
-        number, place = places[-1]
-        table = next((found["table"].strip("[] \t") for _, found in places[::-1] if found["table"]), "")
-        name = place["table"] or ".".join(filter(None, (table, place["key"])))
-        return f"TOML: {name} stands there a second time in line {number}; write it once"
+    twice = re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL)
+    # The parser names the line in which the second value ends. The key is there too if all lines before it are complete.
+    if (twice or said.startswith(_SECOND)) and (before := _document_and_table(lines[:-1])) is not None:
+        if twice:
+            return f"TOML: {twice[1]} stands there a second time in line {len(lines)}; write it once"
+        if (place := _PLACE.match(lines[-1])) and "\\" not in place[0]:  # not a quote of a key, such as "a\\"="
+            return f"TOML: {_second_place(place, len(lines), *before)}"
     return f"TOML: {said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
+
+
+def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the values in complete lines of TOML, and the path of their last table; None if a value goes on."""
+    text, mark = "\n".join(lines), "-"
+    while mark in text:
+        mark += mark
+    try:
+        document = tomllib.loads(f"{text}\n{mark} = 0")
+    except ValueError:
+        return None
+    level: list[tuple[list[str], dict[str, Any]]] = [([], document)]
+    while mark not in level[-1][1]:
+        path, table = level.pop()
+        level += [([*path, key], inner) for key, value in table.items() if isinstance(inner := _last(value), dict)]
+    return document, level[-1][0]
+
+
+def _last(value: Any) -> Any:
+    """Return the last element of an array, which is the open one of an array of tables; any other value unchanged."""
+    return value[-1] if isinstance(value, list) and value else value
+
+
+def _second_place(place: re.Match[str], number: int, document: dict[str, Any], table: Sequence[str]) -> str:
+    """Return the fault of a line that has a key or a table that was there before."""
+    parts, inner = [], tomllib.loads(f"{place['table'] or place['key']} = 0")
+    while isinstance(inner, dict):
+        ((part, inner),) = inner.items()
+        parts.append(part)
+    written = place["header"] or ".".join([*map(_quoted, table), place["key"].strip()])
+    path = parts if place["table"] else [*table, *parts]
+    value: Any = document
+    for depth, part in enumerate(path[: None if place["table"] else -1], 1):
+        value = _last(value.get(part, {}))
+        if not isinstance(value, dict):
+            name = ".".join(map(_quoted, path[:depth]))
+            return f"{written} in line {number}: {name} is a value, so it cannot be a table too"
+    return f"{written} stands there a second time in line {number}; write it once"
+
+
+def _quoted(part: str) -> str:
+    """Return a part of a TOML key, in quotes if it needs them."""
+    return part if re.fullmatch("[A-Za-z0-9_-]+", part) else repr(part)
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
