@@ -58,6 +58,10 @@ class ReadError(ValueError):
     """The error for a file that cannot be read; its message is the reason, without file name or full stop."""
 
 
+class ContentError(ReadError):
+    """The error for text with a fault, such as a line that is not TOML: this file is to be corrected, not replaced."""
+
+
 class MissingError(ReadError):
     """The error for a file that does not exist."""
 
@@ -145,7 +149,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
-        raise ReadError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
+        raise ContentError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
     except ValueError:  # From a number with too many digits; Python's message would propose one of its own settings.
@@ -154,7 +158,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
     if "\\u" in text and not _is_unicode(value):
-        raise ReadError("it has half of a surrogate pair, which is not a character")
+        raise ContentError("it has half of a surrogate pair, which is not a character")
     return value
 
 
@@ -176,28 +180,28 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
-        raise ReadError(f"it is not {_toml_fault(text, str(error))}") from None
+        if "\0" in text:
+            raise ReadError("it is not text: it has a null byte") from None
+        raise ContentError(f"it is not TOML: {_toml_fault(text, str(error))}") from None
     except ValueError as error:  # From a number, or an impossible date.
-        raise (_too_long() if "digits" in str(error) else ReadError(f"it is not TOML: {error}")) from None
+        raise (_too_long() if "digits" in str(error) else ContentError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)
     return value
 
 
 def _toml_fault(text: str, said: str) -> str:
-    """Return the rest of the sentence `it is not ...`: Python's message, or the name of what stands there twice."""
-    if "\0" in text:
-        return "text: it has a null byte"
+    """Return Python's message or, if something stands there twice, its name and line."""
     at = re.search(r"\(at line (\d+), column \d+\)$", said)  # else at the end
     lines = text.split("\n")[: int(at[1]) if at else None]
     twice = re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL)
-    # The parser names the line in which the second value ends. The key is there too if all lines before it are complete.
+    # The parser names the line in which the second value ends: that of its key, if all lines before are complete.
     if (twice or said.startswith(_SECOND)) and (before := _document_and_table(lines[:-1])) is not None:
         if twice:
-            return f"TOML: {twice[1]} stands there a second time in line {len(lines)}; write it once"
+            return f"{twice[1]} stands there a second time in line {len(lines)}; write it once"
         if (place := _PLACE.match(lines[-1])) and "\\" not in place[0]:  # not a quote of a key, such as "a\\"="
-            return f"TOML: {_second_place(place, len(lines), *before)}"
-    return f"TOML: {said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
+            return _second_place(place, len(lines), *before)
+    return f"{said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
 
 
 def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
@@ -305,7 +309,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, each in pairs:
         if key in value:
-            raise ReadError(f"the key {key!r} appears twice")
+            raise ContentError(f"the key {key!r} appears twice")
         value[key] = each
     return value
 
@@ -339,15 +343,15 @@ def _check_numbers(value: Any) -> None:
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ReadError("it has a whole number that does not fit into 64 bits")
+        raise ContentError("it has a whole number that does not fit into 64 bits")
 
 
-def _too_deep() -> ReadError:
-    return ReadError(f"it is nested more than {DEEPEST} levels deep")
+def _too_deep() -> ContentError:
+    return ContentError(f"it is nested more than {DEEPEST} levels deep")
 
 
-def _too_long() -> ReadError:
-    return ReadError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
+def _too_long() -> ContentError:
+    return ContentError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
 
 
 def similar_file(path: str) -> str:
