@@ -141,7 +141,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     Example:
         >>> parse_json("[" * 5000 + "]" * 5000)
         Traceback (most recent call last):
-        gspmd.reading.ReadError: it is nested more than 64 levels deep
+        gspmd.reading.ContentError: it is nested more than 64 levels deep
     """
     try:
         value = json.loads(text.removeprefix(_MARK), object_pairs_hook=_unique if unique else None)
