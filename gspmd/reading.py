@@ -38,9 +38,10 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# Messages of Python's parser for a key or a table that was there before, and the lines that may be its second place.
+# Messages of Python's parser for a key or a table that was there before, and the beginning of a line that has one.
 _SECOND = ("Cannot overwrite a value", "Cannot declare")
-_PLACE = re.compile(r"[ \t]*(?:(?P<table>\[\[?[^\]\n]*\]\]?)|(?P<key>[^=#\n]*[^=#\s])[ \t]*=)")
+_KEY = rf"{_PART}(?:\.[ \t]*+{_PART})*+"
+_PLACE = re.compile(rf"[ \t]*+(?:(?P<header>\[\[?[ \t]*+(?P<table>{_KEY})\]\]?)|(?P<key>{_KEY})=)")
 # The byte order mark that some editors put before the first character of a file; it is no part of the text.
 _MARK = "\ufeff"
 
@@ -55,6 +56,10 @@ WHOLE = "a whole number of at most 18 digits"
 
 class ReadError(ValueError):
     """The error for a file that cannot be read; its message is the reason, without file name or full stop."""
+
+
+class ContentError(ReadError):
+    """The error for text with a fault, such as a line that is not TOML: this file is to be corrected, not replaced."""
 
 
 class MissingError(ReadError):
@@ -136,7 +141,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     Example:
         >>> parse_json("[" * 5000 + "]" * 5000)
         Traceback (most recent call last):
-        gspmd.reading.ReadError: it is nested more than 64 levels deep
+        gspmd.reading.ContentError: it is nested more than 64 levels deep
     """
     try:
         value = json.loads(text.removeprefix(_MARK), object_pairs_hook=_unique if unique else None)
@@ -144,7 +149,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
-        raise ReadError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
+        raise ContentError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
     except ValueError:  # From a number with too many digits; Python's message would propose one of its own settings.
@@ -153,7 +158,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
     if "\\u" in text and not _is_unicode(value):
-        raise ReadError("it has half of a surrogate pair, which is not a character")
+        raise ContentError("it has half of a surrogate pair, which is not a character")
     return value
 
 
@@ -175,29 +180,71 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
-        raise ReadError(f"it is not {_toml_fault(text, str(error))}") from None
+        if "\0" in text:
+            raise ReadError("it is not text: it has a null byte") from None
+        raise ContentError(f"it is not TOML: {_toml_fault(text, str(error))}") from None
     except ValueError as error:  # From a number, or an impossible date.
-        raise (_too_long() if "digits" in str(error) else ReadError(f"it is not TOML: {error}")) from None
+        raise (_too_long() if "digits" in str(error) else ContentError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)
     return value
 
 
 def _toml_fault(text: str, said: str) -> str:
-    """Return the rest of the sentence `it is not ...`: Python's message, or the name of what stands there twice."""
-    if "\0" in text:
-        return "text: it has a null byte"
+    """Return Python's message or, if something stands there twice, its name and line."""
     at = re.search(r"\(at line (\d+), column \d+\)$", said)  # else at the end
     lines = text.split("\n")[: int(at[1]) if at else None]
-    if twice := re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL):
-        return f"TOML: {twice[1]} stands there a second time in line {len(lines)}; write it once"
-    places = [(number, found) for number, line in enumerate(lines, 1) if (found := _PLACE.match(line))]
-    if said.startswith(_SECOND) and places:
-        number, place = places[-1]
-        table = next((found["table"].strip("[] \t") for _, found in places[::-1] if found["table"]), "")
-        name = place["table"] or ".".join(filter(None, (table, place["key"])))
-        return f"TOML: {name} stands there a second time in line {number}; write it once"
-    return f"TOML: {said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
+    twice = re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL)
+    # The parser names the line in which the second value ends: that of its key, if all lines before are complete.
+    if (twice or said.startswith(_SECOND)) and (before := _document_and_table(lines[:-1])) is not None:
+        if twice:
+            return f"{twice[1]} stands there a second time in line {len(lines)}; write it once"
+        if (place := _PLACE.match(lines[-1])) and "\\" not in place[0]:  # not a quote of a key, such as "a\\"="
+            return _second_place(place, len(lines), *before)
+    return f"{said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
+
+
+def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the values in complete lines of TOML, and the path of their last table; None if a value goes on."""
+    text, mark = "\n".join(lines), "-"
+    while mark in text:
+        mark += mark
+    try:
+        document = tomllib.loads(f"{text}\n{mark} = 0")
+    except ValueError:
+        return None
+    level: list[tuple[list[str], dict[str, Any]]] = [([], document)]
+    while mark not in level[-1][1]:
+        path, table = level.pop()
+        level += [([*path, key], inner) for key, value in table.items() if isinstance(inner := _last(value), dict)]
+    return document, level[-1][0]
+
+
+def _last(value: Any) -> Any:
+    """Return the last element of an array, which is the open one of an array of tables; any other value unchanged."""
+    return value[-1] if isinstance(value, list) and value else value
+
+
+def _second_place(place: re.Match[str], number: int, document: dict[str, Any], table: Sequence[str]) -> str:
+    """Return the fault of a line that has a key or a table that was there before."""
+    parts, inner = [], tomllib.loads(f"{place['table'] or place['key']} = 0")
+    while isinstance(inner, dict):
+        ((part, inner),) = inner.items()
+        parts.append(part)
+    written = place["header"] or ".".join([*map(_quoted, table), place["key"].strip()])
+    path = parts if place["table"] else [*table, *parts]
+    value: Any = document
+    for depth, part in enumerate(path[: None if place["table"] else -1], 1):
+        value = _last(value.get(part, {}))
+        if not isinstance(value, dict):
+            name = ".".join(map(_quoted, path[:depth]))
+            return f"{written} in line {number}: {name} is a value, so it cannot be a table too"
+    return f"{written} stands there a second time in line {number}; write it once"
+
+
+def _quoted(part: str) -> str:
+    """Return a part of a TOML key, in quotes if it needs them."""
+    return part if re.fullmatch("[A-Za-z0-9_-]+", part) else repr(part)
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
@@ -262,7 +309,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, each in pairs:
         if key in value:
-            raise ReadError(f"the key {key!r} appears twice")
+            raise ContentError(f"the key {key!r} appears twice")
         value[key] = each
     return value
 
@@ -296,15 +343,15 @@ def _check_numbers(value: Any) -> None:
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ReadError("it has a whole number that does not fit into 64 bits")
+        raise ContentError("it has a whole number that does not fit into 64 bits")
 
 
-def _too_deep() -> ReadError:
-    return ReadError(f"it is nested more than {DEEPEST} levels deep")
+def _too_deep() -> ContentError:
+    return ContentError(f"it is nested more than {DEEPEST} levels deep")
 
 
-def _too_long() -> ReadError:
-    return ReadError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
+def _too_long() -> ContentError:
+    return ContentError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
 
 
 def similar_file(path: str) -> str:

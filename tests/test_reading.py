@@ -10,7 +10,18 @@ import pytest
 from gspmd import reading
 from gspmd.annotate.errors import LayoutError
 from gspmd.layouts import Layout
-from gspmd.reading import MissingError, ReadError, parse_json, parse_toml, read_json, read_text, similar_file
+from gspmd.reading import (
+    ContentError,
+    MissingError,
+    ReadError,
+    parse_json,
+    parse_toml,
+    read_json,
+    read_text,
+    similar_file,
+)
+from gspmd.training.config import TrainingConfig
+from gspmd.training.toml import ConfigError, load_toml
 
 DEEP = 100_000
 JSON = {
@@ -35,9 +46,19 @@ TOML = {
     "[a]\nb = 1\n'b' = 2\nc = 3": "it is not TOML: a.'b' stands there a second time in line 3; write it once",
     "[a]\nb = 1\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 3; write it once",
     "a.b = 1\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 2; write it once",
-    "a = 1\n\n[a]\nc = 3": r"it is not TOML: \[a\] stands there a second time in line 3; write it once",
+    "[[a]]\n[[b]]\n[b]": r"it is not TOML: \[b\] stands there a second time in line 3; write it once",
+    "a = 1\n\n[a]\nc = 3": r"it is not TOML: \[a\] in line 3: a is a value, so it cannot be a table too$",
+    "a = 1\n[a.b]": r"it is not TOML: \[a\.b\] in line 2: a is a value, so it cannot be a table too$",
+    "[[t]]\n[t.a]\nb = 1\nb.c = 2": r"it is not TOML: t\.a\.b\.c in line 4: t\.a\.b is a value, so it cannot",
+    "a = 1\na = [\n  [1],\n]": r"it is not TOML: Cannot overwrite a value \(at (line 4, column 2|end of document)\)$",
+    "a = 1\na = '''\nz = 3\n'''": r"it is not TOML: Cannot overwrite a value \(at (line 4, |end of document)",
+    "a = 1\nb = '''\n[z]\n'''\na = 2": "it is not TOML: a stands there a second time in line 5; write it once",
+    "a = {b = 1, b = [\n1]}\n": r"it is not TOML: Duplicate inline table key 'b' \(at line 2, ",
+    r'"a\"=" = 1' + "\n" + r'"a\"=" = 2': r"it is not TOML: Cannot overwrite a value \(at",
+    '"a=b" = 1\n"a=b" = 2': 'it is not TOML: "a=b" stands there a second time in line 2; write it once',
+    '["a b"."--"]\nc.d = 1\nc.d = 2': r"it is not TOML: 'a b'\.--\.c\.d stands there a second time in line 3",
     "a = {b = 1, b = 2}\n": "it is not TOML: 'b' stands there a second time in line 1; write it once",
-    "'#' = 1\n'#' = 2": "it is not TOML: Cannot overwrite a value",
+    "'#' = 1\n'#' = 2": "it is not TOML: '#' stands there a second time in line 2; write it once",
     "a = E_xF": r"it is not TOML: Invalid value \(at line 1, column 5\); text stands in quotes",
     "\x7fELF\0": "it is not text: it has a null byte",
 }
@@ -55,6 +76,26 @@ def test_toml_that_cannot_be_read_is_one_reason_and_soon(text, reason):
     with pytest.raises(ReadError, match=reason):
         parse_toml(text)
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_content"),
+    [("a = [1", True), ("a = " + "[" * 65 + "]" * 65, True), ("a = 1\na = 2", True), ("a = " + "9" * 5000, True),
+     ("a = 0x" + "f" * 17, True), ("a = 2020-02-31", True), ("line\0", False)],
+)  # fmt: skip
+def test_the_remedy_is_another_file_only_where_this_one_is_no_text(tmp_path, text, is_content):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ReadError) as read:
+        parse_toml(text)
+    with pytest.raises(LayoutError) as layout:
+        Layout.load(str(path))
+    with pytest.raises(ConfigError) as config:
+        load_toml(TrainingConfig, path)
+    assert isinstance(read.value, ContentError) is is_content
+    assert str(layout.value).endswith("\n  Correct the file.") is is_content
+    assert ("Give the path of a TOML file" in str(layout.value)) is not is_content
+    assert str(config.value).endswith(" Give a TOML file.") is not is_content
 
 
 def test_what_can_be_read_is():

@@ -56,8 +56,11 @@ def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
         raise ConfigError(_DOING, [fault])
     out = Path(settings.out)
     fault = new_folder_fault(out)
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        fault = "it exists"
+    if not fault and os.path.lexists(out):
+        try:
+            fault = "it exists" if any(out.iterdir()) else ""
+        except OSError as error:
+            fault = error.strerror
     if fault:
         raise ConfigError(f"cannot export to {settings.out!r}:", [f"{fault}; give a new folder."])
     return settings

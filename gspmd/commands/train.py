@@ -114,10 +114,10 @@ def check(console: Console, settings: RunSettings) -> Checked:
     if training.log:
         check_installed()
     if not settings.explain:
-        if training.data:
-            data.matching(training.data)  # They are read after all checks, since that may take minutes.
+        # Texts are read after all checks, since that may take minutes.
+        texts = data.matching(training.data) if training.data else []
         if processes.first():
-            check_out(training.out, resume=training.resume, step=training.resume_step)
+            check_out(training.out, resume=training.resume, step=training.resume_step, reads=texts)
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)

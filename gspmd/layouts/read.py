@@ -10,7 +10,7 @@ from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 from gspmd.layouts.rules.own import declared, is_own_encoder, sections
-from gspmd.reading import LARGEST_TOML, MissingError, ReadError, parse_toml, read_text, similar_file
+from gspmd.reading import LARGEST_TOML, ContentError, MissingError, ReadError, parse_toml, read_text, similar_file
 
 _PRESETS = files(__package__).joinpath("presets")
 
@@ -79,7 +79,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
     try:
         return parse_toml(text_of(name))
     except ReadError as error:
-        remedy = "Correct that line." if "line" in str(error) else _REMEDY
+        remedy = "Correct the file." if isinstance(error, ContentError) else _REMEDY
         raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  {remedy}") from None
 
 

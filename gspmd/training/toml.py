@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from gspmd.reading import MissingError, ReadError, read_toml
+from gspmd.reading import ContentError, MissingError, ReadError, read_toml
 
 
 class Dataclass(Protocol):
@@ -61,7 +61,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
         values = read_toml(path)
     except ReadError as error:
         hint = _near(Path(path)) if isinstance(error, MissingError) else ""
-        hint = hint or ("" if str(error).startswith("it is not TOML") else " Give a TOML file.")
+        hint = hint or ("" if isinstance(error, ContentError) else " Give a TOML file.")
         raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}.{hint}"]) from None
     cls, values = typed(cls, values) if typed else (cls, values)
     return beside(from_mapping(cls, values, source=str(path)), Path(path).parent)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -83,12 +84,29 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_pa
     monkeypatch.setattr(export, "main", None)
     for out, words in {
         tmp_path / "file" / "out": f"'{tmp_path}/file': it is not a folder; give a new folder.",
-        tmp_path / "file": "it exists; give a new folder.",
+        tmp_path / "file": "it is not a folder; give a new folder.",
         tmp_path / "run": "it exists; give a new folder.",
         tmp_path / ("n" * 300): "File name too long; give a new folder.",
     }.items():
         assert main.main(["export", str(tmp_path / "run"), str(out)]) == 2
         assert capsys.readouterr().err == f"ConfigError: cannot export to {str(out)!r}:\n  {words}\n"
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (out := tmp_path / "out").mkdir()
+    iterdir = Path.iterdir
+
+    def refused(path):
+        if path == out:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)  # as without read permission, which root always has
+    for fault, said in (("", "Permission denied"), ("you may not write there", "you may not write there")):
+        monkeypatch.setattr("gspmd.commands.export_settings.new_folder_fault", lambda _, fault=fault: fault)
+        assert main.main(["export", str(tmp_path / "run"), str(out)]) == 2
+        assert capsys.readouterr().err == f"ConfigError: cannot export to {str(out)!r}:\n  {said}; give a new folder.\n"
 
 
 def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """`gspmd search`: what it prints and writes, its exit codes, and one message for bad input."""
 
+import gc
 import importlib
 import itertools
 import json
@@ -25,7 +26,7 @@ from gspmd.commands.search import settings as search_settings
 from gspmd.commands.search import written
 from gspmd.commands.search.slice import Slice
 from gspmd.hardware.chips import CHIPS
-from gspmd.interruption import Terminated
+from gspmd.interruption import HungUp, Terminated
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
@@ -319,6 +320,15 @@ def test_a_smaller_batch_is_a_remedy_only_where_it_fits(run):
         assert err.endswith(f"Leave --mesh out, or use a larger slice, {remedy}")
 
 
+def test_a_smaller_batch_is_a_remedy_where_one_sequence_has_no_layout(run):
+    """A batch of 4 does fit."""
+    fixed = ["--phase", "decode", "--length", "256", "--mesh", "x=4", "--fixed", "cache.attention.key=B_xTKD"]
+    for batch, code in ((64, 1), (4, 0)):
+        found, _, err = run(*fixed, "--batch", str(batch), "--memory", "1.3e-6")
+        assert found == code
+        assert ("or a smaller --batch." in err) is (code == 1)
+
+
 def test_a_layout_within_the_proved_tolerance_is_called_equal():
     """No ratio below 1 without the reason for which the layout is not the answer."""
     from gspmd.commands.search import shown
@@ -433,12 +443,14 @@ def test_the_command_of_a_layout_for_training_is_one_that_train_reads():
     settings = search_settings.parse([*asked, "--out", "a b.toml"])
     words = shlex.split(written._train(settings, [*asked, "--out", "a b.toml"], "a b.toml", "x=4", "full", 4))
     read = train_settings.parse(words[2:])
+    other = ["--model.layers", "3", "--no_stages", "--compiler_options", "a=1"]
+    assert shlex.split(written._train(settings, other, "a b.toml", "x=4", "full", 4)) == words
     assert words[:4] == ["gspmd", "train", "--config", "llama-2-70b"]
     assert (read.sharding.layout, read.sharding.mesh, read.model.layers) == ("a b.toml", "x=4", 3)
     assert (read.model.remat, read.training.microbatches, read.training.batch) == ("full", 4, settings.batch)
 
 
-@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143), (HungUp, 129)])
 def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path, interrupt, number):
     original, calls = Search.best, []
 
@@ -460,7 +472,7 @@ def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypa
     Layout.load(path).check(SIZES, {"x": 4})
 
 
-@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize(("interrupt", "number"), [(KeyboardInterrupt, 130), (Terminated, 143), (HungUp, 129)])
 def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatch, tmp_path, interrupt, number):
     def interrupted(*_, **__):
         raise interrupt
@@ -470,6 +482,24 @@ def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatc
     assert code == number
     assert "Interrupted. The best layout is written to" in err
     assert "none is faster by" in (tmp_path / "found.toml").read_text()
+
+
+@pytest.mark.parametrize("flags", [["--config", "none.toml"], ["--config", "tiny", "--topology", "tpu-v5p:2x2x1"]])
+def test_the_caller_s_garbage_collection_is_as_before(script, monkeypatch, flags):
+    def interrupted(*_):
+        seen.append(gc.get_threshold()[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "find", interrupted)
+    seen, usual = [], gc.get_threshold()
+    gc.set_threshold(700, 10, 9)
+    before = gc.get_threshold()
+    try:
+        assert script.run(flags) == (130 if seen else 2)
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*usual)
+    assert seen == [100_000] * ("tiny" in flags)
 
 
 def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monkeypatch, capfd):
@@ -678,6 +708,8 @@ def test_the_command_that_found_it_is_without_its_files():
     argv = ["--config", "a", "--out", "--json", "--json=f", "--why", "a=b", "--batch", "8", "--frontier", "f.png",
             "--beside", "mine.toml"]  # fmt: skip
     assert written.asked(argv) == ["--config", "a", "--batch", "8"]
+    own = ["--compiler_options", "a=1", "--source_length", "3", "--source_length=3", "--learning_rate", "1", "--seed=4"]
+    assert written.asked(own, written._OF_SEARCH) == ["--learning_rate", "1", "--seed=4"]
 
 
 def test_a_slice_has_as_many_devices_as_the_compiler_says():

@@ -97,6 +97,10 @@ BAD = {
     "unwritable out": (["--out", "empty.txt/run"], "cannot write to 'empty.txt/run': 'empty.txt': it is not a folder."),
     "out is a file": (["--out", "empty.txt"], "ConfigError: cannot write to 'empty.txt': it is not a folder."),
     "out holds a run": (["--out", "done"], "it already holds a run, at step 7. Add --resume to go on,"),
+    "out holds the text": (
+        ["--out", "begun", "--data", "begun/sample.txt"],
+        "the run would read 'begun/sample.txt', and replace it or move it away. Choose another --out.",
+    ),
     "nothing to resume": (["--resume", "--out", "absent"], "there is no checkpoint under 'absent'."),
     "no run at all": (["--resume"], "there is no run under 'runs'. Name its folder with --out."),
     "missing config": (["--config", "none.toml"], "cannot read config 'none.toml': there is no such file."),
@@ -111,6 +115,9 @@ def test_bad_input_is_one_message(run, tmp_path, flags, message):
     (tmp_path / "small.txt").write_text("a" * 100)
     (tmp_path / "wrong.toml").write_text("trainin = 1\n[training]\nstps = 3\n")
     (tmp_path / "done" / "checkpoints" / "7").mkdir(parents=True)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.json").write_text('{"training": {}}')
+    (tmp_path / "begun" / "sample.txt").write_text("a" * 200)
     code, error = run(*flags)
     assert code == 2
     assert message in error

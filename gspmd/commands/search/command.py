@@ -43,7 +43,7 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 130 or 143 for an interrupt.
+    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 129, 130 or 143 for an interrupt.
 
     Args:
         argv: the flags.
@@ -61,8 +61,11 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
         gc.set_threshold(100_000)
         return main(argv, script, settings)
 
-    said = "Interrupted before a layout was found that fits."
-    return runner.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
+    said, before = "Interrupted before a layout was found that fits.", gc.get_threshold()
+    try:
+        return runner.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
+    finally:
+        gc.set_threshold(*before)
 
 
 def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:

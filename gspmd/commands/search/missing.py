@@ -35,7 +35,7 @@ def nothing_fits(
         return f"{fact}\n  Use a different slice, or a different --batch."
     limit = fault.candidate.limit
     remedies: list[str] = []
-    if _divisible(settings, target, limit, spaces, tell):
+    if _fits_smaller_batch(settings, target, limit, spaces, tell):
         remedies += ["a smaller --batch"] * (fault.candidate.microbatches < settings.batch)
         remedies += ["more --microbatches"] * (settings.microbatches is not None)
     if fault.nearest.bytes <= target.chip.hbm_bytes:
@@ -65,34 +65,41 @@ def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str]
     return None
 
 
-def _divisible(
+def _fits_smaller_batch(
     settings: SearchSettings,
     target: Slice,
     limit: float,
     spaces: Callable[[SearchSettings], Spaces],
     tell: Callable[[str], None],
 ) -> bool:
-    """Return whether some layout fits with a batch of one sequence: the state alone may be too large."""
+    """Return whether some layout may fit with a smaller batch: the state alone may be too large.
+
+    A batch of one sequence is tried. If no layout divides it, larger ones may still fit.
+    """
     if settings.batch == 1:
         return False
     tell("whether a batch of one sequence fits")
     one = replace(settings, batch=1, microbatches=None if settings.microbatches is None else 1)
     try:
-        return _some_fits(spaces(one)(target), limit)
+        return _some_fits(spaces(one)(target), limit) is not False
     except (LayoutError, PlanError):  # For example experts in groups that do not divide one sequence.
-        return False
+        return True
 
 
-def _some_fits(spaces: Iterable[Space], limit: float) -> bool:
+def _some_fits(spaces: Iterable[Space], limit: float) -> bool | None:
+    """Return whether some layout of the spaces fits; None if they have no layout at all."""
     every = [*spaces][::-1]  # More axes have more layouts.
+    any_layout = False
     for space in every:
         try:
             if Candidate(space.phase(), limit).least.bytes <= limit:
                 return True
+            any_layout = True
         except NothingFits:  # The sizes have no layout on this mesh.
             continue
     for several in (space.several for space in every if space.several):
         least = smallest([], [several(limit)])
         if least and least.least.bytes <= limit:
             return True
-    return False
+        any_layout = any_layout or least is not None
+    return False if any_layout else None

@@ -143,7 +143,7 @@ def _train(
     settings: SearchSettings, argv: Sequence[str], file: str, mesh: str, remat: str | None, microbatches: int
 ) -> str:
     """Return the command that trains with a layout; `file` is empty if the layout is printed."""
-    given = [word for word in argv if word not in _SWITCHES]
+    given = [word for word in argv if _flag(word) not in _SWITCHES]
     model = [] if settings.model_class or "--config" in {word.partition("=")[0] for word in argv} else [settings.config]
     return shlex.join(
         [
@@ -202,10 +202,15 @@ def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[s
     """
     kept, skip = [], False
     for word in argv:
-        if not skip and word.partition("=")[0] not in without:
+        if not skip and _flag(word) not in without:
             kept.append(word)
-        skip = not skip and word in without
+        skip = not skip and "=" not in word and _flag(word) in without
     return kept
+
+
+def _flag(word: str) -> str:
+    """Return the flag of a word, without its value, and with hyphens for the underscores that are accepted too."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def save(text: str, out: str) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,8 +24,9 @@ _CONDITIONS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
     errno.ENOENT: "",  # A missing folder is created again.
 }
-# Files that a run writes anew. Its layout.toml is not among them, since --layout may name it.
-_WRITTEN = ("config.json", "metrics.jsonl", "events", "loss.png", "experts.png", "sample.txt")
+# Files that a run replaces, and those that it writes anew. layout.toml is not among them, since --layout may name it.
+_REPLACED = ("config.json", "metrics.jsonl", "loss.png", "experts.png", "sample.txt")
+_WRITTEN = (*_REPLACED, "events")
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
 
@@ -68,10 +69,11 @@ def choose_out(
         tell: called with a line if files of an earlier run are moved.
 
     Raises:
-        ConfigError: the folder cannot be written, another run writes there, or it holds a run that would be
-            overwritten.
+        ConfigError: the folder cannot be written, another run writes there, or it holds a run, or files of something
+            else, that would be overwritten.
     """
-    path = _named(out, resume, step)
+    path = _named(out, resume)
+    _check(path, resume, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -79,35 +81,51 @@ def choose_out(
     except OSError as error:
         raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
     _hold(path)
-    if not resume:
-        try:
+    try:
+        _check(path, resume, step)  # Again, since another run may have saved a step before the folder was locked.
+        if not resume:
             _set_aside(path, tell)
-        except OSError as error:
-            with released_after(path):
-                raise ConfigError(
-                    f"cannot move the files of an earlier run in {str(path)!r}:",
-                    [f"{error.strerror}. Choose another --out."],
-                ) from None
+    except OSError as error:
+        with released_after(path):
+            raise ConfigError(
+                f"cannot move the files of an earlier run in {str(path)!r}:",
+                [f"{error.strerror}. Choose another --out."],
+            ) from None
+    except ConfigError:
+        with released_after(path):
+            raise
     return path
 
 
-def check_out(out: str, *, resume: bool, step: int | None = None) -> None:
+def check_out(out: str, *, resume: bool, step: int | None = None, reads: Iterable[Path] = ()) -> None:
     """Raise the errors of `choose_out` about a folder, without creating or locking it.
 
     Args:
         out, resume, step: see `choose_out`.
+        reads: the files that the run reads, which it must not move or replace.
 
     Raises:
-        ConfigError: the folder cannot be created or written, or it holds a run that would be overwritten.
+        ConfigError: the folder cannot be created or written, or it holds a run, or files of something else, that would
+            be overwritten.
     """
-    path = _named(out, resume, step)
+    path = _named(out, resume)
+    _check(path, resume, step)
     if fault := new_folder_fault(path):
         raise ConfigError(f"cannot write to {str(path)!r}:", [f"{fault}. Choose another --out."])
+    if not resume and (written := [os.path.realpath(path / name) for name in _there(path, _WRITTEN)]):
+        for file in reads:
+            real = os.path.realpath(file)
+            if any(real == each or real.startswith(f"{each}{os.sep}") for each in written):
+                fault = f"the run would read {str(file)!r}, and replace it or move it away. Choose another --out."
+                raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
 
 
-def _named(out: str, resume: bool, step: int | None) -> Path:
-    """Return the path of a run's folder after checking that it holds a run, or does not, as it should."""
-    path = Path(out) if out else newest_run() if resume else _fresh()
+def _named(out: str, resume: bool) -> Path:
+    return Path(out) if out else newest_run() if resume else _fresh()
+
+
+def _check(path: Path, resume: bool, step: int | None) -> None:
+    """Raise an error if a folder does not hold a run, or holds one, or files of something else, as it should not."""
     at = newest(path)
     if resume and at is None:
         fault = f"there is no checkpoint under {str(path)!r}."
@@ -117,16 +135,28 @@ def _named(out: str, resume: bool, step: int | None) -> Path:
     if at is not None and not resume:
         fault = f"it already holds a run, at step {at}."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
-    if not resume and os.path.lexists(path / "config.json") and not has_settings(path):
-        fault = "its config.json is not that of a run, which would replace it. Choose another --out."
+    if not resume and not _is_of_run(path) and (there := _there(path, _REPLACED)):
+        those, them = ("is not that", "it") if len(there) == 1 else ("are not those", "them")
+        fault = f"its {', '.join(there)} {those} of a run, which would replace {them}. Choose another --out."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
-    return path
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return whether a folder is that of a run, with or without a checkpoint, and not of something else."""
+    if os.path.lexists(path / "config.json"):
+        return has_settings(path)
+    return os.path.lexists(path / "metrics.jsonl")
+
+
+def _there(path: Path, names: Iterable[str]) -> list[str]:
+    return [name for name in names if os.path.lexists(path / name)]
 
 
 def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
     """Move the files of an earlier run, which has no checkpoint, to a new folder within its own."""
-    if not (there := [name for name in _WRITTEN if os.path.lexists(path / name)]):
+    if not _is_of_run(path):
         return
+    there = _there(path, _WRITTEN)
     number = next(number for number in itertools.count(1) if not os.path.lexists(path / f"earlier-{number}"))
     earlier = path / f"earlier-{number}"
     earlier.mkdir()

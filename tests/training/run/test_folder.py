@@ -9,6 +9,7 @@ import pytest
 
 from gspmd.training.checkpoints import load_settings, save_settings
 from gspmd.training.reporting.metrics import Metrics, read
+from gspmd.training.run import folder
 from gspmd.training.run.folder import check_out, choose_out, released_after
 from gspmd.training.toml import ConfigError
 
@@ -69,6 +70,59 @@ def test_the_config_of_something_else_is_not_replaced(tmp_path, text):
         with pytest.raises(ConfigError, match=r"its config\.json is not that of a run.*Choose another --out\."):
             choose(str(tmp_path), resume=False)
     assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_files_of_something_else_are_neither_moved_nor_replaced(tmp_path):
+    for name in ("sample.txt", "loss.png"):
+        (tmp_path / name).write_text("mine")
+    for choose in (choose_out, check_out):
+        fault = r"its loss\.png, sample\.txt are not those of a run, which would replace them\. Choose another --out\."
+        with pytest.raises(ConfigError, match=fault):
+            choose(str(tmp_path), resume=False)
+    assert sorted(os.listdir(tmp_path)) == ["loss.png", "sample.txt"]
+
+
+def test_files_of_something_else_that_a_run_leaves_alone_stay(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    said = []
+    with released_after(choose_out(str(tmp_path), resume=False, tell=said.append)):
+        assert (sorted(os.listdir(tmp_path)), said) == (["events", "notes.txt"], [])
+
+
+def test_the_figures_of_a_run_whose_settings_are_gone_are_kept(tmp_path):
+    with Metrics(tmp_path) as metrics:
+        metrics.write(1, {"loss": 1.0})
+    with released_after(choose_out(str(tmp_path), resume=False)):
+        assert sorted(os.listdir(tmp_path / "earlier-1")) == ["events", "metrics.jsonl"]
+
+
+def test_a_text_that_the_run_would_move_away_is_refused(tmp_path):
+    """As with --data OUT/sample.txt in the folder of a run that ended before it saved a step."""
+    save_settings(tmp_path, {"training": {}})
+    (tmp_path / "link").symlink_to(tmp_path)
+    other = tmp_path / "sample.txt.old"
+    for name in ("sample.txt", "events/some.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ConfigError, match=rf"read '.*{name}', and replace it or move it away\. Choose another"):
+            check_out(str(tmp_path), resume=False, reads=[other, tmp_path / "link" / name])
+    check_out(str(tmp_path), resume=False, reads=[other])
+
+
+def test_a_run_that_saves_before_the_folder_is_locked_is_not_set_aside(tmp_path, monkeypatch):
+    save_settings(tmp_path, {"training": {}})
+    held = folder._hold
+
+    def hold(path):
+        (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+        held(path)
+
+    monkeypatch.setattr(folder, "_hold", hold)
+    with pytest.raises(ConfigError, match="it already holds a run, at step 3"):
+        choose_out(str(tmp_path), resume=False)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.json"]
+    assert not folder._held
 
 
 def test_files_that_cannot_be_kept_are_left(tmp_path, monkeypatch):
