@@ -76,7 +76,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer, or of more than 16 MiB, except if both axes have wrap-around links, as in
-    16x16, where two collectives are as fast;
+      16x16, where two collectives are as fast;
     - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
