@@ -326,8 +326,8 @@ def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: f
 def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
     """Return the sizes of the rings that a collective over mesh axes can use at the same time.
 
-    Each mesh axis is one ring. If the chip knows the shape of its slice, a mesh axis over several torus axes has a ring
-    along each of them, as in `gspmd.audit.Topology.rings`.
+    Each mesh axis of more than one device is one ring. If the chip knows the shape of its slice, a mesh axis over
+    several torus axes has a ring along each of them, as in `gspmd.audit.Topology.rings`.
 
     Example:
         >>> from gspmd.hardware.chips import chip
