@@ -113,13 +113,15 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
 def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a program's figures; compile it if they are not in the folder."""
     mesh = ",".join(f"{axis}={size}" for axis, size in program["mesh"].items())
-    kept = folder / f"{step}-{program['name']}-{mesh}.json"
+    # A training step is priced in its best remat and microbatches, and compiled with them.
+    trained = [program["remat"], str(program["microbatches"])] if program["remat"] else []
+    kept = folder / f"{'-'.join([step, program['name'], mesh, *trained])}.json"
     if not kept.exists():
         flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
-        if program["remat"]:  # of a training step, priced in its best remat and microbatches
-            flags += ["--model.remat", program["remat"], "--microbatches", str(program["microbatches"])]
+        if trained:
+            flags += ["--model.remat", trained[0], "--microbatches", trained[1]]
         part = kept.with_suffix(".part")
         command = [sys.executable, "-m", "gspmd", "compile", *shlex.split(STEPS[step]), *flags]
         done = subprocess.run([*command, "--json", part], capture_output=True, text=True)

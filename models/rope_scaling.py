@@ -26,12 +26,12 @@ class RopeScaling:
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-    original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
-    high_frequency are equal, as in Llama 4 Scout, nothing lies in between.
+      original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
+      high_frequency are equal, as in Llama 4 Scout, nothing lies in between.
     - `yarn`: the same as `llama3`, but interpolated by the index of the pair. Cosines and sines are multiplied by
       `attention_factor`.
-    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by (factor · L /
-    original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
+    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
+      (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
     - `longrope`: the wavelength of each pair has its own factor: one of `short_factors` in texts of up to
       original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
       `attention_factor`.

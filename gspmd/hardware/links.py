@@ -76,7 +76,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer, or of more than 16 MiB, except if both axes have wrap-around links, as in
-    16x16, where two collectives are as fast;
+      16x16, where two collectives are as fast;
     - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
@@ -326,8 +326,8 @@ def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: f
 def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
     """Return the sizes of the rings that a collective over mesh axes can use at the same time.
 
-    Each mesh axis is one ring. If the chip knows the shape of its slice, a mesh axis over several torus axes has a ring
-    along each of them, as in `gspmd.audit.Topology.rings`.
+    Each mesh axis of more than one device is one ring. If the chip knows the shape of its slice, a mesh axis over
+    several torus axes has a ring along each of them, as in `gspmd.audit.Topology.rings`.
 
     Example:
         >>> from gspmd.hardware.chips import chip

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -32,6 +31,10 @@ class Kind:
     by_experts: bool = False
     noisy: bool = False
     scored: bool = False
+
+    def choices_of(self, k: int | None) -> int:
+        """Return the number of choices per token for which capacity is computed, with `MoEConfig.k` = k."""
+        return 1 if self.by_experts else self.choices or k or 2
 
 
 ROUTERS = {
@@ -210,8 +213,7 @@ class MoEConfig:
     @property
     def _per_token(self) -> int:
         """Number of choices per token for computing the capacity."""
-        kind = ROUTERS[self.router]
-        return 1 if kind.by_experts else kind.choices or self.k or 2
+        return ROUTERS[self.router].choices_of(self.k)
 
 
 _SCORED = (
@@ -281,18 +283,22 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
 
 def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
     """Yield the faults in the settings of routers with scores."""
-    if not kind.scored:
-        wrong = [name for name in _SCORED if getattr(config, name) != getattr(MoEConfig, name)]
-        for name in wrong:
-            fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
-            yield f"{fact}, not of {config.router}; leave it out, or use top-k."
-        if wrong:  # The other router alone may not be enough.
-            other = copy(config)
-            object.__setattr__(other, "router", "top-k")
-            yield from (f"with router top-k, {fault}" for fault in _score_faults(other, ROUTERS["top-k"]))
+    if kind.scored:
+        yield from _scored_faults(config, kind)
         return
+    wrong = [name for name in _SCORED if getattr(config, name) != getattr(MoEConfig, name)]
+    for name in wrong:
+        fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
+        yield f"{fact}, not of {config.router}; leave it out, or use top-k."
+    if wrong:  # The other router alone may not be enough.
+        yield from (f"with router top-k, {fault}" for fault in _scored_faults(config, ROUTERS["top-k"]))
+
+
+def _scored_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
+    """Yield the faults that the settings of scores have with a router of this kind, whatever `config.router` is."""
     if any(_number_faults(config)):
         return
+    choices = kind.choices_of(config.k)
     groups, each, kept = config.expert_groups, config.experts // config.expert_groups, config.chosen_groups
     if config.experts % groups:
         yield f"expert_groups is {groups}, which does not divide experts, {config.experts}."
@@ -300,11 +306,11 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
         yield f"kept_groups is {kept}, but expert_groups is {groups}."
     elif groups > 1 and config.group_best > each:
         yield f"group_best is {config.group_best}, but a group has {each} of the {config.experts} experts."
-    elif kept * each < config.choices:
-        yield f"{kept} groups of {each} experts have fewer than the {config.choices} that a token is sent to."
+    elif kept * each < choices:
+        yield f"{kept} groups of {each} experts have fewer than the {choices} that a token is sent to."
     if config.bias_rate and not config.choice_bias:
         yield f"bias_rate is {config.bias_rate}, but there is no bias to change; set choice_bias."
-    if config.gate_inputs and config.choices != 1:
-        yield f"gate_inputs multiplies an input by one gate, but a token has {config.choices} choices; set k to 1."
+    if config.gate_inputs and choices != 1:
+        yield f"gate_inputs multiplies an input by one gate, but a token has {choices} choices; set k to 1."
     if config.gate_inputs and config.renormalize:
         yield "gate_inputs multiplies by one gate, which divided by itself is always 1; set renormalize to false."

@@ -34,7 +34,7 @@ def pipelined(
     shared: Tree,
     data: str | Sequence[str] = (),
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
-    """Make the loss of a pipeline: (shared, weights, batches) -> (loss, figures).
+    """Make the loss of a pipeline: (shared, weights, batches) -> (loss, metrics).
 
         x = first(shared, batch)                         stage 0
         x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
@@ -67,7 +67,7 @@ def pipelined(
             and the specs do not mention them: `"BLE"` is the stream of one pipeline.
 
     Returns:
-        A function (shared, weights, batches) -> (loss, figures). Its arguments are
+        A function (shared, weights, batches) -> (loss, metrics). Its arguments are
         `shared`: arrays sharded as their specs say;
         `weights`: arrays [R, N, ...] whose N is sharded over `axis` first: chunk r·S + s is rows s·N/S to (s+1)·N/S of
         round r;

@@ -3,7 +3,7 @@
     product   one search
     group     one search for several products of one operand, which is moved once
     sum       one search per product; all products end in the placement in which they are cheapest to add, so that
-    partial sums are reduced once
+              partial sums are reduced once
 
 The gradient of a product is a group, the gradient of a sum a larger group, the gradient of a group a sum (`gradients`).
 """

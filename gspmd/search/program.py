@@ -382,7 +382,7 @@ def _marks_of_program(
             if placement.first is None:
                 yield from _marked(own, placement.region.trips, others)
                 if here in changes and placement.region.trips == inside.trips:
-                    yield from _saved(what, changes[here][0], inside.trips, each.invars[0].aval.dtype)
+                    yield from _saved(what, changes[here][0], inside.trips, each)
             elif own not in others:
                 # The same step in a different loop: the part that leaves both loops has run, and the rest, such as a
                 # gather, runs here too.
@@ -407,10 +407,10 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
             yield UnknownShared(own.what, tuple(apart)), 0, once
 
 
-def _saved(what: Unknown, change: Change, trips: int, dtype: Any) -> Iterator[tuple[Unknown, int, int]]:
+def _saved(what: Unknown, change: Change, trips: int, mark: Any) -> Iterator[tuple[Unknown, int, int]]:
     """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
 
-    A sum that is reduced in a wider dtype than `dtype`, the dtype of its parts, takes as many times longer.
+    A sum that is reduced in a wider dtype than its parts, the arrays at the mark, takes as many times longer.
     """
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
@@ -420,7 +420,7 @@ def _saved(what: Unknown, change: Change, trips: int, dtype: Any) -> Iterator[tu
     if change.first is not None:
         yield UnknownReduction(what, others), trips, trips
         return
-    wider = 1 if change.dtype is None else change.dtype.itemsize // dtype.itemsize
+    wider = 1 if change.dtype is None else change.dtype.itemsize // mark.invars[0].aval.dtype.itemsize
     if wider > 1:
         yield UnknownReduction(what, others), -(wider - 1) * trips, -(wider - 1) * trips
     if change.trips > 1:

@@ -166,8 +166,8 @@ def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     - A strategy lists the sizes as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
     - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips, in
-    different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
-    the group, a ring of size 2 is added.
+      different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
+      the group, a ring of size 2 is added.
     """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):

@@ -215,7 +215,8 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 def _overfilled(needed: int, target: Topology) -> str:
     """Return the reason why a compiled program does not fit in memory, or an empty string if it does.
 
-    Only GPU programs need this check: the TPU compiler itself refuses a program that does not fit.
+    Only GPU programs need this check: the TPU compiler itself refuses a program that does not fit in the memory that it
+    assumes.
     """
     room = target.chip.hbm_bytes
     if needed <= room or not target.chip.is_switch:
@@ -245,7 +246,7 @@ def _too_large(
     reason: str,
     seconds: float,
 ) -> Report:
-    """Return the report of a function that does not fit in memory, with figures from its plan."""
+    """Return the report of a function that does not fit, with figures from its plan and the compiler's message."""
     taken = sum(buffer.bytes for buffer in buffers if buffer.kind == "argument")
     room = target.chip.hbm_bytes
     needed = max(0, _amount(_NEEDED, reason) - taken)  # The compiler counts arguments and results too.

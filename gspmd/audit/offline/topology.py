@@ -181,7 +181,7 @@ def topology(name: str) -> Topology:
 
 
 def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
-    """Yield the slices of a chip from the smallest to a full pod, each twice as large as the one before.
+    """Yield the slices of a chip from the smallest to a full pod, doubling in size, each nearly a cube.
 
     For a GPU, yield parts of a node, and then 1, 2, 4, ... whole nodes.
 

@@ -59,6 +59,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
+        The cost. Its seconds are the compiler's estimated cycles divided by the clock, if there is an estimate (only
         the TPU compiler makes estimates). For a Pallas kernel whose work the program states, they are the seconds of
         its schedule; for instructions that only name a value, allocate a buffer, or compute scalars, zero; for a
         product whose estimate overflowed, a fit to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
@@ -122,7 +123,7 @@ def _scatters(module: Module, kernel: Instruction) -> bool:
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """Return the dtype whose peak applies: float32 if the first operand has 32 or 64 bits, otherwise bfloat16."""
+    """Return the dtype whose peak applies: float32 if the first operand is float32 or float64, otherwise bfloat16."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
 

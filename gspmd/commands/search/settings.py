@@ -131,7 +131,7 @@ class SearchSettings:
 
     @property
     def sources(self) -> int:
-        """Number of tokens of an encoder–decoder's source; 0 for other models."""
+        """Number of tokens of an encoder–decoder's source; 0 for decoder-only and for custom models."""
         return 0 if is_own(self) else self.model.tokens_of_source(self.source_length, self.length)
 
     @property

@@ -108,7 +108,7 @@ class Graph:
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Yield the steps that add minor axes to a dimension, or remove them."""
+        """Yield the steps that add minor axes to a dimension or remove them; `full` has the axes, `bare` does not."""
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))

@@ -41,7 +41,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """The terms of the cost that differ: name, seconds in `best` and in `answer`, ordered by size of the change."""
+        """The terms of the cost that differ: name, seconds in `best` and in `answer`; the greatest change first."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]

@@ -73,7 +73,7 @@ def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _same_sizes(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault if both stacks differ in size."""
+    """Add a fault for each size in which the two stacks differ, or whose entry is missing."""
     for name, key in {"feed_forward": "decoder_ffn_dim", "heads": "decoder_attention_heads"}.items():
         if key not in json:
             faults.append(f"{key} is missing.")
