@@ -29,7 +29,9 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         print(f"{options.prog}: {faults[0]}", *faults[1:], sep="\n", file=sys.stderr)
         return 2
     try:
-        with Progress(console(stderr=True), "Planning"):  # On six mesh axes it may take half a minute.
+        # On six mesh axes it may take half a minute. Programs that read the output need no progress.
+        terminal = console(stderr=True)
+        with Progress(terminal if terminal.is_terminal else None, "Planning"):
             plan, data = _planned(options)
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{options.prog}: {told(error).partition(': ')[2]}", file=sys.stderr)

@@ -194,7 +194,7 @@ def test_sources_are_encoded_with_the_weights_and_the_cache_to_decode(prompt):
         positions="relative", attention_scale=1.0,
     )  # fmt: skip
     mine = searched.for_serving(
-        Console(quiet=True), model, "x=2,y=4", jax.devices()[:8], "float32", [[5] * (prompt - 1)] * 2, 8,
+        Console(quiet=True), model, "x=4,y=2", jax.devices()[:8], "float32", [[5] * (prompt - 1)] * 2, 8,
         sources=[[7] * 200] * 2, samples=1, chunk=128, cache_length=512,
     )  # fmt: skip
     read = {"prefill of 128 tokens"} if prompt > 1 else set()

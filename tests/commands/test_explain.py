@@ -161,13 +161,14 @@ def test_the_plan_is_drawn_as_png(run, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(run, tmp_path):
-    files = ["--svg", "/nowhere/a.svg", "--png", str(tmp_path / "none" / "plan.png")]
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # messages shorten long paths
+    files = ["--svg", "/nowhere/a.svg", "--png", "none/plan.png"]
     code, out, err = run(EQUATION, *MESH, *SIZES, *files)
     assert (code, out) == (2, "")
     assert err == (
         "explain.py: --svg /nowhere/a.svg: there is no folder '/nowhere'.\n"
-        f"--png {tmp_path}/none/plan.png: there is no folder '{tmp_path}/none'.\n"
+        "--png none/plan.png: there is no folder 'none'.\n"
     )
 
 

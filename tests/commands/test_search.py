@@ -625,7 +625,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
     assert code == 2
     assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
     assert "needs EF; the mesh has no axis q." in err
-    assert "'Q_xE' has dimensions QE, but needs EF. Possible" in err
+    assert "'Q_xE' has dimensions QE, but needs EF. The options are" in err
     code, _, err = run("--why", "ffn.winn=EF", "--fixed", "fnn.w_in=EF")
     assert code == 2
     assert "--why ffn.winn=EF: no layout has a key 'ffn.winn'. Did you mean 'ffn.w_in'?" in err

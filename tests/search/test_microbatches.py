@@ -177,7 +177,9 @@ def free():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.2, 0.05, 0.01])
-def test_the_best_is_the_best_of_all_searched_alone(share):
+def test_the_best_is_the_best_of_all_searched_alone(share, monkeypatch):
+    # The search of one layout gives up after so many steps, and then says how far from the best it may be.
+    monkeypatch.setattr("gspmd.search.answers.candidate.MOST", 10**9)
     limit = least() + share * (free() - least())
     known = [(cheapest_of(each), each.microbatches) for each in alone(limit)]
     finding = find(spaces(), limit)

