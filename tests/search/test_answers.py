@@ -576,7 +576,7 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text, config
      ("ffn.w_onn", "EF_x",
       "no line of the search is called 'ffn.w_onn'.\n  The nearest are 'ffn.w_in', 'ffn.w_out' and "),
      ("ffn.w_in", "EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q.\n  The options are '"),
-     ("ffn.w_in", "E_qF_r", "ffn.w_in cannot be 'E_qF_r': the mesh has no axis q; the mesh has no axis r.\n  The options are"),
+     ("ffn.w_in", "E_qF_r", "ffn.w_in cannot be 'E_qF_r': the mesh has no axis q; the mesh has no axis r.\n  The"),
      ("ffn.in_via", "BEL, EF_q", "ffn.in_via cannot be 'BEL, EF_q': 'BEL' has dimensions BEL, but needs BLE; the mesh"),
      ("ffn.w_in", "E_xF_x", "cannot read ffn.w_in = 'E_xF_x': "),
      ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, but needs EF.\n  The options are "),

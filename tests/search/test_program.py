@@ -159,8 +159,8 @@ class Program:
     def check(self, draws, seed=1, gathers_twice=False):
         """Check that both agree, but for what steps are rounded up by, a picosecond each.
 
-        `gathers_twice` allows for gathers that the gradients of keys and values of one latent share, and that the search
-        counts for each of them (docs/search-figures.md).
+        `gathers_twice` allows for gathers that the gradients of keys and values of one latent share, and that the
+        search counts for each of them (docs/search-figures.md).
         """
         rng = random.Random(seed)
         for _ in range(draws):
