@@ -46,6 +46,7 @@ def cell_of(file: str) -> str:
         return ""
     from IPython import get_ipython
 
-    shell = get_ipython()
-    found = shell.compile.format_code_name(file) if shell is not None else None
+    # Before version 8, IPython has no such method.
+    named = getattr(getattr(get_ipython(), "compile", None), "format_code_name", None)
+    found = named(file) if named is not None else None
     return found[1] if found else ""
