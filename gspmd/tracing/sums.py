@@ -240,7 +240,7 @@ def _only_retypes(equation: Any) -> bool:
     A search reads programs on such a mesh, with an axis for each unknown. There a gradient that may be a partial sum is
     resharded to that type; a program in which it is none has no such step.
     """
-    return equation.primitive.name == _RESHARD and equation.params["dst_sharding"].mesh.size == 1
+    return equation.primitive.name == _RESHARD and equation.outvars[0].aval.sharding.mesh.size == 1
 
 
 def _is_whole(equation: Any) -> bool:
