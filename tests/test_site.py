@@ -48,8 +48,8 @@ def test_every_public_name_has_its_entry(site, page):
 
 @pytest.mark.slow
 def test_links_that_leave_the_pages_lead_to_the_site_or_to_the_code(site):
-    home, plans = ((site / path).read_text() for path in ("index.html", "plans/index.html"))
+    home, page, plans = ((site / path).read_text() for path in ("index.html", "page/index.html", "plans/index.html"))
     assert 'href="notation/"' in home
     assert 'href="contributing/"' in home
-    assert 'href="https://github.com/gspmd/gspmd/tree/main/configs"' in home
+    assert 'href="https://github.com/gspmd/gspmd/tree/main/configs"' in page
     assert 'href="https://github.com/gspmd/gspmd/blob/main/gspmd/hardware/chips.toml"' in plans

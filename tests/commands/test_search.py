@@ -1125,7 +1125,10 @@ def test_the_best_pipeline_is_written_beside_the_layout(run, script, monkeypatch
     assert code == 0
     assert "".join(out.split()).count(f"Thebestpipelineisin{tmp_path / 'found-stages.toml'}:") == 1
     text = (tmp_path / "found-stages.toml").read_text()
-    assert f" --model.remat full --microbatches {best.microbatches}\n" in text
+    (used,) = (line for line in text.splitlines() if line.startswith("# to be used "))
+    assert " gspmd train --config " in used
+    assert " --model.remat full " in used
+    assert f" --microbatches {best.microbatches} " in used
     assert "[pipeline]" not in path.read_text()
     layout, whole = Layout.load(tmp_path / "found-stages.toml"), replace(best.problem.case.config, layers=4)
     layout.check(whole.sizes(32, 16), best.mesh)

@@ -358,3 +358,8 @@ LAYOUTS = {
 
 #: The layouts in which text is also decoded, with a cache.
 DECODED = ("replicated", "weight-stationary-2d", "megatron-1d")
+
+
+def architecture(kind: str) -> str:
+    """Return the name of transformers' class of a language model."""
+    return f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gspmd.layouts import Layout
-from tests.models.checkpoints.cases import CASES, LENGTH
+from tests.models.checkpoints.cases import CASES, LENGTH, architecture
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +119,7 @@ def reference(transformers, tmp_path_factory):
 
         kind, entries = CASES[name]
         torch.manual_seed(0)
-        theirs = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+        theirs = getattr(transformers, architecture(kind))
         model = theirs(theirs.config_class(**entries)).eval()
         with torch.no_grad():
             for path, value in model.named_parameters():

@@ -10,7 +10,7 @@ import gspmd_models as models
 from gspmd.moe.routers.rule import Router
 from gspmd_models.checkpoints import load, model_config
 from gspmd_models.decoding import decode_step, empty_cache, served
-from tests.models.checkpoints.cases import CASES
+from tests.models.checkpoints.cases import CASES, architecture
 from tests.models.test_quantization import scaled_up
 
 
@@ -97,7 +97,7 @@ def test_int8_weights_do_to_logits_what_errors_of_their_size_do(name, placing, c
     so are those that attend to it: with them Mixtral's 1, 2 and 6% would be 2, 5 and 11%.
     """
     kind, entries = CASES[name]
-    (tmp_path / "config.json").write_text(json.dumps(entries | {"architectures": [f"{kind}ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"architectures": [architecture(kind)]}))
     layout, mesh = placing("replicated")
     config = model_config(tmp_path)
     model = models.build(config, layout, mesh, jax.random.key(0))
