@@ -48,7 +48,7 @@ class ParameterSource:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions of the parameter by which the names of its tensors are numbered: layers, experts."""
+        """The dimensions that are numbers in the tensors' names: layers, and experts if each has tensors of its own."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
