@@ -177,9 +177,9 @@ class Found:
         mesh: sizes of the mesh axes.
         seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
-        priced_seconds: seconds of the same steps, as the search added them up. They are equal, except that on a mesh of
-            three axes a norm of all gradients is priced over all three. If they differ by more, nothing is proved, and
-            `bound` is 0.
+        priced_seconds: seconds of the same steps, as the search added them up. They equal `planned_seconds`, except
+            that on a mesh of three axes a norm of all gradients is priced over all three. If they differ by more,
+            nothing is proved, and `bound` is 0.
         bytes: peak memory of a device, in bytes.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
             had reached all meshes.

@@ -202,7 +202,7 @@ class ProgramWork:
 
 
 def work(jaxpr: Jaxpr) -> ProgramWork:
-    """Count the passes over memory of elementwise and planned operations, but products, and of loops' stacks.
+    """Count passes over memory: of elementwise operations, planned operations except products, and loops' stacks.
 
     Elementwise operations are fused as far as possible: an array counts only if an operation that is not fused makes or
     reads it.

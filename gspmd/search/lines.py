@@ -556,7 +556,7 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """Keep the options in which a line has its given spec, where mesh axes of size 1 shard nothing.
+    """Keep the options in which a line has its given spec; mesh axes of size 1 shard nothing.
 
     Args:
         lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.

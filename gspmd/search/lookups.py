@@ -1,8 +1,7 @@
 """Costs of looking up rows in a table (an embedding), as arrays over the placements of ids, table and rows.
 
 During the lookup, each mesh axis shards a dimension that it also shards in one of the specs, as in `gspmd.ops.embed`.
-The lookup itself is an optimum: of all joint placements of ids, table and rows, the one whose moves take the fewest
-seconds.
+Of all joint placements of ids, table and rows, the lookup runs in the one whose moves take the fewest seconds.
 """
 
 from collections.abc import Sequence

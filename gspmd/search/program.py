@@ -135,8 +135,8 @@ class TracedProgram:
 def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
-    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error stays whatever
-    shards a dimension, that dimension stays unsharded.
+    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error remains whichever
+    mesh axis shards a dimension, that dimension stays unsharded.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.
@@ -327,7 +327,7 @@ Marked = tuple[Unknown, int, int, bool]
 def _marks(
     jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
 ) -> Iterator[Marked]:
-    """Yield every mark of a program whose steps are not already shared; of a conditional, the branch with marks.
+    """Yield every mark of a program whose steps are not shared already; a conditional has marks in one branch only.
 
     Raises:
         PlanError: several branches of a conditional have marks.
@@ -410,7 +410,8 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 def _saved(what: Unknown, change: Change, trips: int, mark: Any) -> Iterator[tuple[Unknown, int, int]]:
     """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
 
-    A sum that is reduced in a wider dtype than its parts, the arrays at the mark, takes as many times longer.
+    If a sum is reduced in a wider dtype than its parts, the arrays at the mark, the reduction takes longer by the ratio
+    of the widths.
     """
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
@@ -476,7 +477,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Fix the fewest unknowns named in an error to no mesh axis, so that it changes or disappears; return whether any.
+    """Fix the fewest unknowns of an error to no mesh axis that make it change or disappear; return whether any do.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.

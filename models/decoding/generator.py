@@ -369,8 +369,7 @@ class Generator:
         return loop
 
     def _reading(self, batch: Batch) -> dict[str, Any]:
-        """Return the programs that run before the loop: `empty`, which makes a cache, and `encode`, `prefill`,
-        `share`."""
+        """Return the programs to run before the loop: `empty` makes a cache; `encode`, `prefill`, `share` if needed."""
         sizes, chunks = batch.sizes, len(batch.chunks())
         fresh = chunks == 1  # nothing is cached before the only chunk
         steps = self.programs(sizes, fresh=fresh)

@@ -117,7 +117,7 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
-        """Return the entries with the counts and bytes of entries that are otherwise equal added up."""
+        """Return each distinct entry with its count and bytes, added up over the entries that equal it otherwise."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             step = "" if together else entry.step

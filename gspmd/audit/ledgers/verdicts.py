@@ -183,7 +183,7 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return the reason why an execution sends more or less than planned, a different dtype or padding, if any."""
+    """Return the reason why an execution sends more or less than planned: a different dtype, padding, or none."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

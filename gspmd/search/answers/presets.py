@@ -222,7 +222,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     stages = layout.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.\n  {_PRICE}")
-    # With several microbatches also gradients that [gradients] does not list are partial sums.
+    # With several microbatches, gradients that [gradients] does not list are partial sums too.
     loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, of.options.lines[name], names))

@@ -1,4 +1,4 @@
-"""One layout for all phases of serving: weights and cache stay as is best for decoding, and prefill runs with them."""
+"""One layout for all phases of serving: weights and cache are sharded as decoding needs, and prefill uses them."""
 
 from __future__ import annotations
 
