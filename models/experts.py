@@ -109,7 +109,7 @@ class Experts(Layer):
 
 
 def shared_section(layout: Layout) -> Section:
-    """Return the section of the shared experts, with the names of lines that a feed-forward layer uses.
+    """Return the section of the shared experts, with its lines under the names that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, whose output equals the sum of theirs.

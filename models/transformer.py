@@ -132,7 +132,7 @@ class Encoder(BlockStack):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream, from which `memory_of` makes the decoder's memory, and the experts' metrics."""
+        """Return the residual stream, which `memory_of` turns into the decoder's memory, and the experts' metrics."""
         context = context_of(self.config, self.layout, segments, self.table, causal=False)
         return self.run(x, context, key=key, train=train)
 

@@ -592,7 +592,7 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """Return [option, unknown] all placements in which no tensor has a mesh axis twice."""
+    """Return all placements in which no tensor has a mesh axis twice, [option, unknown]."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:

@@ -80,7 +80,7 @@ class TracedProgram:
     Attributes:
         uses: its steps; equal steps are counted together.
         jaxpr: its jaxpr, without dead code.
-        arguments: those of its arguments that are arrays.
+        arguments: its arguments that are arrays.
         sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide them all.
     """
 

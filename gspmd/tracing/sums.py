@@ -207,7 +207,7 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value from which `value` is made by changes of shape or type, if it has no other use."""
+        """Follow a value back through changes of shape or type, as long as no value on the way has another use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             reshaped = made.name in _RESHAPES or is_reshape(made.equation)
             if reshaped or _is_whole(made.equation) or _only_retypes(made.equation):

@@ -69,7 +69,7 @@ class Files:
     Use it as a context manager to close the files.
 
     Attributes:
-        tensors: for a tensor's name, its place.
+        tensors: the place of each tensor, by name.
         bytes: total size of the files in bytes.
 
     Args:
@@ -239,7 +239,7 @@ ADAPTER = "adapter_config.json"
 
 _SAVE = "transformers' AutoModelForCausalLM.from_pretrained({}).save_pretrained(OUT)"
 
-#: For the suffix of a file in another format, a description of the format, and the remedy.
+#: Maps the suffix of a file in another format to a description of the format, and the remedy.
 _FORMATS = {
     # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "

@@ -99,7 +99,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of real entries between start and stop: their offset from start, and their indices unpadded."""
+    """Yield the runs without padding between start and stop: offset from start, and indices without the padding."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return

@@ -27,7 +27,7 @@ MOST_BEAMS = 64
 """The largest number of beams of a text; each beam has a row of the cache."""
 
 _LOWEST = np.float32(-1e9)
-"""The score of a beam or a complete text that does not exist yet, as in transformers."""
+"""The score, as in transformers, that stands for a beam or a complete text that does not exist yet."""
 
 
 @jax.tree_util.register_dataclass

@@ -32,7 +32,7 @@ class Workload:
     Attributes:
         config: the configuration of the whole model; in serving, its experts drop no token.
         chip: the chip whose seconds are assumed.
-        batch: number of sequences per step, over all devices; in serving, of rows of the cache.
+        batch: number of sequences per step, over all devices; in serving, the number of rows of the cache.
         length: number of tokens per sequence.
         dtype: the compute dtype; in serving, also that of weights and cache unless they are int8.
         phase: `"train"`, a whole update; `"encode"`, which reads the source of every row; `"prefill"`, which reads

@@ -22,7 +22,7 @@ class Option:
         key: the name of the entry, or several alternative names, of which the first is written.
         default: the value if the entry is absent: a constant, a function of the fields of other entries, or REQUIRED.
         names: for each value in the file, the value of the field; None if they are the same.
-        null: the value that null stands for, given like `default`, or WRONG if null is not allowed.
+        null: the value that null stands for, in the same form as `default`, or WRONG if null is not allowed.
     """
 
     key: str | tuple[str, ...]
@@ -36,7 +36,7 @@ class Option:
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry's names in a file with their values, or if there are none, its first name and default."""
+        """Return the entry's names in a file, with their values; if there is none, the first name with the default."""
         found = {key: json[key] for key in self.keys if key in json} or {self.keys[0]: self.default}
         return {key: self.null if value is None and self.null is not WRONG else value for key, value in found.items()}
 
@@ -81,8 +81,8 @@ class Agreement:
 
     Attributes:
         keys: the names of the entries.
-        read: a function from config.json, the fields set by options, and a list to which it appends faults, to the
-            fields that these entries set.
+        read: a function that returns the fields that these entries set. Its arguments are config.json, the fields set
+            by options, and a list to which it appends faults.
         write: a function from a model to the entries.
         fields: the names of the fields that `read` returns.
         write_scaling: a function from a model to entries of the table about its rotary scaling.
