@@ -33,7 +33,7 @@ class LatentAttention(Attention):
     """
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Attend with a normed input [B, L, E]; input and output are sharded as the line `where`."""
+        """Compute attention on a normed input [B, L, E]; input and output are sharded as the line `where`."""
         config, at = self.config, self.at
         assert config.latent is not None
         rank = config.latent.rank

@@ -190,7 +190,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Apply the ties of a copy of these lines, which tracing a similar program has made."""
+        """Apply the ties that tracing a similar program has added to a copy of these lines."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent

@@ -261,7 +261,7 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the result of `_moved` for a move planned by an operation, once per placement of its tensors."""
+        """Return the result of `_moved` for a move that an operation plans, once per placement of its tensors."""
         names = unknowns_in(what.arguments)
         own = tuple(each for each in of if any(each in self._at.get(name, ()) for name in names))
         key = what.plan, what.arguments, own

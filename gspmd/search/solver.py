@@ -172,7 +172,7 @@ class Search:
         return answer
 
     def _bounds_at(self, rate: float) -> list[np.ndarray]:
-        """Return, for each choice and option, a lower bound on the seconds of picks with it that fit, at a rate."""
+        """Return lower bounds at a rate on the seconds of picks that fit: one per choice and option of the picks."""
         if rate not in self._bounds:
             self._bounds[rate] = self._bounds_of(self._possible, rate)
         return self._bounds[rate]

@@ -272,7 +272,7 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Note results that become equal, after barriers are expanded, only if the compiler has fused them alike."""
+        """Record results that are equal after barriers are expanded, but only if the compiler fused them alike."""
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):

@@ -145,7 +145,8 @@ class StageProblem(PhaseProblem):
 
     @property
     def settles(self) -> bool:
-        """False: stages sum gradients in every slot, except over the axes along which pipelines run side by side."""
+        """False, since stages sum gradients in every slot, except over the axes along which pipelines run side by
+        side."""
         return False
 
     @cached_property

@@ -117,7 +117,7 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
-        """Return each distinct entry with its count and bytes, added up over the entries that equal it otherwise."""
+        """Return the entries with their counts and bytes, which are added up where entries differ in nothing else."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             step = "" if together else entry.step

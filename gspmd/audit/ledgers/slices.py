@@ -201,7 +201,7 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return the parts of a collective, major first, with the bytes that each sends of what the ones before leave."""
+    """Return the parts of a collective, major first, with the bytes that each sends; each leaves less to the next."""
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

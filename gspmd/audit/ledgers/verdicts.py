@@ -70,7 +70,7 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return each (kind, axes) with combined collectives whose bytes in total are those that the steps plan.
+    """Return each (kind, axes) whose combined collectives send in total exactly the bytes that the steps plan.
 
     An all-reduce that the compiler moves behind a loop loses its scope, even as a part of a combined collective. If all
     parts have lost their scopes, the combined collective looks like that of a single array.

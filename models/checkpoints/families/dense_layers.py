@@ -42,7 +42,7 @@ class DenseLayers:
 
     @property
     def agreement(self) -> Agreement:
-        """The entries as an `Agreement`, for a family without other such entries."""
+        """The entries as an `Agreement`, for a family whose other entries do not depend on each other."""
         return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:

@@ -289,7 +289,7 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault for each entry that contradicts `feed_forward_proj`, over which transformers would prefer it."""
+    """Add a fault for each entry that contradicts `feed_forward_proj`; transformers would follow the entry."""
     named = json.get("feed_forward_proj", "relu")
     gate, _, kind = named.rpartition("-")
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
