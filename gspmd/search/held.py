@@ -46,7 +46,7 @@ class HeldArray:
     Attributes:
         size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
         unknowns: the unknowns over which the array is sharded.
-        move: for an array inside a planned operation, the move to which or from which it is brought; None for all
+        move: for an array inside a planned operation, the move that brings it there or takes it away; None for all
             others. If the placements before and after the move are equal, the operation holds no such array.
     """
 

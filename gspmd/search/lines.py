@@ -203,8 +203,8 @@ class Lines:
                            ("attention.relative", "R"), ("attention.w_q_down", "U"), ("attention.w_q_up", "D"),
                            ("attention.w_k_down", "Z"), ("attention.w_k_up", "ZD"),
                            ("attention.w_v_up", "ZD")):  # fmt: skip
-            # There are enough query heads to split; keys that go round a ring are another program; a device needs all
-            # rows of the table of relative positions; and latents are whole.
+            # D is whole, as there are enough query heads to split; L of keys, as keys that go round a ring are another
+            # program; R, as a device needs the whole table of relative positions; U and Z, as latents are whole.
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:

@@ -107,7 +107,8 @@ class Prices:
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
         """Return the choices that decide the given unknowns.
 
-        If several choices contain an unknown, one that another unknown needs anyway is taken, or else the smallest.
+        If several choices contain an unknown, a choice that another unknown already needs is taken, or else the
+        smallest.
         """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()

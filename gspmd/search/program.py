@@ -290,7 +290,7 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
         elif isinstance(use.what, UnknownProduct):
             sizes, specs = dict(use.what.sizes), use.what.specs
         else:
-            continue  # It is planned with its sizes, and refused if they do not divide.
+            continue  # Others are planned with their sizes, and refused if these are not divided.
         for spec in specs:
             for dim, names in zip(spec.dims, spec.axes):
                 note(names, sizes[dim])
@@ -393,7 +393,7 @@ def _marks_of_program(
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
     """Yield a step, and the steps that its chain shares with earlier chains of the same tensor.
 
-    With a chain in a different loop, it shares only the steps that are hoisted out of both loops.
+    If an earlier chain is in a different loop, only the steps that are hoisted out of both loops are shared with it.
     """
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
@@ -410,7 +410,7 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 def _saved(what: Unknown, change: Change, trips: int, mark: Any) -> Iterator[tuple[Unknown, int, int]]:
     """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
 
-    If a sum is reduced in a wider dtype than its parts, the arrays at the mark, the reduction takes longer by the ratio
+    The arrays at the mark are the parts of a sum. If the sum has a wider dtype, its reduction takes longer by the ratio
     of the widths.
     """
     merged = change.merged if change.first is None else [change.first]

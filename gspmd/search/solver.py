@@ -193,8 +193,8 @@ class Search:
         Args:
             fewer: Which options may be picked.
             allowed: Which options the bounds allow: these, and maybe more.
-            ceiling: Seconds up to which bounds are computed at first. For these bounds, only the options are needed
-                whose bound is low even if everything is allowed, and these are few.
+            ceiling: Seconds up to which bounds are computed at first. These bounds need only the options whose bound is
+                low even if everything is allowed, which are few.
         """
         rate, most, times = self._rate, -math.inf, 1
         # At a rate, a bound may lie below the one at rate 0 by the price of the whole limit.

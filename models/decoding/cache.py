@@ -43,8 +43,8 @@ class Cache:
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.
-        totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
-            depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
+        totals: [B] int32, how many tokens of each row's complete text are read, if the rotary embedding depends on it
+            (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]

@@ -145,8 +145,7 @@ class StageProblem(PhaseProblem):
 
     @property
     def settles(self) -> bool:
-        """False, since stages sum gradients in every slot, except over the axes along which pipelines run side by
-        side."""
+        """False, since a stage sums gradients in every slot, except over the axes of pipelines side by side."""
         return False
 
     @cached_property

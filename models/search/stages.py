@@ -45,8 +45,8 @@ class PipelineRow:
     Attributes:
         stages, microbatches: S and M, the numbers of stages and of microbatches.
         along: number of devices along the torus axis that is divided into stages; if it is more than S, a stage has
-            several of them. If several torus axes leave a stage the same mesh, it is the smallest of their numbers. For
-            GPUs, which have no torus, it is S.
+            several of them. If dividing any of several torus axes leaves a stage the same mesh, the shortest of them
+            counts. For GPUs, which have no torus, it is S.
         problem: the search problem on the best mesh, which is `problem.case.mesh` with `problem.case.side`.
         answer: the answer of the problem, with the seconds of a step and the bytes of a device; None if none fits.
         prices: the prices of the parts of a step, or None if no layout fits.

@@ -66,7 +66,7 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any.
+        instruction: any instruction.
 
     Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'.
     """

@@ -57,7 +57,7 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
         if row.planned == (0, 0) and not row.step and _kind_and_axes(row) in combined:
-            continue  # It is counted in the rows of the steps after a loop.
+            continue  # The collective is counted in the rows of steps behind a loop.
         if row.compiled != row.planned and _kind_and_axes(row) in combined:
             row = replace(row, verdict="as planned", how=row.how or _COMBINED, compiled=row.planned)
         yield row

@@ -60,7 +60,7 @@ def placed_presets(
         ranges: numbers of microbatches above one, which are tried for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
-    # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
+    # With ranges, a preset is first placed with one microbatch: several count only if they gain enough over one.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = first or every

@@ -59,7 +59,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         window: the entries of the family, or None if its models have no window.
         json: the entries of config.json.
         layers: the model's number of layers.
-        faults: a list to which entries are appended that cannot be read or are not supported.
+        faults: a list, to which entries that cannot be read or are not supported are appended.
     """
     kinds = json.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
