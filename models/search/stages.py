@@ -35,7 +35,7 @@ from .pipeline import STAGES, Slots, StageProblem
 from .workload import Workload
 
 MOST = 2
-"""The largest number of mesh axes of a stage; with the axis of the stages, a torus has three."""
+"""The largest number of mesh axes within a stage: a torus has three axes, one of which is for the stages."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ HALVINGS = 6
 
 GAIN = 0.02
 """The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, several
-microbatches took more time for other work, of which only a tenth is priced, than a smaller planned gain had saved in
+microbatches spend more time on other work, of which only a tenth is priced: this time exceeded smaller planned gains in
 products and collectives."""
 
 
