@@ -318,7 +318,7 @@ class ModelConfig:
 
     @property
     def is_one_pattern(self) -> bool:
-        """Whether the pattern occurs only once: kinds of attention, or dense layers among others, do not repeat."""
+        """Whether the pattern occurs only once, because kinds of attention or layers with experts do not repeat."""
         every = self.moe.every if self.moe else 1
         return self.pattern == self.layers and self.pattern > every
 

@@ -477,7 +477,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Fix the fewest unknowns of an error to no mesh axis that make it change or disappear; return whether any do.
+    """Let the fewest unknowns of an error shard nothing, so that it changes or disappears; return whether any do.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.

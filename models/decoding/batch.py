@@ -85,7 +85,7 @@ class Batch:
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return the number of tokens read of each prompt's text with this many new ones; 0 if there is no prompt."""
+        """Return how many tokens of each prompt's text are read, if it adds `tokens` new ones; 0 without a prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
