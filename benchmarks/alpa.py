@@ -67,8 +67,8 @@ class Plan:
     Attributes:
         stages: number of stages.
         microbatches: number of microbatches.
-        batch: devices of a stage along the axis on which Alpa had to split the batch.
-        other: devices of a stage along the axis on which it was free.
+        batch: number of devices of a stage along the mesh axis over which Alpa had to split the batch.
+        other: number of devices of a stage along the other mesh axis, over which Alpa could shard anything.
     """
 
     stages: int

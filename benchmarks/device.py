@@ -271,7 +271,7 @@ def kernels(small: bool) -> Iterator[Row]:
 
 
 def causal_flops(length: int, batch: int = 0, heads: int = 32, depth: int = 128) -> int:
-    """Return the operations of causal attention: two products, half of each masked; of 16384 tokens by default."""
+    """Return the FLOPs of causal attention, two products, half of each masked; batch 0 means 16384 tokens in all."""
     return 2 * (batch or 16384 // length) * heads * length * length * depth
 
 

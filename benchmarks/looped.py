@@ -195,8 +195,8 @@ def text(cell: Cell, best: float = 0.0) -> str:
 def summary(row: dict[str, Cell]) -> str:
     """Return the speedup of the best schedule over `xla` and over `blocking`, and the share of communication it hides.
 
-    The papers compare with the compiler's own program, which is `xla`; the hidden share is of the exposed communication
-    of `blocking`.
+    The papers compare with the compiler's own program, which is `xla`. The share is the part of the exposed
+    communication of `blocking` that is hidden.
     """
     looped = [row[name] for name in ("one-way", "halves", "paired") if row[name].seconds]
     if not looped:

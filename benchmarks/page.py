@@ -9,7 +9,7 @@ from typing import Any
 
 
 def called() -> str:
-    """Return the command line of this benchmark, as its docstring has it."""
+    """Return the command line of this benchmark in the form in which its docstring shows it."""
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 

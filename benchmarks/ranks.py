@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def line(program: Mapping[str, Any]) -> str:
-    """Return a line of text about a program."""
+    """Return a line of text with a program's planned and compiled seconds."""
     compiled = program["compiled"]
     off = f"{program['planned'] / compiled:.2f}" if compiled else ""
     shown = amount_of_seconds(compiled) if compiled else "does not fit"

@@ -38,7 +38,8 @@ ROWS = {
     "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512 --compile 4",
     "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024 --compile 4",
 }
-"""Flags of `gspmd search`. PaLM 540B in bfloat16 takes 67 GB on each of 16 chips: these are v5p, since a v4 has 31."""
+"""Flags of `gspmd search`. PaLM 540B in bfloat16 takes 67 GB on each of 16 chips, so these rows use v5p; a v4 has 31
+GB."""
 MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
 
 

@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def moved(self) -> Traffic:
-        """The bytes as the model takes them."""
+        """The bytes in the form that the model of time takes as its argument."""
         return Traffic(self.read, 0, self.written) if self.form == "accumulate" else Traffic(self.read, self.written)
 
 

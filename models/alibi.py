@@ -1,4 +1,4 @@
-"""The slopes of ALiBi (attention with linear biases), by which scores fall with every token of distance."""
+"""The slopes of ALiBi (attention with linear biases): the amount by which a score falls per token of distance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
     """
     wide = 1 << (heads - 1).bit_length()
     exponents = most * np.arange(1, wide + 1) / wide
-    if wide != heads:  # every second of these slopes is a slope of half as many heads, which come first
+    if wide != heads:  # those of wide / 2 heads, every second one, come first
         exponents = np.concatenate([exponents[1::2], exponents[::2]])[:heads]
     return 2.0**-exponents
 

@@ -33,12 +33,12 @@ class Past(Protocol):
         """Return the rotary angles of the new tokens in a kind of layer, sharded as `spec` shards B and L."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] by which queries of the new tokens grow with the position."""
+        """Return the factors [B, L, 1, 1] of the new tokens' queries, which grow with the position (`query_growth`)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries to the cache and to the given keys and values, and add these to the cache.
+        """Attend with queries to the cached and the given keys and values, and add the given ones to the cache.
 
         The options are passed to `gspmd.ops.cached_attention`.
         """
@@ -89,7 +89,7 @@ class Attention(Layer):
         return self.normed_after("residual", added)
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Attend with a normed input [B, L, E]; input and output are sharded as the line `where`."""
+        """Compute attention on a normed input [B, L, E]; input and output are sharded as the line `where`."""
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
@@ -122,7 +122,7 @@ class Attention(Layer):
         options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
         if self.config.qk_norm == "head":
             return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)
-        if (padded := self.padded_heads.get(heads)) is not None:  # padded heads are 0, and do not count
+        if (padded := self.padded_heads.get(heads)) is not None:  # padded heads are 0, and not counted
             options["count"] = padded.real * self.config.head_size
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
@@ -133,7 +133,7 @@ class Attention(Layer):
         return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
 
     def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
-        """Return the factors by which queries grow with the position, for tokens in the order used in training."""
+        """Return the factors by which queries grow with the position, for tokens in the order that training uses."""
         if context.growth is not None:
             return context.growth
         ring = ring_size(self.at.spec("key")) if context.causal else 1
@@ -142,8 +142,8 @@ class Attention(Layer):
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D], sharded like the queries.
 
-        Given a `past`, the tokens follow it. Without one, sequences begin here; their tokens are in zigzag order if
-        attention is causal and the spec of keys shards L.
+        Given a `past`, the tokens follow the cached ones. Without it, they are whole sequences, whose tokens are in
+        zigzag order if attention is causal and the spec of keys shards L.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         how = self.scores(context)
@@ -164,12 +164,12 @@ class Attention(Layer):
             how["segments"] = context.segments
             if self.chunk is not None:  # chunks of a text in a packed row are counted from the start of that text
                 how["segments"] = context.chunks
-                how["window"] = how.pop("chunk")  # hides no key: all keys of a chunk are within its length
+                how["window"] = how.pop("chunk")  # a window this long hides no key of a chunk
         out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` about this model's scores, except those without effect."""
+        """Return the arguments of `gspmd.ops.attention` that describe this model's scores, without unused ones."""
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
@@ -244,7 +244,7 @@ def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
-    """Return queries [B, L, H, D], multiplied by the factors by which they grow with the position."""
+    """Return queries [B, L, H, D], multiplied by factors that grow with the position."""
     return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
@@ -257,7 +257,7 @@ def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any
 
 
 def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Shard constant cosines and sines [1, L, 1, R/2] of positions like L of a spec."""
+    """Shard the constant cosines and sines of positions, [1, L, 1, R/2], as a spec shards L."""
     whole = Spec(("B", "L", "H", "D"), ((), (), (), ()))
     move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
     cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)

@@ -104,7 +104,7 @@ class ParallelBlock(Layer):
     def both(
         self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
     ) -> jax.Array:
-        """Return attention of y plus feed-forward of z, both normed [B, L, E], added up before they are reduced.
+        """Return attention of y plus feed-forward of z; y and z are normed [B, L, E], and the sum is reduced once.
 
         If both inputs are the same array, all weights are multiplied by it in one product.
         """
@@ -140,7 +140,7 @@ class ParallelBlock(Layer):
 def _feed_forward(
     config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any
 ) -> tuple[FeedForward | None, Experts | None]:
-    """Return the dense layer and the experts of a block, one of which is None, depending on its weights."""
+    """Return the dense layer and the experts of a block; the one for which the block has no weights is None."""
     ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     return ffn, Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 

@@ -318,7 +318,7 @@ class ModelConfig:
 
     @property
     def is_one_pattern(self) -> bool:
-        """Whether the pattern of blocks does not repeat, due to kinds of attention, or since only some are dense."""
+        """Whether the pattern occurs only once, because kinds of attention or layers with experts do not repeat."""
         every = self.moe.every if self.moe else 1
         return self.pattern == self.layers and self.pattern > every
 
@@ -506,7 +506,7 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the number of layers before the repeating ones, and the pattern's length, with the smallest sum.
+    """Return the number of layers before a repeating pattern, and the pattern's length, such that their sum is least.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
@@ -522,7 +522,7 @@ def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _of_experts(tensor: Tensor) -> bool:
-    """Return whether every expert has a copy of a parameter of its own; a router just has an output for each."""
+    """Return whether every expert has its own copy of a parameter; a router only has one output per expert."""
     return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 

@@ -25,7 +25,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads besides the residual stream, with None for those that a model or batch lacks.
+    """The arrays that attention reads besides the residual stream; None for those that a model or a batch lacks.
 
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
@@ -131,7 +131,7 @@ def check_inputs(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> None:
-    """Raise an error if inputs do not fit together; the values of segments are checked unless they are traced.
+    """Raise an error if inputs do not fit together; values of segments are checked too, unless they are tracers.
 
     Raises:
         ValueError: the inputs do not fit together; the message names the first fault.
@@ -163,7 +163,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments are negative, or decrease before the padding, or None."""
+    """Return the first row whose segments are negative, or decrease before the padding; None if there is none."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)
@@ -219,7 +219,7 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
 
 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
-    """Return `along_text` for queries and for keys; it is one array if both are sharded alike, for TPU kernels."""
+    """Return `along_text` for queries and for keys: the same array if both are sharded alike, for TPU kernels."""
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
 

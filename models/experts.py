@@ -85,7 +85,7 @@ class Experts(Layer):
         return answers if self.shared is None else answers + self.of_shared(y), {"aux_loss": loss, **stats}
 
     def of_shared(self, y: jax.Array) -> jax.Array:
-        """Return the output of the shared experts, multiplied by sigmoid(y · shared_mix) if the model has it."""
+        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has `shared_mix`."""
         assert self.shared is not None
         answers = self.shared.answer(y)
         if (mix := self.parameter("shared_mix")) is None:
@@ -95,7 +95,7 @@ class Experts(Layer):
         weights = mix[...].astype(y.dtype)
         into = Equation.product(*specs, rows)
         scores = gspmd.einsum(into, y, weights, preferred_element_type=jnp.float32)  # [B, L, E], [E] -> [B, L]
-        # An equation instead of a broadcast product, whose gradient would have a sum over E that no plan asks for.
+        # An equation, because the gradient of a broadcast product would have a sum over E that no plan counts.
         by = jax.nn.sigmoid(scores).astype(answers.dtype)
         return gspmd.einsum(Equation.product(residual, rows, residual), answers, by)
 
@@ -103,16 +103,16 @@ class Experts(Layer):
         """Return the experts' matrices in the compute dtype, or as int8 with scales, and their vectors in float32."""
         held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
         found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
-        # Where F is padding, rows of 0 give no output, and no gradient of the hidden layer.
+        # Rows of 0, where F is padding, add nothing to the output or to the hidden layer's gradient.
         found["w_out"] = masked(found["w_out"], self.padded, "F", self.moe.spec("w_out"))
         return found
 
 
 def shared_section(layout: Layout) -> Section:
-    """Return the section of the shared experts, with the names of lines that a feed-forward layer uses.
+    """Return the section of the shared experts, with its lines under the names that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
-    Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
+    Differs: the shared experts are one layer of their total width, whose output equals the sum of theirs.
     """
     names = {"w_in": "in", "w_gate": "gate", "w_out": "out", "hidden": "hidden", "b_in": "bias", "b_gate": "bias"}
     return layout.section("ffn").renamed({name: f"moe.shared_{key}" for name, key in names.items()})

@@ -33,7 +33,7 @@ class LatentAttention(Attention):
     """
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Attend with a normed input [B, L, E]; input and output are sharded as the line `where`."""
+        """Compute attention on a normed input [B, L, E]; input and output are sharded as the line `where`."""
         config, at = self.config, self.at
         assert config.latent is not None
         rank = config.latent.rank
@@ -131,7 +131,10 @@ class LatentAttention(Attention):
         return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
-        """Attend to cached latents, with w_k_up and w_v_up absorbed; arguments and result are those of `expanded`."""
+        """Attend to cached latents instead of keys and values; arguments and result are those of `expanded`.
+
+        w_k_up is multiplied into the queries, and w_v_up into the weighted sums of latents.
+        """
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
         # The product sums over the channels of w_k_up, so the queries are multiplied by the channels' scales first.

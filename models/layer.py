@@ -96,7 +96,7 @@ class Layer(nnx.Module):
         return self.adapted_by(weight, self.at.equation(names), product, x)
 
     def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and a weight's adapter as in `adapted`, for an equation whose specs are not lines."""
+        """Add the product of x and a weight's adapter as `adapted` does, for an equation of specs, not of lines."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:

@@ -132,7 +132,7 @@ def _mean_cross_entropy(
 
 
 def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
-    """Return the number of predicted tokens in a batch, at least 1: all but the first of a row and negative ones.
+    """Return the number of predicted tokens in a batch, at least 1: all except the first of each row and negative ones.
 
     Args:
         layout: a `gspmd.Layout`.
@@ -144,7 +144,7 @@ def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
 
 
 def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Mark padding, and the first token of each text but the first, as read but not predicted.
+    """Mark padding, and the first token of each text after the first, as read but not predicted.
 
     Args:
         tokens, segments: [B, L+1], as for `loss`.

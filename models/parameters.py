@@ -85,12 +85,12 @@ def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec
 
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's optimizer state, by path: its own unless the layout overrides it."""
+    """Return the spec of every parameter's optimizer state, by path: by default the parameter's own spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's gradient, by path: its own unless the layout overrides it."""
+    """Return the spec of every parameter's gradient, by path: by default the parameter's own spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.gradient)}
 
 

@@ -98,7 +98,7 @@ def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Arra
 NARROW = 256
 """Number of elements of the widest channel for which several scales are tried."""
 
-# Below 1 the largest weights are clipped; above 1 another grid may fit a channel of few numbers better.
+# Factors below 1 clip the largest weights; above 1, another grid may fit a channel of few elements better.
 _FACTORS = 1 + np.arange(-24, 41, dtype=np.float32) / 320
 
 

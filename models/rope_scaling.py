@@ -59,11 +59,12 @@ class RopeScaling:
     """Factor by which long wavelengths are multiplied. For longrope, the length of the longest text divided by
     `original_length`, from which only the default attention factor is computed."""
     low_frequency: float = 1.0
-    """Turns within the original length below which a wavelength is multiplied by the full factor."""
+    """Wavelengths that make fewer turns than this within the original length are multiplied by the full factor."""
     high_frequency: float | None = None
-    """Turns within the original length above which a wavelength is unchanged; None for 4 (llama3) or 32 (yarn)."""
+    """Wavelengths that make more turns than this within the original length are unchanged; None for 4 (llama3) or 32
+    (yarn)."""
     original_length: int = 8192
-    """Length of the sequences of the first training."""
+    """Length of the sequences in pretraining, in tokens."""
     truncate: bool = True
     """Whether yarn rounds the indices of the two pairs between which it interpolates."""
     attention_factor: float | None = None

@@ -110,7 +110,10 @@ def _exponents(config: ModelConfig) -> np.ndarray:
 
 
 def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each frequency: 0 below low_frequency turns per original length, 1 above high."""
+    """Return the unscaled share of each frequency: 0 below low_frequency turns, 1 above high_frequency turns.
+
+    Turns are counted within the original length.
+    """
     low, high = scaling.low_frequency, scaling.high_frequency
     assert high is not None
     if low == high:

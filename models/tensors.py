@@ -38,7 +38,7 @@ _OTHER_SIZES = {
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of the dimensions of the tensors under a layout key, which differ from the usual for some keys.
+    """Return the sizes of the dimensions of a layout key's tensors; under some keys, a letter has another size.
 
     F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
     width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the

@@ -132,7 +132,7 @@ class Encoder(BlockStack):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream, from which `memory_of` makes the decoder's memory, and the experts' metrics."""
+        """Return the residual stream, which `memory_of` turns into the decoder's memory, and the experts' metrics."""
         context = context_of(self.config, self.layout, segments, self.table, causal=False)
         return self.run(x, context, key=key, train=train)
 
@@ -257,7 +257,7 @@ def run_blocks(
         config: the model configuration.
         stack: the blocks.
         x: [B, L, E], the residual stream.
-        context: what attention needs besides x, the same for all blocks.
+        context: the arrays that attention reads besides x, the same for all blocks.
         keys: random keys for the routers in training: one for each block of `first`, and then one for each period.
         train: whether to use the routers' random draws and the experts' capacity in training.
         in_loop: whether to scan the blocks; otherwise each is traced by itself, and nothing is recomputed.
@@ -323,7 +323,7 @@ def run_first(
 def _run_block(
     definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
 ) -> tuple[jax.Array, Figures]:
-    """Run one block; the backward pass recomputes of it what `remat` says."""
+    """Run one block; `remat` says which parts of it the backward pass recomputes."""
 
     def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         return nnx.merge(definition, weights)(x, context, key=key, train=train)

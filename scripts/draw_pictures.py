@@ -34,7 +34,7 @@ def pictures() -> dict[str, Figure]:
 
 
 def address_of(server: subprocess.Popen[str]) -> str:
-    """Return the address that a page's server prints; stop with the server's own words if it prints none."""
+    """Return the address that a page's server prints; if it prints none, exit with the server's own message."""
     told = []
     for line in server.stdout or ():
         if found := re.search(r"http://\S+", line):

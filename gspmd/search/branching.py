@@ -1,7 +1,7 @@
 """A depth-first search through the picks that lower bounds do not exclude: it closes the gap left by a multiplier.
 
-With a limit on bytes, the minimum of seconds + rate · bytes is a lower bound on the seconds, and for no rate may it
-reach them. In this case picks are made one by one, in the reverse order of elimination. The messages of bucket
+With a limit on bytes, the minimum of seconds + rate · bytes is a lower bound on the seconds, but it may stay below them
+for every rate. In this case picks are made one by one, in the reverse order of elimination. The messages of bucket
 elimination give the least cost of any completion by each measure; if one of these exceeds its ceiling, the branch is
 cut. A branch is also cut if an earlier one had the same picks in all choices on which completions depend, and cost no
 more by any measure.

@@ -37,7 +37,7 @@ USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""The largest number of mesh axes for which the set of axes of the global norm is a choice; three axes have 8 sets."""
+"""On a mesh of more axes than this, the global norm is priced over all axes; 3 axes would add 8 options."""
 
 
 def search(
@@ -177,9 +177,9 @@ class Found:
         mesh: sizes of the mesh axes.
         seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
-        priced_seconds: seconds of the same steps, as the search added them up. They are equal, except that on a mesh of
-            three axes a norm of all gradients is priced over all three. If they differ by more, nothing is proved, and
-            `bound` is 0.
+        priced_seconds: seconds of the same steps, as the search added them up. They equal `planned_seconds`, except
+            that on a mesh of three axes a norm of all gradients is priced over all three. If they differ by more,
+            nothing is proved, and `bound` is 0.
         bytes: peak memory of a device, in bytes.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
             had reached all meshes.
@@ -264,7 +264,7 @@ class MeshProblem:
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """The sums of scalars, such as the norm of all gradients, over all mesh axes that shard any of many tensors."""
+        """The sums of scalars over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
         moves = [(use, use.what) for use in self.program.uses if isinstance(use.what, UnknownMove)]
         scalars = [use for use, what in moves if not what.shape and what.before[0].partial]
         return [use for use in scalars if len(self.prices.choices_in(use.what)) > 2]
@@ -329,7 +329,7 @@ class MeshProblem:
 
     @property
     def choices(self) -> list[Choice]:
-        """A choice for all lines that are tied; the mesh axes of a norm may be one more."""
+        """One choice for each set of tied lines; the mesh axes of a norm may be one more choice."""
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:

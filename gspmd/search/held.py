@@ -46,7 +46,7 @@ class HeldArray:
     Attributes:
         size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
         unknowns: the unknowns over which the array is sharded.
-        move: for an array inside a planned operation, the move to which or from which it is brought; None for all
+        move: for an array inside a planned operation, the move that brings it there or takes it away; None for all
             others. If the placements before and after the move are equal, the operation holds no such array.
     """
 
@@ -74,7 +74,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type is sharded; the list is empty if it is no array's."""
+    """Return the mesh axes over which each dimension of a type is sharded; a type that is not an array's has none."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -202,7 +202,7 @@ class ProgramWork:
 
 
 def work(jaxpr: Jaxpr) -> ProgramWork:
-    """Count the passes over memory of elementwise and planned operations, but products, and of loops' stacks.
+    """Count passes over memory: of elementwise operations, planned operations except products, and loops' stacks.
 
     Elementwise operations are fused as far as possible: an array counts only if an operation that is not fused makes or
     reads it.

@@ -190,7 +190,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Apply the ties of a copy of these lines, which tracing a similar program has made."""
+        """Apply the ties that tracing a similar program has added to a copy of these lines."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -203,8 +203,8 @@ class Lines:
                            ("attention.relative", "R"), ("attention.w_q_down", "U"), ("attention.w_q_up", "D"),
                            ("attention.w_k_down", "Z"), ("attention.w_k_up", "ZD"),
                            ("attention.w_v_up", "ZD")):  # fmt: skip
-            # There are enough query heads to split; keys that go round a ring are another program; a device needs all
-            # rows of the table of relative positions; and latents are whole.
+            # D is whole, as there are enough query heads to split; L of keys, as keys that go round a ring are another
+            # program; R, as a device needs the whole table of relative positions; U and Z, as latents are whole.
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
@@ -556,7 +556,7 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """Keep the options in which a line has its given spec, where mesh axes of size 1 shard nothing.
+    """Keep the options in which a line has its given spec; mesh axes of size 1 shard nothing.
 
     Args:
         lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.
@@ -592,7 +592,7 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """Return [option, unknown] all placements in which no tensor has a mesh axis twice."""
+    """Return all placements in which no tensor has a mesh axis twice, [option, unknown]."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:

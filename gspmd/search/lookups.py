@@ -1,8 +1,7 @@
 """Costs of looking up rows in a table (an embedding), as arrays over the placements of ids, table and rows.
 
 During the lookup, each mesh axis shards a dimension that it also shards in one of the specs, as in `gspmd.ops.embed`.
-The lookup itself is an optimum: of all joint placements of ids, table and rows, the one whose moves take the fewest
-seconds.
+Of all joint placements of ids, table and rows, the lookup runs in the one whose moves take the fewest seconds.
 """
 
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return [pair, table] the seconds of the move of "ids", "rows" or "table"; scales count with the table."""
+        """Return the seconds of moving "ids", "rows" or "table", [pair, table]; scales count with the table."""
         total, places = self._best
         if name in ("ids", "rows"):
             found = np.take_along_axis(self._costs(name), places, axis=1)
@@ -106,14 +105,14 @@ class LookupPrices:
         return seconds, places
 
     def _costs(self, name: str) -> np.ndarray:
-        """Return [outer placement, joint placement] the seconds of one tensor's move."""
+        """Return the seconds of one tensor's move, [outer placement, joint placement]."""
         tensor, outside, joint, comes = self._tensors[name]
         if comes:
             return tensor.between(outside, joint, by="sources")
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return [spec, joint placement] bit masks of axes whose joint dimension differs from that in the spec."""
+        """Return bit masks, [spec, joint placement], of axes that shard different dimensions in the two."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -54,7 +54,7 @@ class MoveCosts:
         return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
 
     def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str = "") -> np.ndarray:
-        """Return [sources, targets] the seconds of the cheapest moves; infinite if there is no move.
+        """Return the seconds of the cheapest moves, [sources, targets]; infinite if there is no move.
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
@@ -70,7 +70,7 @@ class MoveCosts:
         return table if by == "sources" else table.T
 
     def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
-        """Return [source][target] the steps of the cheapest moves; the list of steps is empty if there is no move."""
+        """Return the steps of the cheapest moves, indexed by source and then target; empty if there is no move."""
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
         for row, column, _, path in self._paths_between(sources, targets):
             for arc in path:
@@ -90,7 +90,7 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return [sources, targets] the seconds of the first steps: those hoisted out of a loop over a fixed tensor.
+        """Return the seconds, [sources, targets], of first steps that are hoisted out of a loop over a fixed tensor.
 
         The first step that enlarges the tensor, and all steps after it, stay in the loop. So does everything after a
         slice, because compilers count the device's position among its operands. Each pair is planned, even if it occurs
@@ -103,7 +103,7 @@ class MoveCosts:
         return table
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return [sources, ends, others] the seconds of the first steps that moves to two placements have in common.
+        """Return the seconds, [sources, ends, others], of the first steps that moves to two placements have in common.
 
         A program that moves one tensor to both placements runs these steps once.
 
@@ -128,7 +128,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [placement, target] the node after the first step, or -1; its seconds; whether it may be hoisted."""
+        """Return three arrays, [placement, target]: node after the first step, or -1; its seconds; if it is hoisted."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning

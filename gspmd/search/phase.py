@@ -168,7 +168,7 @@ class RelaxedProblem(PhaseProblem):
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return a problem whose answer costs at most as much as with any number of microbatches in this range."""
+        """Return a problem whose answer costs no more than the answer for any number of microbatches in this range."""
 
 
 ReadProgram = tuple[Build, TracedProgram, Lines]

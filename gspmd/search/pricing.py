@@ -107,7 +107,8 @@ class Prices:
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
         """Return the choices that decide the given unknowns.
 
-        If several choices contain an unknown, one that another unknown needs anyway is taken, or else the smallest.
+        If several choices contain an unknown, a choice that another unknown already needs is taken, or else the
+        smallest.
         """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
@@ -181,7 +182,7 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> Any:
-        """Return a table, or its parts, made once for all programs with these choices: only numbers of runs differ."""
+        """Return a table, or its parts, made once for all programs with these choices; only numbers of runs differ."""
         known = _latest(self._key)
         if (kind, what, of) not in known:
             known[kind, what, of] = made(what, of)
@@ -261,7 +262,7 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the result of `_moved` for a move planned by an operation, once per placement of its tensors."""
+        """Return the result of `_moved` for a move that an operation plans, once per placement of its tensors."""
         names = unknowns_in(what.arguments)
         own = tuple(each for each in of if any(each in self._at.get(name, ()) for name in names))
         key = what.plan, what.arguments, own
@@ -327,7 +328,7 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """Return the mesh axes of an unknown by option, along its choice's array axis; a mesh axis is itself."""
+        """Return the mesh axes of an unknown, or a given mesh axis, by option, along the array axis of its choice."""
         if name in self._at:
             choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
             return column.reshape([-1 if each == choice else 1 for each in of])
@@ -419,7 +420,7 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain shares with that other chain with which it shares most."""
+        """Return the seconds of the first steps that a chain shares with the chain with which it shares the most."""
         most = np.zeros((1,) * len(of))
         for other in what.others:
             begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)
@@ -434,8 +435,10 @@ class Prices:
     def _begun(self, what: UnknownShared, of: tuple[int, ...]) -> tuple[tuple, tuple, np.ndarray] | None:
         """Return the seconds of the first steps that two moves of one tensor share, and of those that are hoisted.
 
-        They have an entry for each of the different placements, and are followed by the entry of every combination of
-        options, and whether both moves begin alike there. None if an operation plans one of the moves.
+        Returns:
+            The seconds of the common steps and of those that are hoisted, for the distinct placements; the index
+            of the placements by option; and, by option, whether both moves begin at the same placement. None if an
+            operation plans one of the moves by itself.
         """
         own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
         if own is None or theirs is None:

@@ -80,7 +80,7 @@ class TracedProgram:
     Attributes:
         uses: its steps; equal steps are counted together.
         jaxpr: its jaxpr, without dead code.
-        arguments: those of its arguments that are arrays.
+        arguments: its arguments that are arrays.
         sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide them all.
     """
 
@@ -135,8 +135,8 @@ class TracedProgram:
 def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
-    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error stays whatever
-    shards a dimension, that dimension stays unsharded.
+    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error remains whichever
+    mesh axis shards a dimension, that dimension stays unsharded.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.
@@ -290,7 +290,7 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
         elif isinstance(use.what, UnknownProduct):
             sizes, specs = dict(use.what.sizes), use.what.specs
         else:
-            continue  # It is planned with its sizes, and refused if they do not divide.
+            continue  # Others are planned with their sizes, and refused if these are not divided.
         for spec in specs:
             for dim, names in zip(spec.dims, spec.axes):
                 note(names, sizes[dim])
@@ -327,7 +327,7 @@ Marked = tuple[Unknown, int, int, bool]
 def _marks(
     jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
 ) -> Iterator[Marked]:
-    """Yield every mark of a program whose steps are not already shared; of a conditional, the branch with marks.
+    """Yield every mark of a program whose steps are not shared already; a conditional has marks in one branch only.
 
     Raises:
         PlanError: several branches of a conditional have marks.
@@ -393,7 +393,7 @@ def _marks_of_program(
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
     """Yield a step, and the steps that its chain shares with earlier chains of the same tensor.
 
-    With a chain in a different loop, it shares only the steps that are hoisted out of both loops.
+    If an earlier chain is in a different loop, only the steps that are hoisted out of both loops are shared with it.
     """
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
@@ -410,7 +410,8 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 def _saved(what: Unknown, change: Change, trips: int, mark: Any) -> Iterator[tuple[Unknown, int, int]]:
     """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
 
-    A sum that is reduced in a wider dtype than its parts, the arrays at the mark, takes as many times longer.
+    The arrays at the mark are the parts of a sum. If the sum has a wider dtype, its reduction takes longer by the ratio
+    of the widths.
     """
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
@@ -476,7 +477,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Fix the fewest unknowns named in an error to no mesh axis, so that it changes or disappears; return whether any.
+    """Let the fewest unknowns of an error shard nothing, so that it changes or disappears; return whether any do.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.

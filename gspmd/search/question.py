@@ -46,7 +46,7 @@ class BoundedSearch:
         tables: The tables of the allowed options.
         buckets: The buckets of the problem, from `eliminate`.
         stop: A function that is called often, and returns whether to end the search with the best picks so far.
-        keep: A function that is called with every answer better than all before.
+        keep: A function that is called with every answer that is better than all before.
         rate: The first rate to try, in seconds per byte, such as the result of a similar search.
         outside: A lower bound on the seconds of picks with options that the tables lack, if these are allowed too.
         tolerance: The fraction of the seconds by which picks may be slower than the cheapest.
@@ -113,7 +113,7 @@ class BoundedSearch:
             raise NothingFits(None, self.problem.limit)
         self._narrow()
         if self.best is not None and self.rate:
-            # Few options are left after it; and a narrow search that was stopped has proved nothing about all options.
+            # This leaves few options. A narrow search that was stopped has proved nothing about the other options.
             self._try(self.rate)
         held = self._relax()
         # A limit within the rounding of sums is decided leaf by leaf.
@@ -178,7 +178,7 @@ class BoundedSearch:
         return self.limit + ROUNDING * abs(self.limit)
 
     def _slack(self) -> float:
-        """Return the seconds by which picks must be better to be looked for: rounding plus the tolerance."""
+        """Return the seconds by which other picks must be faster to be searched for: rounding plus the tolerance."""
         rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
         return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
@@ -189,7 +189,7 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Find first picks and their rate, using only a few options of each choice on which bytes depend."""
+        """Find initial picks and their rate, using only a few options of each choice on which bytes depend."""
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):

@@ -172,7 +172,7 @@ class Search:
         return answer
 
     def _bounds_at(self, rate: float) -> list[np.ndarray]:
-        """Return, for each choice and option, a lower bound on the seconds of picks with it that fit, at a rate."""
+        """Return lower bounds at a rate on the seconds of picks that fit: one per choice and option of the picks."""
         if rate not in self._bounds:
             self._bounds[rate] = self._bounds_of(self._possible, rate)
         return self._bounds[rate]
@@ -193,8 +193,8 @@ class Search:
         Args:
             fewer: Which options may be picked.
             allowed: Which options the bounds allow: these, and maybe more.
-            ceiling: Seconds up to which bounds are computed at first, among the options that have a lower bound even
-                if everything is allowed. These are few, and the bounds up to the ceiling are the same.
+            ceiling: Seconds up to which bounds are computed at first. These bounds need only the options whose bound is
+                low even if everything is allowed, which are few.
         """
         rate, most, times = self._rate, -math.inf, 1
         # At a rate, a bound may lie below the one at rate 0 by the price of the whole limit.
@@ -224,7 +224,7 @@ class Search:
             most = answer.seconds
 
     def _with_margin(self, seconds: float, rate: float) -> float:
-        """Return seconds above which no bound is that is equal to these seconds up to rounding."""
+        """Return seconds with a margin for rounding: a bound above the result really exceeds the given seconds."""
         return seconds + MARGIN * (abs(seconds) + (abs(rate * (self.problem.limit or 0.0)) if rate else 0.0))
 
 

@@ -150,7 +150,7 @@ def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
         if least + (microbatches - 1) * pace >= known:
             break
         found = _fewest(space, float(pace))
-        assert found is not None  # it is from the first possible pace on
+        assert found is not None  # a split exists from the first possible pace on
         if (seconds := _seconds(space.table, found, microbatches)) < known:
             best, known = found, seconds
     return best

@@ -49,8 +49,8 @@ class Value(NamedTuple):
         barrierless: its number after optimization barriers are expanded and subexpressions are eliminated again, if the
             compiler does so; otherwise `number`.
         region: the outermost region in which the value is available.
-        captured: its number before both, when values from outside become operands of loops. If two operands of a loop
-            become equal later, they are still two values inside the loop.
+        captured: its number before either elimination, when values from outside become operands of loops. If two
+            operands of a loop become equal later, they are still two values inside the loop.
     """
 
     number: int
@@ -196,7 +196,7 @@ class Region:
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """Return the operands of a call; recomputed in a backward pass, they are behind an optimization barrier."""
+        """Return the operands of a call; if a backward pass recomputes it, they are behind an optimization barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
@@ -272,7 +272,7 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Note results that become equal, after barriers are expanded, only if the compiler has fused them alike."""
+        """Record results that are equal after barriers are expanded, but only if the compiler fused them alike."""
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):

@@ -33,7 +33,7 @@ class TracedStep:
     Attributes:
         buffer: bytes on one device of the input or output, whichever is larger, of the step's largest collective.
         flops: number of FLOPs of the step's products, without products that an earlier step has already computed.
-        dtype: the dtype that this collective sends, as HLO names it.
+        dtype: the dtype that the largest collective sends, as HLO names it.
         itemsize: the bytes of one element of this dtype.
         first: the earlier step, if any, that has run the same collective (or, without a collective, the same product).
         permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
@@ -60,7 +60,7 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the operations of a loop that has this number of trips; such loops have only permutes and products."""
+        """Return the operations of all trips of a loop, given those of one; the loop has only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 

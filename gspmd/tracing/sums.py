@@ -40,7 +40,7 @@ class Change(NamedTuple):
     """The change that a compiler makes to a planned reduction.
 
     Attributes:
-        first: the operation that reduces the sum of both, or None if the reduction is not merged into another.
+        first: the operation into which the reduction is merged, and which reduces the sum; None if it is not merged.
         merged: the reductions that are merged into this one.
         dtype: the dtype of the sum that is reduced, if it is wider than the reduction's own dtype; otherwise None.
         trips: the numbers of trips of the loops out of which the reduction is moved.
@@ -157,7 +157,7 @@ class _Program:
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return the operation that makes a value, or None if the value has other uses than the caller's."""
+        """Return the operation that makes a value, or None if the value has more than one use."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
@@ -172,7 +172,7 @@ class _Program:
     # -- reductions that a loop adds up --------------------------------------------------------------------------------
 
     def _move_behind(self, loop: Operation, body: "_Program") -> None:
-        """Move, to after the loop, the all-reduces of its body whose results it only adds up."""
+        """Move those all-reduces whose results the loop only adds up from its body to after the loop."""
         constants, carried = scan_operands(loop.equation)
         for place in range(carried):
             reduction = body._added_up(constants + place, place)
@@ -183,9 +183,9 @@ class _Program:
             self.moved[loop.results[place]] = loop.operands[constants + place], reduction
 
     def _added_up(self, argument: int, result: int) -> _Reduction | None:
-        """Return the all-reduce, if the result is its sum with the argument, and the argument has no other use.
+        """Return the all-reduce that a loop's body adds to an argument to make a result.
 
-        Otherwise return None.
+        Return None if there is none, or if the argument has another use.
         """
         buffer, total = self.flow.arguments[argument], self._reshaped(self.flow.results[result])
         added = self.moved.get(total) or self._sum(total)
@@ -207,7 +207,7 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value from which `value` is made by changes of shape or type, if it has no other use."""
+        """Follow a value back through changes of shape or type, as long as no value on the way has another use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             reshaped = made.name in _RESHAPES or is_reshape(made.equation)
             if reshaped or _is_whole(made.equation) or _only_retypes(made.equation):
@@ -238,7 +238,7 @@ def _only_retypes(equation: Any) -> bool:
     """Return whether an equation changes only an array's type: a reshard on a mesh of one device.
 
     A search reads programs on such a mesh, with an axis for each unknown. There a gradient that may be a partial sum is
-    resharded to that type; a program in which it is none has no such step.
+    resharded to that type. If it is no partial sum, the final program has no such step.
     """
     return equation.primitive.name == _RESHARD and equation.outvars[0].aval.sharding.mesh.size == 1
 

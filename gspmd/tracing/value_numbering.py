@@ -30,7 +30,8 @@ class Numbering:
         calls: the numbers of the calls around the current operation, outermost first; None outside of planned programs.
         if_fused: the `barrierless` numbers of values that are merged only if the compiler has fused these values in the
             same way.
-        uncertain: pairs of steps (first, later), where the later step is merged only in this case.
+        uncertain: pairs of steps (first, later), where the later step is merged only if the compiler has fused them
+            alike.
     """
 
     compiler: Compiler

@@ -28,7 +28,7 @@ _BYTES = 2**30
 _CHARACTERS = 2**24
 
 _WATCHED = sys.platform == "darwin"
-"""Whether gspmd watches the memory of the process, because the system accepts a limit but does not enforce it."""
+"""Whether gspmd checks the memory of a template's process itself: macOS accepts a limit but does not enforce it."""
 _PAUSE = 0.05
 """Seconds between two checks of the memory; a process can fill about 100 MB in this time."""
 
@@ -194,7 +194,7 @@ def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
 
 
 def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
-    """Return messages as templates expect them: without entries that are None, and reasoning under all its names.
+    """Return messages as templates expect them: no entry is None, and reasoning is there under each of its names.
 
     Raises:
         CheckpointError: there are no messages, or one is not an object with a role.

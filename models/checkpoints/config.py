@@ -99,7 +99,7 @@ def described(directory: str | os.PathLike) -> Described:
     json = read_json(path, doing)
     family = _family(json, doing)
     generation = path.with_name("generation_config.json")
-    if family.has_encoder and generation.exists():  # there transformers writes the first token of a decoder
+    if family.has_encoder and generation.exists():  # where transformers writes a decoder's first token
         json = {key: value for key, value in read_json(generation, doing).items() if key == _START} | json
     if family.text_part is not None:
         json = _text_part(family, json, doing)
@@ -206,7 +206,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
-    """Return, for each entry that is a multiplier, its value, which is multiplied into parameters."""
+    """Return the value of every entry in `Family.multipliers`; 1 if the file does not have it."""
     values = {key: json.get(key, 1.0) for key in family.multipliers}
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
@@ -214,7 +214,7 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the usual entries about the rotary embedding if they only repeat those of the family."""
+    """Leave out rope_theta and partial_rotary_factor if the family has other names for them, and they agree."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}
@@ -251,7 +251,7 @@ def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
-    """Return the factor by which the dropout of experts' outputs in training scales them in evaluation."""
+    """Return the factor of experts' outputs in evaluation: 1 minus the fraction that training drops."""
     if family.output_dropout is None:
         return 1.0
     key, default = family.output_dropout
@@ -263,7 +263,7 @@ def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
 
 
 _NEAREST = 6
-"""The largest number of families for which a message gives reasons."""
+"""The largest number of families whose reasons an error lists."""
 
 
 def expressing(config: ModelConfig) -> Family:
@@ -414,7 +414,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {in_json(value)}, {remedy}."
 
 
-#: Fields that do not affect the contents of a checkpoint; for `scale_embedding`, √E is multiplied into the tables.
+#: Fields that may have any value in a checkpoint. (For `scale_embedding`, √E is multiplied into the tables.)
 FREE = (
     *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
     "context_length",

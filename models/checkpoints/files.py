@@ -27,7 +27,8 @@ DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("floa
 #: The dtype in which each stored dtype is read: the same one, or for packed tensors that of their values.
 READ_AS: dict[str, np.dtype] = {**DTYPES, **packed.DTYPES}
 
-#: Bits per element of all dtypes of the format, to check the extents of tensors that are not read too.
+#: Bits per element of all dtypes of the format: the extents of all tensors are checked, even of those that are not
+#: read.
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -68,7 +69,7 @@ class Files:
     Use it as a context manager to close the files.
 
     Attributes:
-        tensors: for a tensor's name, its place.
+        tensors: the place of each tensor, by name.
         bytes: total size of the files in bytes.
 
     Args:
@@ -80,8 +81,8 @@ class Files:
             file outside the folder. (A file may be a symbolic link to one elsewhere, as in a download cache.)
 
     Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
-        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Files that this
-        library refuses are refused here too.
+        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Files that the
+        safetensors library refuses are refused here too.
     Differs: duplicate names, which the format leaves to the reader, are refused, and so are deeply nested headers.
     """
 
@@ -141,7 +142,8 @@ class Files:
         Args:
             out: the destination, with the region's shape; dimensions that the tensor merges may be merged in it.
             name: the name of the tensor.
-            form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
+            form: the place of the parameter in the tensor, such as (heads, head size, embed) in (heads · head size,
+                embed).
             region: one slice for each dimension of `form.split`.
 
         Returns:
@@ -156,7 +158,7 @@ class Files:
         mapped = self._mapped(tensor)
         stored = np.frombuffer(mapped, dtype, math.prod(form.shape), tensor.start)
         piece = form.view(stored)[tuple(region)].reshape(out.shape)
-        if out.dtype == dtype:  # as integers, which numpy copies without holding the GIL
+        if out.dtype == dtype:  # read as integers, which numpy copies without the GIL
             bits = f"u{dtype.itemsize}"
             np.copyto(out.view(bits), piece.view(bits))
         else:
@@ -237,7 +239,7 @@ ADAPTER = "adapter_config.json"
 
 _SAVE = "transformers' AutoModelForCausalLM.from_pretrained({}).save_pretrained(OUT)"
 
-#: For the suffix of a file in another format, a description of the format, and the remedy.
+#: Maps the suffix of a file in another format to a description of the format, and the remedy.
 _FORMATS = {
     # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
@@ -253,7 +255,7 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file in a known format that is no checkpoint, with the remedy, or return ""."""
+    """Describe a folder or file in a known format other than a checkpoint's, with the remedy, or return ""."""
     is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"
@@ -307,7 +309,7 @@ _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size of a file, and its tensors by name; append the faults of the file."""
+    """Return the size of a file in bytes, and its tensors by name; append the file's faults to `faults`."""
     try:
         with reading.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -151,15 +151,15 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the logits' table, which files of a tied model may contain without need."""
+    """Return a pattern for the logits' table, a redundant tensor that files of a tied model may contain."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 
 
 def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
-    """Yield the names of the prediction modules after the last layer, recognized by a matrix that layers lack.
+    """Yield the names of the prediction modules after the last layer, which have a matrix that no layer has.
 
-    Without that matrix, a tensor after the last layer belongs to one more layer, so that config.json is wrong.
+    If there are tensors after the last layer but not that matrix, they are another layer, and config.json is wrong.
     """
     for number in range(config.layers, config.layers + checkpoint.modules):
         name = LAYER.format(N=number)

@@ -100,11 +100,11 @@ def save(
 
 
 def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
-    """Return factors of tensors that make the family's scaling of embedded tokens equal to that of this model."""
+    """Return factors for tensors that make up for a different scaling of embedded tokens and logits in the family."""
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
     of_norm = ratio
-    if family.root_scaled:  # in the written checkpoint, tied logits are multiplied by 1/√E
+    if family.root_scaled:  # readers of the checkpoint multiply tied logits by 1/√E
         of_norm /= root
     norms = {"output.norm": of_norm, "output.norm_bias": of_norm} if config.tied else {}
     return {"embedding.table": 1 / ratio, **norms}

@@ -48,7 +48,7 @@ class ParameterSource:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions of the parameter by which the names of its tensors are numbered: layers, experts."""
+        """The dimensions that are numbers in the tensors' names: layers, and experts if each has tensors of its own."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
@@ -99,7 +99,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of real entries between start and stop: their offset from start, and their indices unpadded."""
+    """Yield the runs without padding between start and stop: offset from start, and indices without the padding."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return

@@ -1,4 +1,4 @@
-"""Special tokens named in other files than tokenizer.json, and the class of a tokenizer in transformers."""
+"""Special tokens that files other than tokenizer.json name, and the class that transformers uses for a tokenizer."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save with a run its tokenizer, and the config.json and generation settings of its checkpoint.
+    """Save a run's tokenizer in its folder, with config.json and the generation settings of its checkpoint.
 
     `gspmd generate` and `gspmd export` read them.
 

@@ -44,9 +44,9 @@ class Sizes:
         rows: number of rows of the decode loop, R.
         prefill_rows: number of rows of a prefill, P.
         chunk: number of tokens of a row that a prefill step reads.
-        room: T, the number of tokens of a text for which the cache has room.
+        room: T, the number of tokens of a text that the cache can hold.
         prefill, decode: the layouts, from `phases`, with alternatives resolved.
-        source: number of tokens of a source that encoder and cache have room for; 0 for a decoder-only model.
+        source: number of tokens of a source that the encoder reads and the cache can hold; 0 for a decoder-only model.
     """
 
     rows: int
@@ -80,16 +80,16 @@ class Batch:
     sources: tuple[np.ndarray, ...] = ()
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's last prompt token, which the decode loop reads first, and the number before it, [R]."""
+        """Return each row's last prompt token, which the decode loop reads first, and its position, both [R]."""
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return the length of each prompt's text with this many new tokens; 0 where there is no prompt."""
+        """Return how many tokens of each prompt's text are read, if it adds `tokens` new ones; 0 without a prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens [P, chunk] and counts [P] for every prefill step, which leave out the prompts' last tokens."""
+        """Return tokens [P, chunk] and counts [P] for every prefill step; the prompts' last tokens are left out."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -143,9 +143,9 @@ def make_batch(
         samples: number of texts for each prompt.
         beams: number of beams for each prompt, which are all on one device; 0 for no beam search.
         chunk: the largest number of tokens of a row that are read in one step.
-        cache_length: number of tokens of a text for which the cache has room; by default the number needed, rounded up
-            so that few programs serve all lengths.
-        source_length: number of tokens of a source for which the cache has room; chosen in the same way by default.
+        cache_length: number of tokens of a text that the cache can hold; by default the number needed, rounded up so
+            that few programs serve all lengths.
+        source_length: number of tokens of a source that the cache can hold; the default is chosen in the same way.
 
     Raises:
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
@@ -188,7 +188,7 @@ def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
     beams: int,
 ) -> tuple[int, Any, Any]:  # fmt: skip
-    """Return the smallest number of rows for `texts` texts, with layouts; beams of a prompt must share a device."""
+    """Return the smallest number of rows for `texts` texts, and the layouts; beams of a prompt must share a device."""
     faults, step = [], max(beams, 1)
     # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
@@ -251,7 +251,7 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
     Args:
         vocabulary: number of tokens.
         texts: the token ids of each text.
-        empty: the error message for an empty string.
+        empty: the beginning of the error message for a text without tokens.
         called: the word for a text in error messages, such as "prompt".
 
     Raises:

@@ -27,7 +27,7 @@ MOST_BEAMS = 64
 """The largest number of beams of a text; each beam has a row of the cache."""
 
 _LOWEST = np.float32(-1e9)
-"""The score of a beam or a complete text that does not exist yet, as in transformers."""
+"""The score, as in transformers, that stands for a beam or a complete text that does not exist yet."""
 
 
 @jax.tree_util.register_dataclass
@@ -231,12 +231,12 @@ def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _rows_on_a_device(rows: Spec, count: int) -> int:
-    """Return the number of rows on one device out of `count` rows in all."""
+    """Return the number of rows on one device if there are `count` rows in all."""
     return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
 
 
 def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
-    """Return layers [N, B, ...] with the rows named by `sources` [B], reordered in place, one layer at a time."""
+    """Return layers [N, B, ...] in which row b is the old row sources[b]; layers are reordered in place, one by one."""
 
     def layer(number: jax.Array, array: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)

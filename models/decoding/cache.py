@@ -19,7 +19,7 @@ from ..config import ModelConfig
 from ..vectors import wide_sizes
 
 SELF, CROSS = "attention.key", "cross.key"
-"""The lines of a layout whose `Layout.cache` places the cache of a text, and the cache of an encoded source."""
+"""The layout's lines for the cache of a text and for the cache of an encoded source, as `Layout.cache` takes them."""
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +43,8 @@ class Cache:
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.
-        totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
-            depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
+        totals: [B] int32, how many tokens of each row's complete text are read, if the rotary embedding depends on it
+            (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -62,7 +62,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: the number of tokens per row for which there is room if some layer keeps all."""
+        """The largest T of all layers: that of the layers that keep all tokens, if there are any."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -102,14 +102,14 @@ def abstract_cache(
         layout: the layout, whose `cache` has the specs of keys and values.
         mesh: a mesh with the axes of the layout.
         batch: number of rows, B.
-        length: T, the number of tokens of a text for which the cache has room.
+        length: T, the number of tokens of a text that the cache can hold.
         dtype: the dtype of keys and values.
         int8: whether to store them as int8 instead, with a float32 scale for each token and head.
-        source_length: number of tokens of a source for which the cache has room, if the model has an encoder.
+        source_length: number of tokens of a source that the cache can hold, if the model has an encoder.
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
-        ValueError: the model has an encoder but the cache has no room for sources, or the reverse.
+        ValueError: the model has an encoder and `source_length` is 0, or the reverse.
 
     Example:
         >>> from gspmd.layouts import Layout

@@ -67,7 +67,7 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all texts, from the second token of each; 0 if there are none."""
+        """Tokens per second over all texts, without each text's first token; 0 if there are no others."""
         later = sum(max(0, len(text) - 1) for text in self.texts)
         return later / (self.seconds - self.first_token) if later and self.seconds > self.first_token else 0.0
 
@@ -81,8 +81,8 @@ class Generator:
     not on other texts, chunks, bursts or layouts.
 
     The devices hold the weights only once: sharded as the layout stores them, in the memory order that the compiler
-    chose for the decode loop. `model` becomes the model that holds them. If the caller keeps the old model too, weights
-    that were moved take memory twice.
+    chose for the decode loop. The attribute `model` is replaced by a model with these weights. If the caller keeps the
+    old model too, weights that were moved take memory twice.
 
     Args:
         model: a sharded model, whose experts drop no token (see `for_serving`).
@@ -93,8 +93,8 @@ class Generator:
         chunk: the largest number of tokens of a prompt that are read in one step.
         burst: number of tokens of each text that are copied to the host together.
         int8: whether keys and values are stored as int8, with a float32 scale for each token and head.
-        compiled: a function that is called when all programs have been compiled, before the first one runs; with
-            several processes, it lets them wait for one another.
+        compiled: a function that is called when all programs have been compiled, before the first one runs; it may make
+            several processes wait for one another.
 
     Raises:
         GenerationError: burst is less than 1, or the router looks at later tokens (expert choice).
@@ -185,8 +185,9 @@ class Generator:
             length_penalty: exponent of the length by which the search divides the score of a text.
             n_best: number of texts for each prompt that the search returns, the best first; at most `beams`.
             stop: tokens that end a text; they are not part of it.
-            cache_length: number of tokens of a text for which the cache has room; by default as needed, or a few more.
-            source_length: number of tokens of a source for which the cache has room; the same default.
+            cache_length: number of tokens of a text that the cache can hold; by default as many as needed, or a few
+                more.
+            source_length: number of tokens of a source that the cache can hold; the same default.
             ended: indices of texts to end early, to which the caller may add between two bursts. Texts of beam search
                 do not end early.
 
@@ -368,9 +369,9 @@ class Generator:
         return loop
 
     def _reading(self, batch: Batch) -> dict[str, Any]:
-        """Return the programs that precede the loop: `empty` makes a cache; `encode`, `prefill`, `share` as needed."""
+        """Return the programs to run before the loop: `empty` makes a cache; `encode`, `prefill`, `share` if needed."""
         sizes, chunks = batch.sizes, len(batch.chunks())
-        fresh = chunks == 1  # the only chunk has nothing before it to attend to
+        fresh = chunks == 1  # nothing is cached before the only chunk
         steps = self.programs(sizes, fresh=fresh)
         (read, given), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
         small, formats = given[-1], self._formats[_placements(weights)]
@@ -390,7 +391,7 @@ class Generator:
         return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """Return the weights in the sharding and format of a layout's programs, after moving those that differ."""
+        """Return the weights in the sharding and format of a layout's programs; weights that differ are moved."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
@@ -463,7 +464,7 @@ def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any)
 
 
 def _put(values: Any, dtype: Any = np.int32) -> jax.Array:
-    """Put an array on all devices, replicated."""
+    """Replicate an array over all devices."""
     return jax.device_put(np.asarray(values, dtype), NamedSharding(jax.sharding.get_mesh(), jax.P()))
 
 

@@ -20,10 +20,10 @@ from .serving import GenerationError
 from .steps import decode_step
 
 NOTHING = -1
-"""The value in the output of a row that has ended, instead of a token."""
+"""The value that the loop returns in place of a token for a row that has ended."""
 
 UNDEFINED = -2
-"""The value in the output of a row that ends because its logits have a NaN, or no token that can be drawn."""
+"""The value that the loop returns in place of a token if logits have a NaN, or allow no token; the row then ends."""
 
 # Lower temperatures make the logits of a correct model overflow float32, which would be reported as NaN.
 _LEAST_TEMPERATURE = 1e-30

@@ -28,7 +28,7 @@ def shapes(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def format_of(x: Any) -> Format:
-    """Return the format of an array; a function, because the type annotations of `jax.Array` lack the attribute."""
+    """Return the `format` of an array, an attribute that the type annotations of `jax.Array` lack."""
     return x.format
 
 

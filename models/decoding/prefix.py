@@ -23,8 +23,8 @@ class Shares:
 
     Attributes:
         prompts: for each row of the prefill, the index of its prompt, or None if it has none.
-        sources: [R] int32, for each row of text, the row of the prefill that it copies, counted on its own device; None
-            if every row of text has a row of the prefill to itself, so that nothing is copied.
+        sources: [R] int32, for each row of text, the index of the prefill row that it copies, among the prefill rows of
+            its device; None if every row of text has a row of the prefill to itself, so that nothing is copied.
     """
 
     prompts: tuple[int | None, ...]
@@ -41,7 +41,7 @@ def most_prompts(owners: Sequence[int | None], shards: int) -> int:
 
 
 def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
-    """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row must be sent.
+    """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row is sent.
 
     Args:
         owners: for each row of text, the index of its prompt, or None if it has no text.
@@ -79,7 +79,8 @@ def copy_rows(
 
     Args:
         cache: a cache with P rows.
-        sources: [R] int32, for each new row the row to copy, counted on its device; sharded as B of the cache.
+        sources: [R] int32, for each new row the index of the row to copy, among the rows of its device; sharded as B of
+            the cache.
         lengths: [R] int32, the lengths of the new rows.
         source_lengths: [R] int32, the lengths of the new rows' sources, if the model has an encoder.
         totals: [R] int32, the `Cache.totals` of the new rows, if the cache has any.
@@ -101,7 +102,7 @@ def on_rows(
         cache: the cache whose rows are read.
         sources: [R] int32, as in `copy_rows`.
         layout: the layout that has the spec of the cache.
-        name: a verb for what `body` does, for the plan.
+        name: a verb that says what `body` does, shown in the plan.
         body: a function from the local pieces of an array [N, B, ...] and of the sources to a new piece. It must be the
             same object in every call, so that programs are reused.
         line: the line of the cache in the layout.

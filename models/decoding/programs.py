@@ -69,15 +69,15 @@ def serving_program(
         mesh: a mesh of devices, possibly those of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: number of tokens of a text for which the cache has room; not used by encoding.
+        room: number of tokens of a text that the cache can hold; not used by encoding.
         length: number of tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as in `phases`.
         dtype: the dtype of activations.
         weights: the dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
         cache: the dtype in which keys and values are stored; None for `dtype`. `"int8"` adds a float32 scale for each
             token and head.
-        source_length: number of tokens of a source for which the cache has room, if the model has an encoder; `encode`
-            reads sources of this length.
+        source_length: number of tokens of a source that the cache can hold, if the model has an encoder; `encode` reads
+            sources of this length.
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
@@ -108,10 +108,10 @@ def serving_program(
         raise GenerationError("cannot build this program:\n" + "\n".join(f"  {fault}" for fault in faults))
     config = for_serving(config)
     read, written = (config.sizes(batch, each) for each in (source_length if encoding else length, 1))
-    lengths = {"T": gcd(room, source_length)}  # the lines of both caches select alternatives
+    lengths = {"T": gcd(room, source_length)}  # alternatives are chosen for both caches
     used, stored = phases(layout, prefill, sizes=(read | lengths, written | lengths), mesh=mesh)
     used = stored.one_position() if phase == "decode" else used
-    # To encode, no block of the decoder runs, so its lines need not divide the length of a source.
+    # Encoding runs no block of the decoder, so the mesh axes of the decoder's lines need not divide a source's length.
     given = {dim: size for dim, size in read.items() if not (encoding and dim == "L")}
     check_lengths(used, written if phase == "decode" else given, mesh, 0 if encoding else room, source_length)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)

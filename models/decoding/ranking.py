@@ -110,8 +110,8 @@ def rank_serving(
 
     Raises:
         LayoutError: a layout is wrong for all models and meshes.
-        GenerationError: the program cannot be built (see `serving_program`); or the router looks at later tokens; or
-            the model has an encoder.
+        GenerationError: the program cannot be built (see `serving_program`); or the router reads later tokens (expert
+            choice); or the model has an encoder.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
@@ -186,8 +186,8 @@ def _attention(
     for number in range(config.layers):
         reach = config.reach_of(config.layer_kind(number)) or room
         seen = min(cached, reach / over(cache.axes_of("T")))
-        each = 2 * config.head_size  # FLOPs for a key and a value
-        if config.latent is not None and length == 1:  # in a prompt, keys and values are computed for all heads
+        each = 2 * config.head_size  # elements of a key and its value
+        if config.latent is not None and length == 1:  # a prompt has keys and values of all heads
             each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
         operations = 2 * rows * read * heads * (seen + min(length, reach)) * each

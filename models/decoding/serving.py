@@ -59,7 +59,7 @@ def phases(
 
 
 def check_seeds(seed: int, texts: int) -> None:
-    """Check that the seeds of all texts fit into 32 bits, or else they would wrap around to those of other texts.
+    """Check that the seeds of all texts fit into 32 bits; larger ones would wrap around to the seeds of other texts.
 
     Args:
         seed: seed of the first text; each further text has the next seed.
@@ -126,7 +126,7 @@ def check_source(config: ModelConfig, source: int, room: int | None) -> None:
     Args:
         config: the model configuration.
         source: number of tokens of the longest source.
-        room: number of tokens of a source for which the cache has room; None if there is as much as needed.
+        room: number of tokens of a source that the cache can hold; None if it will be made long enough.
 
     Raises:
         GenerationError: the source is too long; the message states its length and the limit.

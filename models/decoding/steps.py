@@ -176,11 +176,11 @@ def _read(
     chunk = replace(Chunk.at(cache, length, model), counts=counts, fresh=fresh)
     first, definition, weights = model.stacked()
     read, lead = cache.source, model.config.lead
-    # The arrays of the first blocks, and of the blocks that repeat.
+    # The cache's arrays for the blocks before the repeating ones, and for those that repeat.
     alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run some blocks, such as one pattern of them; return the residual stream, and their new keys and values."""
+        """Run blocks, such as those of one pattern; return the residual stream and the blocks' new keys and values."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
@@ -342,7 +342,8 @@ class LayerCache:
         if self.chunk.fresh and (shared % devices == 0 or devices % shared == 0):  # no device has parts of two groups
             # With a cache, keys may be sharded differently from queries; without one, they are moved to match.
             held = key_spec.axes[2]
-            # If the spec is unknown, in a search, attention itself requires that the leading heads are sharded alike.
+            # In a search the spec is unknown, and `attention` itself requires keys and queries to share their leading
+            # axes.
             stays = held == heads[: len(held)] or is_unknown(held)
             near = (query_spec.axes[0], (), held if stays else (), ())
             beside = Spec(key_spec.dims, near)
@@ -350,7 +351,7 @@ class LayerCache:
             return ops.attention(q, k, v, query_spec, beside, **options)
         cached_k, cached_v = self.held
         room = cached_k.shape[self.chunk.spec.dims.index("T")]
-        # The cache of a short text may have less room than a window or a chunk, which then hide no token.
+        # The cache of a short text may be shorter than a window or a chunk, which then hides no token.
         if "window" in options:
             options["window"] = min(options["window"], room + 1)
         if options.get("chunk", 0) > room:
@@ -366,7 +367,7 @@ class LayerCache:
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add the latents [B, L, Z] of the new tokens to the cache; return them as cached, but in their own dtype.
+        """Add the new tokens' latents [B, L, Z] to the cache; return them rounded like the cache, in their own dtype.
 
         In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales: only the latent is
         normalized, and with one scale for both, the smaller values would be rounded to 0.
@@ -386,7 +387,7 @@ class LayerCache:
         """Attend with queries [B, L, H, Z] to the cached latents and, causally, to the chunk's latents [B, L, Z]."""
         if self.scales[0] is not None:
             options |= {"key_scales": self.scales[0], "rest_scales": self.scales[1]}
-        # A latent with its rotated key is the key of all heads, and its first numbers are the value.
+        # The latent and its rotated key together are the key of all heads; the latent alone is their value.
         return ops.cached_attention(
             q, latent[:, :, None], None, self.held[0], None, query_spec, key_spec, self.chunk.spec,
             lengths=self.chunk.lengths, value_width=rank, **options,

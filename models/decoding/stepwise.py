@@ -132,7 +132,7 @@ class Stepwise:
             for number, row in enumerate(shown):
                 found[number] += [int(token) for token in row if token >= 0]
             undefined = [number for number, row in enumerate(shown) if UNDEFINED in row]
-            if at >= lengths.max() or done.all() or undefined:  # until then, some text has no new token yet
+            if at >= lengths.max() or done.all() or undefined:  # before that, some text has no new token
                 yield Burst(found, [*map(bool, done)], time.monotonic() - began)
                 counts += [len(each) for each in found]
                 found = [[] for _ in range(texts)]

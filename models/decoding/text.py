@@ -12,7 +12,7 @@ class Text:
     Args:
         tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`), whose `stream` decodes one token at a time, and
             whose `in` tells whether an id has a token.
-        prompt: the tokens before the text, on which it depends whether it begins with a space.
+        prompt: the tokens before the text, which decide whether it begins with a space.
         stop: the strings that end the text; they are not shown.
 
     Attributes:

@@ -20,7 +20,8 @@ from .config import LoraConfig
 def merge(model: Transformer) -> Transformer:
     """Return a model whose adapters are merged into its weights, W + (alpha / rank) · A·B, if it has any.
 
-    The sum is computed in float32, with the weight's sharding. Call it without a mesh, or under the mesh of the model.
+    The sum is computed in float32, with the weight's sharding. Call this function without a mesh, or under the mesh of
+    the model.
 
     Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1: no inference latency is added.
     """

@@ -84,7 +84,7 @@ def predicted(
 
     Returns:
         A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep, and none
-        for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
+        for a single period, for which nothing is stacked, unless its blocks are recomputed one by one
         (`ModelConfig.is_one_pattern`).
 
     Example:

@@ -19,7 +19,7 @@ class OwnStep(TrainingStep):
 
     Args:
         subject, update, batch, length: as for `TrainingStep`.
-        layout: a layout of the model, whose lines are searched; of its own specs only the dimensions are used.
+        layout: a layout of the model, whose lines are searched; only the dimensions of its specs are used.
         fixed: lines that are not searched, with their specs.
 
     Raises:

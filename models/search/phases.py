@@ -28,7 +28,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
 
 def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
-    """Return the range of numbers of microbatches above one to search; that of the workload itself is ignored."""
+    """Return the range of numbers of microbatches above one to search; the workload's own number is ignored."""
 
     def make(count: int) -> PhaseProblem:
         return problem_of(replace(workload, microbatches=count), mesh)
@@ -38,7 +38,7 @@ def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Ran
 
 
 def searched(meshes: Iterable[Mapping[str, int]], config: ModelConfig) -> list[Mapping[str, int]]:
-    """Return the meshes to search for a model; with adapters, those with few axes, if there are any."""
+    """Return the meshes to search for a model; with adapters, only those of up to two axes, if there are any."""
     every = [*meshes]
     few = [mesh for mesh in every if sum(size > 1 for size in mesh.values()) <= MOST_WITH_ADAPTERS]
     return few if config.lora and few else every

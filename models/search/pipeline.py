@@ -71,7 +71,7 @@ class Slots:
         return self.layers + self.sent + self.first + self.last
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by a stage's first and last layer.
+        """Return the seconds of a slot, [layers, layers, 1], for each first and last layer of a stage.
 
         Only the first stage has the embedding, and only the last stage has the output.
         """
@@ -83,7 +83,7 @@ class Slots:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that holds `waiting` inputs; first and last stage hold embedding and output."""
+        """Return the bytes of a stage with `waiting` inputs; the first and the last stage have embedding and output."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes
 
@@ -145,7 +145,7 @@ class StageProblem(PhaseProblem):
 
     @property
     def settles(self) -> bool:
-        """False: stages sum gradients in every slot, except over the axes along which pipelines run side by side."""
+        """False, since a stage sums gradients in every slot, except over the axes of pipelines side by side."""
         return False
 
     @cached_property

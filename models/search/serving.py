@@ -23,7 +23,8 @@ from ..decoding.serving import for_serving
 from .workload import BASE, Phase, Unsearched, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of the rows on which experts compute. They are sharded alike, so that rows stay in place, but not along C."""
+"""Lines of the arrays on whose rows experts compute. All shard G and X alike, so that rows stay in place; C is
+whole."""
 
 
 class ServingProblem(PhaseProblem):

@@ -35,7 +35,7 @@ from .pipeline import STAGES, Slots, StageProblem
 from .workload import Workload
 
 MOST = 2
-"""The largest number of mesh axes of a stage; with the axis of the stages, a torus has three."""
+"""The largest number of mesh axes within a stage: a torus has three axes, one of which is for the stages."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class PipelineRow:
 
     Attributes:
         stages, microbatches: S and M, the numbers of stages and of microbatches.
-        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. If
-            several torus axes leave a stage the same mesh, it is the smallest of these numbers. For GPUs, which have no
-            torus, it is S.
+        along: number of devices along the torus axis that is divided into stages; if it is more than S, a stage has
+            several of them. If dividing any of several torus axes leaves a stage the same mesh, the shortest of them
+            counts. For GPUs, which have no torus, it is S.
         problem: the search problem on the best mesh, which is `problem.case.mesh` with `problem.case.side`.
         answer: the answer of the problem, with the seconds of a step and the bytes of a device; None if none fits.
         prices: the prices of the parts of a step, or None if no layout fits.
@@ -116,7 +116,7 @@ def table(
         torus: number of devices along each torus axis; for GPUs, of nodes and of GPUs per node.
         limit: the largest number of bytes that a device may hold.
         microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
-        tell: a function that gets lines about the progress.
+        tell: a function that is called with lines about the progress.
 
     Raises:
         PlanError: the model has a part that cannot be searched.

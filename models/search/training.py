@@ -43,7 +43,7 @@ class TrainingStep:
         update: the settings of the update, whose number of microbatches is ignored.
         batch: number of sequences per step, over all devices.
         length: number of tokens per sequence.
-        lines: the lines of the model's layout, to which the ties are added that its programs need.
+        lines: the lines of the model's layout, to which the ties that its programs need are added.
     """
 
     def __init__(self, subject: Trainable, update: Update, batch: int, length: int, lines: Lines):
@@ -76,8 +76,8 @@ class StepProblem(PhaseProblem):
     def question(self) -> MeshProblem:
         """The problem on this mesh."""
         case, step = self.case, self._step
-        # Memory is counted at the point where the program with two microbatches holds the most, so that with more
-        # microbatches the count never grows where the batch is even.
+        # Memory is counted at the point where the program with two microbatches holds the most. So the count does not
+        # grow with the number of microbatches, if the batch is even.
         _, like, _ = step.read(2) if case.microbatches > 2 and step.batch % 2 == 0 else (None, None, None)
         read = step.read(case.microbatches)
         return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, like)

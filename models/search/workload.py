@@ -32,7 +32,7 @@ class Workload:
     Attributes:
         config: the configuration of the whole model; in serving, its experts drop no token.
         chip: the chip whose seconds are assumed.
-        batch: number of sequences per step, over all devices; in serving, of rows of the cache.
+        batch: number of sequences per step, over all devices; in serving, the number of rows of the cache.
         length: number of tokens per sequence.
         dtype: the compute dtype; in serving, also that of weights and cache unless they are int8.
         phase: `"train"`, a whole update; `"encode"`, which reads the source of every row; `"prefill"`, which reads
@@ -41,7 +41,7 @@ class Workload:
         microbatches: the number of parts of a training batch that run one after another.
         weights: in serving, `"int8"` for int8 matrices with a scale for each channel; otherwise `"dtype"`.
         cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; otherwise `"dtype"`.
-        room: number of tokens of a text for which the cache has room; 0 for `length`.
+        room: number of tokens of a text that the cache can hold; 0 for `length`.
         fixed: lines that are not searched, with their specs.
         update: the settings of a training step's update, whose number of microbatches is ignored.
         source_length: number of tokens per source of an encoder–decoder; 0 for `length`.

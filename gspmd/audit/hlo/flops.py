@@ -17,7 +17,7 @@ _MASKS = ("NO_MASK", "CAUSAL")
 """Masks under which the number of pairs of a query and a key is known. Under a mask of padding it is not, because the
 lengths are computed values."""
 _EXACT = re.compile(r"high|dot_f32", re.IGNORECASE)
-"""The precision HIGH or HIGHEST, or an algorithm that computes in float32."""
+"""A pattern for the precisions HIGH and HIGHEST, and for algorithms that compute in float32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
@@ -66,7 +66,7 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any.
+        instruction: any instruction.
 
     Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'.
     """

@@ -107,7 +107,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand, in main memory, of which the result is a part, or an empty string."""
+    """Return the name of the operand in main memory that the result is a part of, or an empty string."""
     if re.search(r"S\(\d+\)", instruction.type):  # The result is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":

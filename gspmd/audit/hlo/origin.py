@@ -46,8 +46,8 @@ def origin(
 ) -> Origin:
     """Return the origin of an instruction.
 
-    A compiler that rewrites a reduction drops the metadata of its instruction. The computation that the reduction
-    applies still has the scopes; the source line is in this case that of the operand.
+    A compiler that rewrites a reduction drops the metadata of its instruction. The scopes are then read from the
+    computation that the reduction applies, and the source line from the operand.
 
     Args:
         module, computation: the program, and the computation that contains the instruction.
@@ -65,7 +65,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the producer of the instruction's first operand, then the producer of that one's, and so on."""
+    """Return the producer of the instruction's first operand, the producer of its own first operand, and so on."""
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]

@@ -144,7 +144,7 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows, with all steps whose bytes are sent by another step's collective in one row, which counts them."""
+    """Yield rows; the steps whose bytes one other collective sends share a row, which counts them."""
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)

@@ -117,7 +117,7 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
-        """Return the entries with the counts and bytes of entries that are otherwise equal added up."""
+        """Return the entries with their counts and bytes, which are added up where entries differ in nothing else."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             step = "" if together else entry.step

@@ -45,7 +45,7 @@ def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """Move the entries in the scope of a shared step to the step whose result it uses, where that one lacks bytes.
+    """Move the entries in the scope of a shared step to the step whose result it uses, if that step lacks bytes.
 
     Of equal collectives, the plan counts the first, but the compiler may keep any of them. Looped steps may share only
     some of their permutes; then only a part of the entry is moved.

@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part, in the first way with enough of them left, or else nothing."""
+        """Take `count` executions of each part, in the first way of which enough are left; otherwise take nothing."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -201,7 +201,7 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return the parts of a collective, major first, with the bytes that each sends; each leaves a smaller buffer."""
+    """Return the parts of a collective, major first, with the bytes that each sends; each leaves less to the next."""
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

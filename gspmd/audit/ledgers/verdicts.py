@@ -57,7 +57,7 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
         if row.planned == (0, 0) and not row.step and _kind_and_axes(row) in combined:
-            continue  # It is counted in the rows of the steps after a loop.
+            continue  # The collective is counted in the rows of steps behind a loop.
         if row.compiled != row.planned and _kind_and_axes(row) in combined:
             row = replace(row, verdict="as planned", how=row.how or _COMBINED, compiled=row.planned)
         yield row
@@ -70,7 +70,7 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return each (kind, axes) with combined collectives whose bytes in total are those that the steps plan.
+    """Return each (kind, axes) whose combined collectives send in total exactly the bytes that the steps plan.
 
     An all-reduce that the compiler moves behind a loop loses its scope, even as a part of a combined collective. If all
     parts have lost their scopes, the combined collective looks like that of a single array.
@@ -183,7 +183,7 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return the reason why an execution sends more or less than planned, a different dtype or padding, if any."""
+    """Return the reason why an execution sends more or less than planned: a different dtype, padding, or none."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

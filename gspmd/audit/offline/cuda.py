@@ -35,7 +35,8 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
     """
     *nodes, gpus = shape
     hosts = gpus // HOST_GPUS.get(chip.name, gpus) if gpus % HOST_GPUS.get(chip.name, gpus) == 0 else 1
-    # Slices x hosts x devices of a host. One slice: JAX numbers slices by fabrics that are not connected otherwise.
+    # Slices x hosts x devices of a host. There is one slice, since JAX takes several for fabrics that are not
+    # connected.
     sizes = f"1x{hosts * (nodes[0] if nodes else 1)}x{gpus // hosts}"
     try:
         found = topologies.get_topology_desc(platform="cuda", target_config=described(chip), topology=sizes)

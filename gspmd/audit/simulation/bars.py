@@ -80,7 +80,7 @@ def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, in
 
 
 def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
-    """Draw one bar; in that of a collective, the exposed time, during which the device waits, comes last."""
+    """Draw one bar; a collective's exposed time, during which the device waits, comes last."""
     for begun, seconds, color in _shades(span):
         edge = 0.5 if seconds > _EDGED * inch else 0.0
         style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
@@ -135,7 +135,7 @@ def ink_on(color: str) -> str:
 
 
 def _names(span: Span) -> list[str]:
-    """Return labels for a bar, the longest first; for a collective it includes the planned kind if that differs."""
+    """Return labels for a bar, the longest first; a collective's longest names the planned kind too if that differs."""
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

@@ -18,7 +18,7 @@ _WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
 """Width of the time axis, height of a row, space between rows and between columns, and the most parts that are listed.
 """
 _FINEST = 0.5
-"""Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
+"""Bars closer than this, in units of the SVG, are drawn as one: a picture of ten thousand instructions stays small."""
 
 
 def timeline_figure(timeline: Timeline) -> Figure:

@@ -109,7 +109,7 @@ def _bottom(places: Mapping[str, tuple[float, float]]) -> float:
 
 
 def _loops(timeline: Timeline) -> list[Span]:
-    """Return the loops of which the drawn iteration stands for several."""
+    """Return the loops whose one drawn iteration stands for several."""
     return [span for span in timeline.spans if span.category == "loop" and span.trips > 1]
 
 

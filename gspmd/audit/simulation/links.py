@@ -50,8 +50,8 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
       ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
       neighbors, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
       used; groups that cover part of an axis use some of its rings, or count as one ring of their own.
-    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network, and so does what
-      TPU slices send each other.
+    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network, and transfers
+      between TPU slices share it too.
 
     Args:
         sent: the collective.
@@ -109,7 +109,7 @@ def _part(rings: list[int], group: int) -> dict[str, int]:
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """Return axis, distance, and whether data wraps around, if a permute shifts data by equal positions, or None.
+    """Return (axis, distance, whether data wraps around) for a permute that shifts all data equally far, or None.
 
     The distance is in positions along the axis in the shorter direction, and negative if that is backward.
     """

@@ -167,7 +167,7 @@ class Machine:
         """
         gained = more * (self.ahead - ahead)
         self.ahead += gained
-        self.least += min(0.0, gained)  # In the last iteration the host is this much less far ahead.
+        self.least += min(0.0, gained)  # The host's lead in the last iteration is smaller by this.
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]

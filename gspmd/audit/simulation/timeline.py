@@ -33,7 +33,7 @@ class CategoryTotal:
         axes: the mesh axes of a collective.
         count: number of executions.
         seconds: total duration of all executions.
-        exposed: those of the seconds in which the device waits.
+        exposed: the part of `seconds` in which the device waits.
     """
 
     category: str
@@ -49,14 +49,14 @@ class Timeline(Printed):
 
     Attributes:
         compute_seconds: seconds in which the device computes, or waits for its own memory.
-        hidden_seconds: those of `compute_seconds` in which a collective is in flight.
+        hidden_seconds: the part of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
-        memory_seconds: those of `compute_seconds` that main memory limits: the device waits for copies, or runs
+        memory_seconds: the part of `compute_seconds` that main memory limits: the device waits for copies, or runs
             instructions whose bytes at full bandwidth take longer than their matrix products at peak. This includes all
             instructions without products that access main memory, with the seconds that the compiler estimates.
         flops: FLOPs of the matrix products: two per multiplication.
         model_flops: the numerator of `mfu`: the given FLOPs, or else `flops`.
-        spans: the bars to draw, in the order of their ends; of a loop, one iteration with the number of iterations.
+        spans: the bars to draw, in the order of their ends; a loop has one iteration, with the number of iterations.
         parts: the sums of bars by category and mesh axes, longest first.
         chip: the simulated hardware.
         mesh: sizes of the mesh axes.
@@ -64,7 +64,7 @@ class Timeline(Printed):
         notes: the parts of the program that could not be counted.
         warnings: avoidable costs, each with a remedy: loops in which every iteration copies an array that the loop does
             not change, or a large part of one.
-        launch_seconds: those of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
+        launch_seconds: the part of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
     """
 
     compute_seconds: float

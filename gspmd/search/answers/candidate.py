@@ -24,9 +24,8 @@ NEAR = 5e-4
 TOLERANCE = 1e-4
 """The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
-"""The largest numbers of times that a search may ask whether to stop: a search for an answer, and one for the best
-answer with a different option. Calls are counted instead of seconds, so that the same question always has the same
-answer."""
+"""The maximum numbers of calls of the stop condition: in a search for an answer, and in a search for the best answer
+with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
 
 
 class StepBudget:
@@ -48,8 +47,9 @@ HALVINGS = 6
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, work other than
-products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
+"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, several
+microbatches spend more time on other work, of which only a tenth is priced: this time exceeded smaller planned gains in
+products and collectives."""
 
 
 Outcome = Literal["solved", "not better", "nothing fits", "not solved"]
@@ -131,7 +131,7 @@ class Candidate:
         return found
 
     def _above(self, seconds: float) -> dict[str, list[int]]:
-        """Return the options of each choice with which all picks cost more than this, whatever the limit."""
+        """Return, for each choice, the options with which any layout costs more than `seconds`, whatever the limit."""
         bounds = self.unlimited_search.bounds()
         return {name: np.flatnonzero(costs > seconds * (1 + TIE)).tolist() for name, costs in bounds.items()}
 

@@ -3,8 +3,8 @@
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
 The seconds of a line are the sum of all terms of the cost that depend on its choice: the moves and the update of a
-weight, the products and moves of an activation, and all of these for a via. The next best option is that of the
-cheapest fitting layout in which the line has a different spec, and all other lines the best specs beside it.
+weight, the products and moves of an activation, and all of these for a via. The next best option is the one in the
+cheapest fitting layout that gives the line a different spec; all other lines are chosen again for that layout.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
 
 
 def lowering_of(phase: str) -> str:
-    """Return the default lowering of a layout, for when lowerings have not been compared by compiling them.
+    """Return the lowering that a layout sets if its lowerings have not been compiled and compared.
 
     For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error.
     Compiled, PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The cost model covers
@@ -167,7 +167,7 @@ def lowering_of(phase: str) -> str:
 
 
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
-    """Yield each line's name and comment: its cost, or which earlier line of the same choice has the cost."""
+    """Yield each line's name and comment: its cost, or the name of the line of the same choice that has the cost."""
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:

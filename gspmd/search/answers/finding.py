@@ -153,7 +153,7 @@ class SearchResult(Printed):
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
         """Return this result with another of its layouts as the answer, and with the bound proved for that layout."""
         bound = self.bound
-        if best.microbatches > 1 and self.best.microbatches == 1:  # bounds of several are incomplete
+        if best.microbatches > 1 and self.best.microbatches == 1:  # `bound` is for one microbatch
             bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
         return replace(self, best=best, answer=answer, bound=bound)
 

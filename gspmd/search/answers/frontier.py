@@ -14,7 +14,7 @@ SEARCHES = 12
 _NARROW = 1e-3
 """An interval is not divided further if it is a smaller fraction of its bytes than this."""
 SEEN = 3.0
-"""The largest multiple of the cheapest layout's seconds, and of the limit's bytes, that is of interest."""
+"""Layouts beyond this multiple of the cheapest layout's seconds, or of the limit's bytes, are not of interest."""
 
 
 @dataclass(frozen=True)

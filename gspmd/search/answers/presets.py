@@ -60,7 +60,7 @@ def placed_presets(
         ranges: numbers of microbatches above one, which are tried for presets that fit.
         names: presets, layout files, or layouts; all presets if not given.
     """
-    # With ranges, a preset is first placed in one microbatch: for presets, too, several have to gain enough over it.
+    # With ranges, a preset is first placed with one microbatch: several count only if they gain enough over one.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = first or every
@@ -222,7 +222,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     stages = layout.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.\n  {_PRICE}")
-    # With several microbatches also gradients that [gradients] does not list are partial sums.
+    # With several microbatches, gradients that [gradients] does not list are partial sums too.
     loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, of.options.lines[name], names))

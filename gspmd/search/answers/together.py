@@ -1,4 +1,4 @@
-"""One layout for all phases of serving: weights and cache stay as is best for decoding, and prefill runs with them."""
+"""One layout for all phases of serving: weights and cache are sharded as decoding needs, and prefill uses them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reading:
     tied: frozenset[str] = frozenset()
 
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
-        """Merge the lines of another reading with these, which win if their tensors are in this reading's program."""
+        """Merge these lines with those of another reading; these win if their tensors are in this reading's program."""
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 

@@ -1,4 +1,4 @@
-"""The cost of giving one line of a layout a different spec, if all other lines are then chosen anew."""
+"""The cost of giving one line of a layout a different spec, if all other lines are then chosen again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _FIXED = FIXED | {"norm": "layer", "positions": "alibi"}
 
-#: Fields about sizes that these families do not set.
+#: Fields that no entry of these families sets, because they follow from other sizes.
 _DERIVED = {
     "kv_heads": lambda fields: fields["heads"],
     "head_size": lambda fields: fields["embed"] // fields["heads"],

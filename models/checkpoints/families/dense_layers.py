@@ -42,7 +42,7 @@ class DenseLayers:
 
     @property
     def agreement(self) -> Agreement:
-        """The entries as an `Agreement`, for a family without other such entries."""
+        """The entries as an `Agreement`, for a family whose other entries do not depend on each other."""
         return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -55,7 +55,8 @@ class DenseLayers:
             faults.append(f"{_WIDTH} is {in_json(width)}; it must be a whole number.")
         if sparse and not any(sparse):
             named = {key: f"{key} is {in_json(json[key])}" for key in self.keys if key in json and key != _WIDTH}
-            # If no entry is given, only the default of this one can leave all layers without experts.
+            # If the file has no such entry, only the default of first_k_dense_replace can leave all layers without
+            # experts.
             given = " and ".join(named.values()) or f"{_FIRST} is {self.first} by default"
             faults.append(f"{given}, so none of the {len(sparse)} layers has experts; at least one must.")
         if faults:

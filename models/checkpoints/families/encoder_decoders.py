@@ -289,7 +289,7 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault if a name of the activation, which transformers would prefer, contradicts `feed_forward_proj`."""
+    """Add a fault for each entry that contradicts `feed_forward_proj`; transformers would follow the entry."""
     named = json.get("feed_forward_proj", "relu")
     gate, _, kind = named.rpartition("-")
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
@@ -336,7 +336,7 @@ def _experts(path: str, stack: str, last: int) -> dict[str, Stored]:
 
 
 def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[str]) -> int:
-    """Return the n for which every nth block of a stack has experts, as in transformers, or 0 on a fault."""
+    """Return n if every nth block of a stack has experts, as transformers computes it, or 0 on a fault."""
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:

@@ -22,7 +22,7 @@ class Option:
         key: the name of the entry, or several alternative names, of which the first is written.
         default: the value if the entry is absent: a constant, a function of the fields of other entries, or REQUIRED.
         names: for each value in the file, the value of the field; None if they are the same.
-        null: the value that null stands for, given like `default`, or WRONG if null is not allowed.
+        null: the value that null stands for, in the same form as `default`, or WRONG if null is not allowed.
     """
 
     key: str | tuple[str, ...]
@@ -36,7 +36,7 @@ class Option:
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry's names in a file with their values, or if there are none, its first name and default."""
+        """Return the entry's names in a file, with their values; if there is none, the first name with the default."""
         found = {key: json[key] for key in self.keys if key in json} or {self.keys[0]: self.default}
         return {key: self.null if value is None and self.null is not WRONG else value for key, value in found.items()}
 
@@ -81,8 +81,8 @@ class Agreement:
 
     Attributes:
         keys: the names of the entries.
-        read: a function from config.json, the fields set by options, and a list to which it appends faults, to the
-            fields that these entries set.
+        read: a function that returns the fields that these entries set. Its arguments are config.json, the fields set
+            by options, and a list to which it appends faults.
         write: a function from a model to the entries.
         fields: the names of the fields that `read` returns.
         write_scaling: a function from a model to entries of the table about its rotary scaling.
@@ -132,7 +132,8 @@ class Family:
         fixed: for a field, the value that it has in the whole family.
         tensors: for a parameter's path, without the position of its block ("blocks.0."), its stored form.
         derived: for a field, its value as a function of the other fields.
-        inactive: for an entry, the values with which it has no effect, the default first; other values are refused.
+        inactive: for an entry, the values with which it has no effect, of which the first is the default; other values
+            are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta, or None if it cannot be set.
         rope_types: for each name of a scaling of the rotary embedding, the kind of `RopeScaling`; empty if the family
@@ -148,8 +149,9 @@ class Family:
         length: the names of the entry with the longest sequence, of which the first is written; empty if there is no
             such entry.
         agreement: entries that no `Option` reads, because they depend on each other (see `Agreement`), or None.
-        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default, of which the first in a
-            file counts. Empty if logits are never multiplied. In written checkpoints, tied models have this factor.
+        root_scaled: the entries that say whether logits are multiplied by 1/√E. If a file has several of them, the
+            first counts; if it has none, the value is true. Empty if logits are never multiplied. In written
+            checkpoints, tied models have this factor.
         output_dropout: the entry with the fraction of the experts' outputs that training drops, and its default. In
             evaluation outputs are multiplied by 1 - fraction; here this factor is part of the experts' last matrix and
             bias. In written checkpoints the fraction is 0. None if the family has no such entry.
@@ -158,8 +160,8 @@ class Family:
             checkpoints it is 1.
         copies: tensors that copy the embedding table, which are written if the logits have a table of their own.
         default_length: default of the entry with the longest sequence, or None for no limit.
-        modules: the names of the entry with the number of modules, 1 by default, that follow the last layer, are
-            numbered like layers, and predict further tokens. They are not read, and 0 is written. Empty if there are
+        modules: the names of the entry with the number of multi-token prediction modules, 1 by default, whose tensors
+            are numbered like layers that follow the last one. They are not read, and 0 is written. Empty if there are
             none.
         renamed: regular expressions for whole names of tensors in some files, each with the name that replaces it.
         text_part: for a model that also reads images, whose config.json has the entries about the text model in a
@@ -208,7 +210,7 @@ class Family:
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
 
     def __post_init__(self) -> None:
-        if (self.text_part is None) == bool(self.text_type):  # files of a family without a type could not be read
+        if (self.text_part is None) == bool(self.text_type):  # without a type, files could not be read
             raise ValueError(f"{self.title}: a family with images has both text_part and text_type; set both.")
 
     @property

@@ -170,7 +170,7 @@ def _written_heads(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_groups(config: ModelConfig) -> list[str]:
-    """Return the reason why a model with serial blocks and groups of heads cannot be written, if it is one."""
+    """Return why a model with both serial blocks and groups of heads cannot be written; nothing for other models."""
     if config.block == "parallel" or config.kv_heads in (1, config.heads):
         return []
     return [f"kv_heads is {config.kv_heads}, but a serial block has 1 or {config.heads} of them"]

@@ -18,7 +18,7 @@ _HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
 
 
 def kv_heads(default: int) -> Option:
-    """Return the option for the number of key/value heads with this default."""
+    """Return the option that reads the number of key/value heads, with this default."""
     return Option("num_key_value_heads", default, null=_HEADS)
 
 

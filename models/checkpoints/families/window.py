@@ -59,7 +59,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         window: the entries of the family, or None if its models have no window.
         json: the entries of config.json.
         layers: the model's number of layers.
-        faults: a list to which entries are appended that cannot be read or are not supported.
+        faults: a list, to which entries that cannot be read or are not supported are appended.
     """
     kinds = json.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
@@ -74,7 +74,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         return {}
     size = json.get("sliding_window", window.size if window else None)
     if size == 0 and is_whole(size) and window and window.switched and json.get("use_sliding_window", False) is False:
-        size = None  # as transformers writes it for Qwen2-MoE
+        size = None  # transformers writes 0 for None in Qwen2-MoE
     if size is not None and not (is_whole(size) and size >= 1):
         faults.append(f"sliding_window is {in_json(size)}; it must be a whole number of tokens, or null.")
         return {}
