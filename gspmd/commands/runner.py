@@ -17,7 +17,7 @@ from gspmd.display import console as printing
 from gspmd.display import terminal
 from gspmd.interruption import number_of
 from gspmd.training import processes
-from gspmd.training.checkpoints import newest
+from gspmd.training.checkpoints import last_step
 from gspmd.training.model.finding import blamed
 from gspmd.training.run.folder import Unwritable
 from gspmd.training.run.guard import Diverged
@@ -161,16 +161,16 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
             yield
     except KeyboardInterrupt as stopped:
         with unheard():
-            step = newest(out)
+            step = last_step(out)
         raise Interrupted(step, out, number_of(stopped)) from None
     except BrokenPipeError:
-        raise Interrupted(newest(out), out, signal.SIGPIPE) from None
+        raise Interrupted(last_step(out), out, signal.SIGPIPE) from None
     except OSError as error:
-        raise Unwritable(error, newest(out), out) from None
+        raise Unwritable(error, last_step(out), out) from None
 
 
 def _saved(out: Path, called: str) -> str:
-    step = newest(out)
+    step = last_step(out)
     return f" {'No step' if step is None else f'Step {step}'} is saved.{_advice(step, out, called)}"
 
 
