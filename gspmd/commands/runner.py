@@ -195,7 +195,11 @@ def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -
     return commands
 
 
+def program_of(called: str) -> str:
+    """Return the program of a command line; `called` is as in `guarded`."""
+    return called or f"python {shlex.quote(sys.argv[0])}"
+
+
 def _resume_command(out: Path, called: str) -> str:
     """Return the command that resumes a run, whose settings are in its folder."""
-    program = f"python {shlex.quote(sys.argv[0])}"
-    return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"
+    return f"{program_of(called)} --resume --out {shlex.quote(str(out))}{processes.flag()}"
