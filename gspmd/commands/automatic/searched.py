@@ -300,7 +300,7 @@ def header(
         "predicted": f"{', '.join(f'{amount_of_seconds(each)} for a {what}' for what, each in seconds.items())}",
         "on": question.devices,
         "memory": f"{held}, of which {SHARE:.0%} may be used",
-        "found": finding.proof,
+        "proved": finding.proof,
     }
     yield f"A layout for {purpose} on {best.devices} devices, found by {command} --layout auto."
     yield ""

@@ -50,9 +50,11 @@ def header(
         + plus_or_minus(settings)
         + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": _memory(settings, target, answer),
-        "found": finding.proof
-        if finding.complete
-        else "the best so far: the search was interrupted, and there may be a better one",
+        **(
+            {"proved": finding.proof}
+            if finding.complete
+            else {"found": "the best so far: the search was interrupted, and there may be a better one"}
+        ),
         **dict(_compiled(finding, shortlist)),
     }
     verbs = {"train": "training", "encode": "encoding sources", "prefill": "reading prompts", "decode": "decoding"}
