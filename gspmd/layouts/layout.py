@@ -65,8 +65,8 @@ class Layout(LayoutTable):
         file.
 
         Raises:
-          LayoutError: no preset or file has this name, the file is not TOML, or a line has a value of a wrong type. Specs
-            are read later, by `check`.
+          LayoutError: no preset or file has this name, the file is not TOML, or a line has a value of a wrong type.
+            Specs are read later, by `check`.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
