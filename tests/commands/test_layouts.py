@@ -58,6 +58,18 @@ def test_a_value_of_a_wrong_type_is_refused_as_check_refuses_it(capsys, tmp_path
     assert not picture.exists()
 
 
+@pytest.mark.parametrize(("axes", "said"), [
+    ('["x", "x"]', "names mesh axis x twice in axes of [mesh].\n  Name each mesh axis once."),
+    ('["x", "Y"]', "has 'Y' in axes of [mesh], which is not the name of a mesh axis.\n  A name is a lower-case letter"),
+])  # fmt: skip
+def test_the_names_of_mesh_axes_are_checked_before_a_mesh_is_made(capsys, tmp_path, axes, said):
+    path = tmp_path / "own.toml"
+    path.write_text(f'base = "megatron-1d"\n[mesh]\naxes = {axes}\n')
+    code, out, err = run(capsys, "check", str(path), "--devices", "8")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"LayoutError: the layout '{path}' {said}")
+
+
 def test_the_keys_of_a_section_or_of_all(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     one, whole = (run(capsys, "keys", *flags)[1] for flags in (["ffn"], []))
