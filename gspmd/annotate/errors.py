@@ -110,15 +110,25 @@ def shown(value: object) -> str:
 
 
 def article(noun: str) -> str:
-    """Return the noun with its indefinite article: 'a Mesh', 'an array'."""
-    return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
+    """Return the noun with its indefinite article: 'a Mesh', 'an array', 'an ndarray'."""
+    return f"{'an' if noun[:1] in 'AEIOaeio' or noun[:2] == 'nd' else 'a'} {noun}"
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "Did you mean 'x'? " for the nearest known word, ignoring case; an empty string if none is near."""
-    by_small = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(word.lower(), list(by_small), n=1, cutoff=0.6)
-    return f"Did you mean {by_small[near[0]]!r}? " if near else ""
+    """Return "Did you mean 'x'? " for the nearest known word, or an empty string if none is near.
+
+    Case is ignored, and so is the difference between digits and the letters that look like them.
+
+    >>> suggestion("attention.w_0", ["attention.w_v", "attention.w_o"])
+    "Did you mean 'attention.w_o'? "
+    """
+    by_shape = {_shape(each): each for each in known}
+    near = difflib.get_close_matches(_shape(word), list(by_shape), n=1, cutoff=0.6)
+    return f"Did you mean {by_shape[near[0]]!r}? " if near else ""
+
+
+def _shape(word: str) -> str:
+    return word.lower().replace("0", "o").replace("1", "l")
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gspmd.annotate.errors import shown, suggestion
@@ -115,3 +115,22 @@ def numbers(text: str) -> dict[str, int]:
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} gives two sizes to one name.")
     return {name: int(n) for name, (*_, n) in zip(names, pairs)}
+
+
+def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the words of a command line without some flags, each of which has one value.
+
+    >>> without(["--batch", "8", "--out", "a.toml", "--json=b"], ["--out", "--json"])
+    ['--batch', '8']
+    """
+    kept, skip = [], False
+    for word in argv:
+        if not skip and flag_of(word) not in flags:
+            kept.append(word)
+        skip = not skip and "=" not in word and flag_of(word) in flags
+    return kept
+
+
+def flag_of(word: str) -> str:
+    """Return the flag of a word, without its value, and with hyphens for the underscores that are accepted too."""
+    return word.partition("=")[0].replace("_", "-")

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from gspmd.annotate.errors import suggestion
+from gspmd.training.toml import ConfigError, similar_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -19,25 +20,36 @@ def find(name: str) -> str:
     A file takes precedence over a shipped configuration with its name.
 
     Raises:
-        ConfigError: the name is not a path (it has no slash and no `.toml`), and no configuration has it.
+        ConfigError: there is no file at a path (a name with a slash or `.toml`) that resembles a configuration's, or
+            no configuration has a name that is not a path.
 
     Example:
-        >>> Path(find("tiny")).name, find("mine/tiny.toml")
-        ('tiny.toml', 'mine/tiny.toml')
+        >>> Path(find("tiny")).name, find("mine/steps.toml")
+        ('tiny.toml', 'mine/steps.toml')
     """
-    if "/" in name or name.endswith(".toml") or os.path.exists(name):
+    if os.path.exists(name):
         return name
-    shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
+    doing, shipped = f"cannot read config {name!r}:", sorted(path.stem for path in FOLDER.glob("*.toml"))
+    near = suggestion(os.path.basename(name).removesuffix(".toml"), shipped)
+    if "/" in name or name.endswith(".toml"):
+        if near and _is_missing(name):
+            remedy = similar_config(Path(name)) or near.replace("? ", ", which comes with gspmd?")
+            raise ConfigError(doing, [f"there is no such file. {remedy}"])
+        return name  # Its reader says why it cannot be read.
     if name not in shipped:
-        from gspmd.training.toml import ConfigError  # Imported here, since it imports JAX.
-
-        near = suggestion(name, shipped)
         known = f"{near}Give one of {', '.join(shipped)}, or the path of a TOML file."
-        raise ConfigError(
-            f"cannot read config {name!r}:",
-            ["there is no such file, and no config of this name comes with gspmd.", known],
-        )
+        raise ConfigError(doing, ["there is no such file, and no config of this name comes with gspmd.", known])
     return str(FOLDER / f"{name}.toml")
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):  # Such as a name that is too long.
+        return False
+    return False
 
 
 def called(documentation: str, command: str, script: str) -> tuple[str | None, str]:

@@ -17,7 +17,7 @@ from gspmd.display import console as printing
 from gspmd.display import terminal
 from gspmd.interruption import number_of
 from gspmd.training import processes
-from gspmd.training.checkpoints import newest
+from gspmd.training.checkpoints import last_step
 from gspmd.training.model.finding import blamed
 from gspmd.training.run.folder import Unwritable
 from gspmd.training.run.guard import Diverged
@@ -161,16 +161,16 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
             yield
     except KeyboardInterrupt as stopped:
         with unheard():
-            step = newest(out)
+            step = last_step(out)
         raise Interrupted(step, out, number_of(stopped)) from None
     except BrokenPipeError:
-        raise Interrupted(newest(out), out, signal.SIGPIPE) from None
+        raise Interrupted(last_step(out), out, signal.SIGPIPE) from None
     except OSError as error:
-        raise Unwritable(error, newest(out), out) from None
+        raise Unwritable(error, last_step(out), out) from None
 
 
 def _saved(out: Path, called: str) -> str:
-    step = newest(out)
+    step = last_step(out)
     return f" {'No step' if step is None else f'Step {step}'} is saved.{_advice(step, out, called)}"
 
 
@@ -195,7 +195,11 @@ def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -
     return commands
 
 
+def program_of(called: str) -> str:
+    """Return the program of a command line; `called` is as in `guarded`."""
+    return called or f"python {shlex.quote(sys.argv[0])}"
+
+
 def _resume_command(out: Path, called: str) -> str:
     """Return the command that resumes a run, whose settings are in its folder."""
-    program = f"python {shlex.quote(sys.argv[0])}"
-    return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"
+    return f"{program_of(called)} --resume --out {shlex.quote(str(out))}{processes.flag()}"

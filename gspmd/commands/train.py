@@ -56,16 +56,17 @@ def main(argv: Sequence[str], script: str = "", settings: RunSettings | None = N
         settings = adapted(of_checkpoint(settings, argv))
     # Processes with different settings would compile different programs, and deadlock in them.
     processes.compare(partial(facts_of, settings))
-    train(settings, "" if script else CALLED)
+    train(settings, "" if script else CALLED, argv)
     return 0
 
 
-def train(settings: RunSettings, called: str = CALLED) -> None:
+def train(settings: RunSettings, called: str = CALLED, argv: Sequence[str] = ()) -> None:
     """Check the settings, read the text, and run the training loop.
 
     Args:
         settings: the settings of the run.
         called: the command line of the program, as in `runner.guarded`, for advice on how to resume.
+        argv: the flags, for the file of a layout that is found.
     """
     began = time.monotonic()
     console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
@@ -75,7 +76,7 @@ def train(settings: RunSettings, called: str = CALLED) -> None:
             explain(console, checked.settings, arrangement, state)
         return
     arranged = arrange_run(console, checked)
-    run_loop(console, checked, arranged, called, began)
+    run_loop(console, checked, arranged, called, argv, began)
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,9 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     return Arranged(corpus, out)
 
 
-def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str, began: float) -> None:
+def run_loop(
+    console: Console, checked: Checked, arranged: Arranged, called: str, argv: Sequence[str], began: float
+) -> None:
     """Train; at the end draw the plots, write a sample, and print the commands that continue the run or sample from it.
 
     Raises:
@@ -309,7 +312,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
         console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
         # The files that a resume and `gspmd generate` read are written before the first checkpoint.
         if checked.found and processes.first():
-            checked.found.write(out)
+            checked.found.write(out, runner.program_of(called), argv)
         if tokenizer and processes.first():
             keep_tokenizer(console, out / "tokenizer", tokenizer, settings.checkpoint)
         # Programs are made one at a time, since the devices can hold the state of only one arrangement.

@@ -11,7 +11,7 @@ from gspmd.display.plain import printable
 from gspmd.display.units import mesh_text
 from gspmd.layouts import printed, read
 from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
-from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
+from gspmd.layouts.rules.check import faults_of, has_wrong_types, mesh_faults, resolved
 from gspmd.layouts.rules.gradients import loss_specs
 from gspmd.layouts.rules.keys import ENCODER, PHASES, keys_of_override
 from gspmd.layouts.rules.sizes import padded, padding_faults
@@ -65,7 +65,8 @@ class Layout(LayoutTable):
         file.
 
         Raises:
-          LayoutError: no preset or file has this name, or the file is not TOML. Specs are read later, by `check`.
+          LayoutError: no preset or file has this name, the file is not TOML, or a line has a value of a wrong type.
+            Specs are read later, by `check`.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
@@ -73,7 +74,9 @@ class Layout(LayoutTable):
         """
         if isinstance(name, Layout):
             return name
-        return cls(name=str(name), **read.fields(name))
+        layout = cls(name=str(name), **read.fields(name))
+        # Whatever prints, draws or compares lines needs text; `check` names each of these values, and all other faults.
+        return layout.check() if has_wrong_types(layout) else layout
 
     def __hash__(self) -> int:
         return hash((self.name, self.axes, str(sorted(self.table.items(), key=str))))

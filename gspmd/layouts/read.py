@@ -8,6 +8,7 @@ from typing import Any
 
 from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
+from gspmd.annotate.parser import NAME
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 from gspmd.layouts.rules.own import declared, is_own_encoder, sections
 from gspmd.reading import LARGEST_TOML, ContentError, MissingError, ReadError, parse_toml, read_text, similar_file
@@ -106,7 +107,18 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
                 f"the layout '{fspath(name)}' has an unknown key {key!r} in [mesh].\n"
                 f"  {suggestion(key, known)}It holds {listed(known)}."
             )
-    return {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
+    read = {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
+    axes = read.get("axes", ())
+    if wrong := next((axis for axis in axes if not NAME.fullmatch(axis)), None):
+        raise LayoutError(
+            f"the layout '{fspath(name)}' has {shown(wrong)} in axes of [mesh], which is not the name of a mesh axis.\n"
+            "  A name is a lower-case letter, then lower-case letters, digits and '_'."
+        )
+    if again := next((axis for at, axis in enumerate(axes) if axis in axes[:at]), None):
+        raise LayoutError(
+            f"the layout '{fspath(name)}' names mesh axis {again} twice in axes of [mesh].\n  Name each mesh axis once."
+        )
+    return read
 
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:

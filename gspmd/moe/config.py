@@ -99,7 +99,7 @@ class MoEConfig:
             nearly even; in short runs, experts specialise sooner with a larger value.
         jitter: half-width of the random factor on the router's input in training; None for the value of the router's
             paper: 1e-2 for switch, 0 for the others.
-        dropout: share of the experts' hidden activations that training drops.
+        dropout: fraction of the experts' hidden activations that training drops.
         shared: number of experts that every token uses in addition to those to which it is sent.
         shared_width: width of all shared experts together; 0 for `shared` times the width of an expert.
         shared_mix: whether the shared experts' output is multiplied by sigmoid(x · w), with a learned w (Qwen2-MoE).

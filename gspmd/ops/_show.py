@@ -47,7 +47,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
 
     Differs: `jax.debug.visualize_array_sharding` draws arrays of one and two dimensions, but no partial sums.
     """
-    if isinstance(array, (str, Spec)):
+    if isinstance(array, (str, Spec, jax.sharding.PartitionSpec)):
         spec = Spec.parse(array)
         if sizes is None or isinstance(sizes, str) or mesh is None:
             raise SpecError(
@@ -84,7 +84,7 @@ def _read(array: Any, letters: Any) -> tuple[Spec, dict[str, int], list[int] | N
         return spec, dict(sharding.mesh.shape), _ids(sharding.mesh)
     if len(sharding.device_set) > 1:
         raise SpecError(
-            f"cannot show an array with a {type(sharding).__name__}: it has no mesh axes.\n"
+            f"cannot show an array with {article(type(sharding).__name__)}: it has no mesh axes.\n"
             "  Place it with jax.device_put(x, jax.NamedSharding(mesh, jax.P(...))), or with gspmd.annotate."
         )
     return spec, {}, [device.id for device in sharding.device_set]

@@ -10,7 +10,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.figures.figure import Figure
 from gspmd.page import limits
-from gspmd.page.requests import EquationRequest, read_mesh, read_numbers
+from gspmd.page.requests import EquationRequest, read_dimensions, read_mesh
 from gspmd.planner.figures.lowerings import lowerings_figure
 from gspmd.planner.figures.roofline import roofline_figure
 from gspmd.planner.plan import Plan
@@ -30,7 +30,7 @@ class EquationAnswer:
 
     def __init__(self, request: EquationRequest):
         self.request = request
-        self.sizes, self.mesh = read_numbers(request.sizes, "dimensions", "B=512"), read_mesh(request.mesh)
+        self.sizes, self.mesh = read_dimensions(request.sizes), read_mesh(request.mesh)
         self.plan = self._planned(request.lowering, request.via)
 
     def _planned(self, lowering: str, via: str) -> Plan:
@@ -128,6 +128,8 @@ def why(plan: Plan, best: Plan) -> str:
         parts.append(f"{amount_of_seconds(links)} more on the links ({more} sent), most in {_step_text(longest)}")
     if products > 0:
         parts.append(f"{amount_of_seconds(products)} more in products ({amount_of_flops(plan.flops)})")
+    if (hidden := plan.hidden_seconds - best.hidden_seconds) > 0:
+        parts.append(f"loops hide {amount_of_seconds(hidden)} more")
     if links < 0:
         parts.append(f"{amount_of_seconds(-links)} less on the links")
     if products < 0:

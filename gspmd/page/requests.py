@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown, suggestion
+from gspmd.annotate.parser import NAME
 from gspmd.page import limits
 from gspmd.reading import WHOLE, ReadError, parse_json, whole_number
 
@@ -76,23 +77,27 @@ class EquationRequest(Texts):
 
 
 _PAIR = re.compile(r"[^,]+")
+_DIMENSION = re.compile("[A-Z]")
 
 
-def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
-    """Read names and sizes: `x=4,y=4`.
-
-    Args:
-        text: the text that was typed; it may end in a comma.
-        what: what has these sizes, for the error message.
-        example: an example of a pair, for the error message.
+def read_dimensions(text: str) -> dict[str, int]:
+    """Read the sizes of dimensions: `B=512,L=1`.
 
     Raises:
-        SpecError: a pair is not a name and a whole number, or its name was given before; the message lists every such
-            pair.
+        SpecError: a pair is not a capital letter and a positive whole number, or its letter was given before; the
+            message lists every such pair.
+    """
+    return _numbers(text, "dimensions", _DIMENSION, "a dimension is one capital letter", "B=512")
 
-    Example:
-        >>> read_numbers("x=4, y=8", "mesh axes", "x=4")
-        {'x': 4, 'y': 8}
+
+def _numbers(text: str, what: str, names: re.Pattern, rule: str, example: str) -> dict[str, int]:
+    """Read names and sizes from the text that was typed, which may end in a comma.
+
+    Args:
+        text: the text.
+        what: what has these sizes, for the error message.
+        names: the names that it may have, and `rule` the same in words.
+        example: an example of a pair, for the error message.
     """
     found: dict[str, int] = {}
     faults = []
@@ -103,12 +108,15 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
         end = max(start + 1, pair.end() - len(pair[0]) + len(pair[0].rstrip()))
         if not pair[0].strip():  # The next pair is yet to be typed.
             continue
+        remedy = f"Write a name and a size, such as {example}."
         if not (name.strip() and equals):
             fact = f"{shown(pair[0].strip())} is not a name and a size."
-            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
-        elif number is None:
-            fact = f"{shown(size.strip())} is not {WHOLE}."
-            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
+            faults.append(Fault(text, start, end, fact, remedy))
+        elif not names.fullmatch(name.strip()):
+            faults.append(Fault(text, start, end, f"{rule}, not {shown(name.strip())}.", remedy))
+        elif not number:
+            fact = f"{shown(size.strip())} is not {WHOLE.replace('a whole', 'a positive whole')}."
+            faults.append(Fault(text, start, end, fact, remedy))
         elif name.strip() in found:
             faults.append(Fault(text, start, end, f"{name.strip()} has a size already.", "Give each one once."))
         else:
@@ -122,9 +130,11 @@ def read_mesh(text: str) -> dict[str, int]:
     """Read a mesh, within the limits of the page.
 
     Raises:
-        SpecError: as for `read_numbers`; or the mesh has too many axes or devices.
+        SpecError: a pair is not the name of a mesh axis and a positive whole number, or its name was given before; or
+            the mesh has too many axes or devices.
     """
-    mesh = read_numbers(text, "mesh axes", "x=4")
+    rule = "mesh axes are named by a lowercase letter and then letters, digits or _"
+    mesh = _numbers(text, "mesh axes", NAME, rule, "x=4")
     devices = 1
     for size in mesh.values():
         devices *= size

@@ -51,7 +51,7 @@ class TrainingConfig:
     source_length: int = 256
     """Number of tokens of the encoder's input; --length is for the decoder."""
     noise_density: float = 0.15
-    """Share of the tokens that span-corruption replaces by sentinels."""
+    """Fraction of the tokens that span-corruption replaces by sentinels."""
     mean_span: float = 3.0
     """Mean number of tokens that a sentinel of span-corruption stands for."""
     pack: bool = False
@@ -67,7 +67,7 @@ class TrainingConfig:
     tokenizer: str = ""
     """A tokenizer.json, or the folder of one, whose ids are the tokens; if not given, tokens are bytes."""
     validation_fraction: float = 0.05
-    """Share of the bytes that is held out, in whole files where there are enough."""
+    """Fraction of the bytes that is held out, in whole files where there are enough."""
     validation_every: int = 100
     """Updates between two validations; 0 for one at the end only."""
     validation_batches: int = 8
@@ -172,9 +172,9 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Highest learning rate, reached at the end of the warm-up."""
     warmup: float = 0.1
-    """Share of the steps over which the learning rate rises from zero."""
+    """Fraction of the steps over which the learning rate rises from zero."""
     final_fraction: float = 0.05
-    """Last learning rate, as a share of the highest."""
+    """Last learning rate, as a fraction of the highest."""
     weight_decay: float = 0.1
     """Decoupled decay of the weight matrices; norms are left alone."""
     beta1: float = 0.9

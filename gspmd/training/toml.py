@@ -60,9 +60,9 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
     try:
         values = read_toml(path)
     except ReadError as error:
-        hint = _near(Path(path)) if isinstance(error, MissingError) else ""
-        hint = hint or ("" if isinstance(error, ContentError) else " Give a TOML file.")
-        raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}.{hint}"]) from None
+        hint = similar_config(Path(path)) if isinstance(error, MissingError) else ""
+        hint = hint or ("" if isinstance(error, ContentError) else "Give a TOML file.")
+        raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}. {hint}".rstrip()]) from None
     cls, values = typed(cls, values) if typed else (cls, values)
     return beside(from_mapping(cls, values, source=str(path)), Path(path).parent)
 
@@ -270,9 +270,9 @@ def _wanted(hint: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
 
 
-def _near(path: Path) -> str:
-    """Suggest a file with a similar name in the same folder or a subfolder, such as configs/."""
+def similar_config(path: Path) -> str:
+    """Return "Did you mean ...?" with a similar TOML file in a missing file's folder or a subfolder, or ""."""
     there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
     close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
-    hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]
+    hints = [f"Did you mean {name!r}?" for name, stem in there.items() if stem in close]
     return "".join(hints[:1])

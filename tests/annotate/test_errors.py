@@ -215,6 +215,10 @@ UNREADABLE = {
         ("^", "'É' has no meaning in a spec.", "A spec is written as 'B_xLE_yz'."),
         (" ^^", "'_x' follows no dimension.", "Write the dimension first: 'E_x'."),
     ],
+    "\u0392LE_\u0445": [  # a Greek B and a Cyrillic x
+        ("^", "'\u0392' is GREEK CAPITAL LETTER BETA, not the letter B.", "Type 'B'."),
+        ("    ^", "'\u0445' is CYRILLIC SMALL LETTER HA, not the letter x.", "Type 'x'."),
+    ],
     "b L_xx M_{ N_x": [
         ("^", "'b' is neither a dimension nor the mesh axes of one.", "Dimensions are capital letters: write 'B'."),
         ("    ^^", "mesh axis x appears twice in 'L_xx'.", "If 'xx' is the name of one mesh axis, write 'L_{xx}'."),

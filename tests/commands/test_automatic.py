@@ -1,6 +1,7 @@
 """`--layout auto`: found for the devices at hand, kept, written beside the run, and the same results as on one."""
 
 import json
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -136,7 +137,8 @@ def test_the_line_and_the_file_say_what_it_is():
     assert " on tpu-v4, which stands in for devices that are not listed. The file is kept in " in said
     assert str(found(mesh="x=2,y=2")).startswith("Layout: found by an earlier run, in ")
     assert "step       batch 8, length 16, float32, remat full\n" in mine.text
-    assert "To be used with --layout FILE --mesh x=2,y=2\n" in mine.text
+    assert mine.text.startswith("# A layout for training on 4 devices, found by gspmd train --layout auto.\n")
+    assert "# to be used    gspmd train ... --layout FILE --mesh x=2,y=2\n" in mine.text
 
 
 def test_an_interrupt_of_the_search_is_one_of_the_run(monkeypatch):
@@ -244,10 +246,10 @@ def train(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(*flags, begun=False):
-        base = [] if begun else ["--config", "dense.toml", "--data", "text.txt", "--steps", "4", *_SHORT]
-        code = main.main(["train", *base, *flags])
+        code = main.main(["train", *([] if begun else run.base), *flags])
         return code, "".join(capfd.readouterr())
 
+    run.base = ["--config", "dense.toml", "--data", "text.txt", "--steps", "4", *_SHORT]
     return run
 
 
@@ -276,7 +278,7 @@ def test_a_run_keeps_its_layout_and_resumes_with_it(train, tmp_path, monkeypatch
     assert shards_weights(Layout.load(out / "layout.toml"))
     assert settings["layout"] == "auto"
     assert settings["mesh"] in ("x=4", "x=2,y=2")
-    begun, before = losses(out), parameters(out, 4)
+    begun, before, file = losses(out), parameters(out, 4), (out / "layout.toml").read_text()
     assert len(begun) == 4
     # A search would now find another layout, since everything fits; and what was found is no longer kept.
     monkeypatch.setattr(searched, "SHARE", 0.9)
@@ -286,6 +288,7 @@ def test_a_run_keeps_its_layout_and_resumes_with_it(train, tmp_path, monkeypatch
     assert "Layout: the run's own, auto/layout.toml." in said
     assert len(searches) == 1
     assert losses(out) == begun
+    assert (out / "layout.toml").read_text() == file
     jax.tree.map(np.testing.assert_array_equal, parameters(out, 4), before)
 
 
@@ -301,7 +304,14 @@ def test_losses_are_those_of_one_device_also_from_the_file(train, tmp_path, monk
     monkeypatch.setattr(searched, "SHARE", share)
     assert train("--layout", "replicated", "--devices", "1", "--out", "one")[0] == 0
     assert train("--layout", "auto", "--mesh", "x=2,y=2", "--out", "auto")[0] == 0
-    assert train("--layout", "auto/layout.toml", "--mesh", "x=2,y=2", "--out", "again")[0] == 0
+    made, used = (
+        shlex.split(line.split("    ", 1)[1])
+        for line in (tmp_path / "auto" / "layout.toml").read_text().splitlines()
+        if line.startswith(("# found with", "# to be used"))
+    )
+    assert made == ["gspmd", "train", *train.base, "--layout", "auto", "--mesh", "x=2,y=2", "--out", "auto"]
+    assert used == ["gspmd", "train", *train.base, "--layout", "auto/layout.toml", "--mesh", "x=2,y=2"]
+    assert train(*used[2:], "--out", "again", begun=True)[0] == 0
     wanted = [*losses(tmp_path / "one").values()]
     assert len(wanted) == 4
     np.testing.assert_allclose([*losses(tmp_path / "auto").values()], wanted, rtol=1e-5)

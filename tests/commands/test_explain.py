@@ -90,6 +90,10 @@ def test_options_reach_the_plan(run):
 
 
 BAD = [
+    (
+        [EQUATION, *MESH, *SIZES, "--via", "BLE, EF, EF"],
+        "a product has two operands, but this product has 3.\n  Write one spec for each of the two operands.",
+    ),
     (["BE_x, EF ->> BF", *MESH, *SIZES], "explain.py: cannot read the equation 'BE_x, EF ->> BF'"),
     (["BLE_w, EF -> BLF", *MESH, *SIZES], "the mesh has no axis w.\n  The mesh has x, y and z."),
     (

@@ -41,6 +41,35 @@ def test_a_layout_is_shown_as_it_prints_or_as_its_file(capsys, tmp_path):
     assert run(capsys, "diff", "zero-3", str(tmp_path / "own.toml"))[0] == 0
 
 
+@pytest.mark.parametrize("line", [
+    "[ffn]\nw_in = 3", "[ffn]\nw_in = []", '[ffn]\nw_in = ["E_xF", 3]', "[decode]\n'ffn.hidden' = true",
+    "[mixer]\nw = 2.5", "[lowering]\nffn = 1", "[dimensions]\nS = 3", "[padding]\nH = '4'",
+])  # fmt: skip
+def test_a_value_of_a_wrong_type_is_refused_as_check_refuses_it(capsys, tmp_path, line):
+    path = tmp_path / "own.toml"
+    path.write_text(f'base = "megatron-1d"\n{line}\n')
+    refused = run(capsys, "check", str(path))
+    assert refused[:2] == (2, "")
+    assert f"cannot use layout '{path}'" in refused[2]
+    picture = tmp_path / "own.svg"
+    commands = (["show", str(path)], ["show", str(path), "--svg", str(picture)], ["diff", "zero-3", str(path)])
+    for argv in (*commands, ["diff", str(path), "zero-3"]):
+        assert run(capsys, *argv) == refused
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(("axes", "said"), [
+    ('["x", "x"]', "names mesh axis x twice in axes of [mesh].\n  Name each mesh axis once."),
+    ('["x", "Y"]', "has 'Y' in axes of [mesh], which is not the name of a mesh axis.\n  A name is a lower-case letter"),
+])  # fmt: skip
+def test_the_names_of_mesh_axes_are_checked_before_a_mesh_is_made(capsys, tmp_path, axes, said):
+    path = tmp_path / "own.toml"
+    path.write_text(f'base = "megatron-1d"\n[mesh]\naxes = {axes}\n')
+    code, out, err = run(capsys, "check", str(path), "--devices", "8")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"LayoutError: the layout '{path}' {said}")
+
+
 def test_the_keys_of_a_section_or_of_all(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     one, whole = (run(capsys, "keys", *flags)[1] for flags in (["ffn"], []))

@@ -9,7 +9,8 @@ import pytest
 
 import gspmd
 from gspmd.commands import configs, main, runner
-from gspmd.training import ConfigError, Interrupted
+from gspmd.training import ConfigError, Interrupted, TrainingConfig
+from gspmd.training.config import load_toml
 
 ROOT = Path(__file__).parents[2]
 EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
@@ -111,10 +112,10 @@ def test_explain_starts_without_the_libraries_of_training():
 def test_a_config_is_found_by_name_and_a_file_before_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert Path(configs.find("tiny")) == ROOT / "configs" / "tiny.toml"
-    assert configs.find("own.toml") == "own.toml"
-    assert configs.find("some/tiny") == "some/tiny"
-    Path("tiny").touch()
-    assert configs.find("tiny") == "tiny"
+    for own in ("own.toml", "some/tiny", "tiny"):
+        Path(own).parent.mkdir(exist_ok=True)
+        Path(own).touch()
+        assert configs.find(own) == own
     with pytest.raises(ConfigError) as caught:
         configs.find("plam-8b")
     shipped = ", ".join(sorted(file.stem for file in (ROOT / "configs").glob("*.toml")))
@@ -122,6 +123,21 @@ def test_a_config_is_found_by_name_and_a_file_before_it(monkeypatch, tmp_path):
         "cannot read config 'plam-8b':\n  there is no such file, and no config of this name comes with gspmd.\n"
         f"  Did you mean 'palm-8b'? Give one of {shipped}, or the path of a TOML file."
     )
+
+
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("configs/llama-3.1-8b.toml", "Did you mean 'llama-3.1-8b', which comes with gspmd?"),
+    ("llama2-70b.toml", "Did you mean 'llama-2-70b', which comes with gspmd?"),
+    ("some/Plam-8B", "Did you mean 'palm-8b', which comes with gspmd?"),
+    ("mime.toml", "Did you mean 'mine.toml'?"),
+    ("some/where.toml", "Give a TOML file."),
+])  # fmt: skip
+def test_a_path_of_no_file_is_one_message_that_names_a_shipped_config(monkeypatch, tmp_path, name, remedy):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_toml(TrainingConfig, configs.find(name))
+    assert str(caught.value) == f"cannot read config {name!r}:\n  there is no such file. {remedy}"
 
 
 def test_the_models_not_installed_are_one_message(capsys, monkeypatch):

@@ -288,7 +288,7 @@ def test_an_interrupt_before_the_run(capsys):
 
 
 def test_a_signal_while_the_newest_checkpoint_is_looked_for_changes_nothing(capsys, monkeypatch, tmp_path):
-    def newest(out):
+    def last_step(out):
         os.kill(os.getpid(), signal.SIGINT)
         return 7
 
@@ -296,7 +296,7 @@ def test_a_signal_while_the_newest_checkpoint_is_looked_for_changes_nothing(caps
         with runner.interrupts(tmp_path):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "newest", newest)
+    monkeypatch.setattr(runner, "last_step", last_step)
     assert runner.guarded(run, []) == 130
     assert capsys.readouterr().err.startswith("\nInterrupted after step 7.")
 

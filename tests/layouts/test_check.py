@@ -46,7 +46,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
     file = tmp_path / "flat.toml"
     file.write_text(f'base = "megatron-1d"\n{section} = {value}\n')
     wanted = f"{section!r} is the name of a section, but here it has a value.\n  Write [{section}], and lines below it."
-    assert wanted in fault(Layout.load(str(file)))
+    assert wanted in fault(lambda: Layout.load(str(file)))
 
 
 @pytest.mark.parametrize(

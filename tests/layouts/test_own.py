@@ -140,7 +140,7 @@ def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
      ("S = 3", "the meaning of S must be a string, but it is 3.\n  Write it in quotes.")],
 )  # fmt: skip
 def test_lines_of_the_dimensions_are_checked(load, line, message):
-    assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))
+    assert message in fault(lambda: load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))
 
 
 def test_the_example_of_the_page_is_a_layout(load, pytestconfig):

@@ -61,7 +61,8 @@ def test_arrays_on_one_device_and_specs_are_shown():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((np.zeros(3),), "ndarray: it has no sharding"),
+        ((np.zeros(3),), "cannot show an ndarray: it has no sharding"),
+        ((jax.P("x"), (4, 2), {"x": 2}), "it is a PartitionSpec of JAX, which does not name dimensions"),
         (("B_xE",), "cannot show 'B_xE' without sizes and a mesh"),
         (("B_xE", (3, 2), {"x": 2}), "dimension B has size 3, which mesh axis x"),
         (("B_?E", (4, 2), {"x": 2}), "leaves a dimension to the compiler"),

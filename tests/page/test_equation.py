@@ -103,6 +103,14 @@ def test_why_an_alternative_lost():
     assert second["why"].startswith(f"{amount_of_seconds(links[1] - links[0])} more on the links (42.5 MB more sent)")
 
 
+def test_why_an_alternative_lost_says_what_its_loops_hide():
+    via = "BLE_xyz, E_xyzF"
+    row = next(row for row in _run("compare", _asked(CASES[0]))["alternatives"] if row["via"] == via)
+    hidden = _plan(CASES[0] | {"via": via}).hidden_seconds
+    assert hidden > 1e-5
+    assert f"; loops hide {amount_of_seconds(hidden)} more" in row["why"]
+
+
 def test_the_command_prints_the_same_plan(capsys):
     for case in CASES:
         answer = _run("plan", _asked(case))
@@ -119,7 +127,16 @@ def test_the_command_prints_the_same_plan(capsys):
         ({"equation": "BLE_xyw, E_xF_yz -> BLF_yzx"}, "equation", "E_xyw", "the mesh has no axis w."),
         ({"equation": "BLE_xyz, E_xF_yz - BLF_yzx"}, "equation", "-", "'-' is not an arrow."),
         ({"sizes": "B=512, L"}, "sizes", "L", "'L' is not a name and a size."),
-        ({"sizes": "B=512,L=-1"}, "sizes", "L=-1", "'-1' is not a whole number of at most 18 digits."),
+        ({"sizes": "B=512,L=-1"}, "sizes", "L=-1", "'-1' is not a positive whole number of at most 18 digits."),
+        ({"sizes": "B=0,L=1"}, "sizes", "B=0", "'0' is not a positive whole number of at most 18 digits."),
+        ({"sizes": "b=8"}, "sizes", "b=8", "a dimension is one capital letter, not 'b'."),
+        ({"mesh": "X=4"}, "mesh", "X=4",
+         "mesh axes are named by a lowercase letter and then letters, digits or _, not 'X'."),
+            {"mesh": "X=4"},
+            "mesh",
+            "X=4",
+            "mesh axes are named by a lowercase letter and then letters, digits or _, not 'X'.",
+        ),
         ({"mesh": "x=4,x=8"}, "mesh", "x=8", "x has a size already."),
         ({"via": "BLE_x, E_xF_"}, "via", "F_", None),
     ],

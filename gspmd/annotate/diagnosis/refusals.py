@@ -5,6 +5,7 @@ the text. A property test compares the two.
 """
 
 import string
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,25 @@ def unreadable(what: str, text: object) -> SpecError:
     if not faults:
         raise AssertionError(f"the parser refuses the {what} {text!r}, and no fault is found in it")
     return report(SpecError, doing, faults)
+
+
+_ALIKE = str.maketrans("ΑΒΕΖΗΙΚΜΝΟΡΤΥΧουАВЕЅІЈКМНОРСТУХаеорсухіјѕ", "ABEZHIKMNOPTYXouABESIJKMHOPCTYXaeopcyxijs")
+"""The Greek and Cyrillic letters that look like Latin ones."""
+
+
+def _lookalikes(text: str) -> list[Fault]:
+    """Return a fault for each letter that only looks like a Latin one, which nobody could see in the text.
+
+    >>> print(_lookalikes("\u0392LE_x")[0].fact)
+    'Β' is GREEK CAPITAL LETTER BETA, not the letter B.
+    """
+    faults = []
+    for at, letter in enumerate(text):
+        latin = "" if letter.isascii() else unicodedata.normalize("NFKC", letter).translate(_ALIKE)
+        if len(latin) == 1 and latin.isascii() and latin.isalpha():
+            fact = f"{letter!r} is {unicodedata.name(letter)}, not the letter {latin}."
+            faults.append(Fault(text, at, at + 1, fact, f"Type '{latin}'."))
+    return faults
 
 
 def _of_jax(given: Any) -> str:
@@ -84,7 +104,9 @@ def _axes(axes: Sequence[str]) -> str:
 
 
 def spec_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be one spec."""
+    """Return every fault of a text that should be one spec; letters of another script are its only faults."""
+    if alike := _lookalikes(text):
+        return alike
     reader = Reader(text)
     reader.spec()
     first = True
@@ -101,7 +123,9 @@ def spec_faults(text: str) -> list[Fault]:
 
 
 def equation_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be an equation, in the order of the text."""
+    """Return every fault of a text that should be an equation, in the order of the text; see `spec_faults`."""
+    if alike := _lookalikes(text):
+        return alike
     reader = EquationReader(text)
     sides = reader.sides()
     if len(sides) == 1:
@@ -113,7 +137,9 @@ def equation_faults(text: str) -> list[Fault]:
 
 
 def via_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be the left side of an equation, in the order of the text."""
+    """Return every fault of a text that should be the left side of an equation, as `equation_faults` does."""
+    if alike := _lookalikes(text):
+        return alike
     reader = EquationReader(text)
     terms = reader.terms()
     if reader.at < len(text):
@@ -121,7 +147,7 @@ def via_faults(text: str) -> list[Fault]:
         reader.fault(
             arrow, "via= has only the operands' specs, without an arrow.", "Write the left side of the equation only."
         )
-    return sorted([*reader.faults, *form_faults(text, terms, None)], key=lambda fault: fault.start)
+    return sorted([*reader.faults, *form_faults(text, terms, None, is_via=True)], key=lambda fault: fault.start)
 
 
 def spans(text: str) -> tuple[tuple[int, int], ...]:

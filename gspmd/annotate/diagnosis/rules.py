@@ -10,9 +10,11 @@ from gspmd.annotate.errors import Fault
 from gspmd.annotate.parser import dim_text
 
 
-def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
-    """Return every fault in the form of an equation; `outputs` is None if the text is only a left side."""
-    faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs)]
+def form_faults(
+    text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None, *, is_via: bool = False
+) -> list[Fault]:
+    """Return every fault in the form of an equation; `outputs` is None if the text is only a left side, as a via is."""
+    faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs, is_via)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
     if outputs is None:
@@ -27,14 +29,18 @@ def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product_faults(text: str, term: LocatedTerm, terms: list[LocatedTerm], outputs: list | None) -> list[Fault]:
+def _product_faults(
+    text: str, term: LocatedTerm, terms: list[LocatedTerm], outputs: list | None, is_via: bool
+) -> list[Fault]:
     faults = []
     empty = next((n for n, o in enumerate(term) if o.start == o.end), None)
     if len(term) > 2 and empty is not None:
         faults.append(_lone_comma(text, term, empty, f"so that the product has {len(term)} operands"))
     elif len(term) > 2:
         fact = f"a product has two operands, but this product has {len(term)}."
-        faults.append(_at(text, term[2], fact, _split_product(text, term, terms, outputs), term[-1].end))
+        one_each = "Write one spec for each of the two operands."
+        remedy = one_each if is_via else _split_product(text, term, terms, outputs)
+        faults.append(_at(text, term[2], fact, remedy, term[-1].end))
     groups = [o for o in term if o.group and not o.broken]
     if len(groups) > 1:
         fact = "a product has at most one group, and this is a second."

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from math import prod
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.hlo.module import Computation, Frame, Instruction, Module
 from gspmd.audit.hlo.text import until
 
@@ -46,7 +46,7 @@ def parse(text: str) -> Module:
     Source: the printer of XLA's HloModule, openxla/xla, `hlo/ir/hlo_module.cc`.
     """
     if not isinstance(text, str):
-        raise HloError(f"cannot read a {type(text).__name__} as an HLO module.\n  Give compiled.as_text().")
+        raise HloError(f"cannot read {article(type(text).__name__)} as an HLO module.\n  Give compiled.as_text().")
     lines = iter(text.splitlines())
     header = next((line for line in text.splitlines() if line.startswith("HloModule ")), "")
     computations, entry = {}, None

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.arguments import mesh_sizes
 from gspmd.audit.hlo import Computation, Instruction, Module, parse
 from gspmd.audit.hlo.collectives import Collective, collective
@@ -164,7 +164,7 @@ def _text_of(compiled: Any) -> str:
         return compiled
     if not hasattr(compiled, "as_text"):
         raise PlanError(
-            f"cannot read what a {type(compiled).__name__} sends: it is not compiled.\n"
+            f"cannot read what {article(type(compiled).__name__)} sends: it is not compiled.\n"
             "  Give jax.jit(f).lower(...).compile(), or the text of its optimized HLO."
         )
     return compiled.as_text()

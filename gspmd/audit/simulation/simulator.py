@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.arguments import mesh_sizes, operations
 from gspmd.audit.hlo.module import Module
 from gspmd.audit.simulation.interpreter import Interpreter
@@ -89,7 +89,7 @@ def timeline(
     """
     if not isinstance(module, Module):
         raise PlanError(
-            f"cannot simulate a {type(module).__name__}: it is not a parsed program.\n"
+            f"cannot simulate {article(type(module).__name__)}: it is not a parsed program.\n"
             "  Give gspmd.audit.hlo.parse(compiled.as_text())."
         )
     flops, mesh = operations(flops), mesh_sizes(mesh)

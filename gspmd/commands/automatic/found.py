@@ -1,11 +1,13 @@
 """A layout that was found for a run: its text, its mesh, and information on the search."""
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from gspmd.commands.arguments import flag_of, without
 from gspmd.display.units import amount_of_seconds
 from gspmd.layouts import Layout
 from gspmd.reading import ReadError, read_text
@@ -16,6 +18,8 @@ from gspmd.training.syntax import AUTO, lines_searched
 
 FILE = "layout.toml"
 """The name of the layout's file in the folder of a run."""
+COMMANDS = {"training": "gspmd train", "serving": "gspmd generate"}
+"""The command that finds a layout and uses it, by purpose."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,23 @@ class FoundLayout:
             path.write_text(self.text, encoding="utf-8")
             return replace(Layout.load(path), name=AUTO)
 
-    def write(self, folder: Path) -> None:
-        """Write the file into a run's folder, either completely or not at all."""
-        write_whole(folder / FILE, self.text)
+    def write(self, folder: Path, program: str = COMMANDS["training"], argv: Sequence[str] = ()) -> None:
+        """Write the file into a run's folder, either completely or not at all; of a resumed run, as it was.
+
+        A found layout may be that of other runs too, so its comment names the command of this run only here.
+
+        Args:
+            folder: the run's folder.
+            program, argv: the command line of the run.
+        """
+        path = folder / FILE
+        given = without(argv, ("--distributed", "--layout", "--mesh"))
+        if not any(flag_of(word) == "--resume" for word in argv):
+            given = without(given, ("--out",))  # The other run's folder is its own.
+        used = [*given, "--layout", str(path), *(("--mesh", self.mesh) if self.mesh else ())]
+        commands = {"found with": without(argv, ("--distributed",)), "to be used": used}
+        lines = "".join(f"# {name}    {program} {shlex.join(words)}\n" for name, words in commands.items())
+        write_whole(path, self.text.replace(f"# {line_of_use(COMMANDS['training'], self.mesh)}\n", lines, 1))
 
     def __str__(self) -> str:
         if not self.seconds:
@@ -58,6 +76,11 @@ class FoundLayout:
         times = " and ".join(f"{amount_of_seconds(each)} for a {what}" for what, each in self.seconds.items())
         how = f"found {'by an earlier run, ' if self.before else ''}in {amount_of_seconds(self.took)}"
         return f"Layout: {how}, for mesh {self.mesh}. Predicted: {times} on {self.chip}. The file is {self.place}."
+
+
+def line_of_use(command: str, mesh: str) -> str:
+    """Return the line of a layout file's comment that says how the layout is used, for any run of a command."""
+    return f"to be used    {command} ... --layout FILE --mesh {mesh}"
 
 
 def asks_for_search(layout: str, doing: str) -> bool:

@@ -18,7 +18,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.annotate import Spec
 from gspmd.commands.automatic import kept
-from gspmd.commands.automatic.found import FoundLayout, own_of
+from gspmd.commands.automatic.found import COMMANDS, FoundLayout, line_of_use, own_of
 from gspmd.commands.file import File, source_length_of
 from gspmd.commands.own import is_own, subject
 from gspmd.commands.search.unpriced import remedied, unpriced
@@ -290,8 +290,8 @@ def header(
     seconds: Mapping[str, float],
     facts: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the lines of the comment at the top of the layout file."""
-    best = finding.best
+    """Yield the lines of the comment at the top of the layout file; `purpose` is training or serving."""
+    best, command = finding.best, COMMANDS[purpose]
     held = f"{amount_of_bytes(finding.answer.bytes)} of {amount_of_bytes(question.chip.hbm_bytes)} on each device"
     lines = {
         "model": f"{question.parameters:,} parameters",
@@ -300,14 +300,14 @@ def header(
         "predicted": f"{', '.join(f'{amount_of_seconds(each)} for a {what}' for what, each in seconds.items())}",
         "on": question.devices,
         "memory": f"{held}, of which {SHARE:.0%} may be used",
-        "found": finding.proof,
+        "proved": finding.proof,
     }
-    yield f"A layout for {purpose} on {best.devices} devices, found by --layout auto."
+    yield f"A layout for {purpose} on {best.devices} devices, found by {command} --layout auto."
     yield ""
     width = max(map(len, lines))
     yield from (f"{name.ljust(width)}  {text}" for name, text in lines.items())
     yield ""
-    yield f"To be used with --layout FILE --mesh {best.named}"
+    yield line_of_use(command, best.named)
 
 
 def _question(

@@ -1,9 +1,10 @@
 """The comment at the top of the file of a layout that was found."""
 
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gspmd.commands.arguments import flag_of, without
 from gspmd.commands.files import write_text
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
@@ -49,9 +50,11 @@ def header(
         + plus_or_minus(settings)
         + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": _memory(settings, target, answer),
-        "found": finding.proof
-        if finding.complete
-        else "the best so far: the search was interrupted, and there may be a better one",
+        **(
+            {"proved": finding.proof}
+            if finding.complete
+            else {"found": "the best so far: the search was interrupted, and there may be a better one"}
+        ),
         **dict(_compiled(finding, shortlist)),
     }
     verbs = {"train": "training", "encode": "encoding sources", "prefill": "reading prompts", "decode": "decoding"}
@@ -86,7 +89,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
         "",
         *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
         "",
-        f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
+        f"found with    {shlex.join(['gspmd', 'search', *without(argv, _OF_NOTHING)])}",
         f"to be used    {used}",
     ]
 
@@ -143,11 +146,11 @@ def _train(
     settings: SearchSettings, argv: Sequence[str], file: str, mesh: str, remat: str | None, microbatches: int
 ) -> str:
     """Return the command that trains with a layout; `file` is empty if the layout is printed."""
-    given = [word for word in argv if _flag(word) not in _SWITCHES]
+    given = [word for word in argv if flag_of(word) not in _SWITCHES]
     model = [] if settings.model_class or "--config" in {word.partition("=")[0] for word in argv} else [settings.config]
     return shlex.join(
         [
-            "gspmd", "train", *(word for name in model for word in ("--config", name)), *asked(given, _OF_SEARCH),
+            "gspmd", "train", *(word for name in model for word in ("--config", name)), *without(given, _OF_SEARCH),
             "--layout", file or "FILE", "--mesh", mesh, *(["--model.remat", remat] if remat else []),
             "--batch", f"{settings.batch}", "--length", f"{settings.length}", "--microbatches", f"{microbatches}",
             "--dtype", settings.dtype, *(["--source-length", f"{settings.sources}"] if settings.sources else []),
@@ -192,25 +195,6 @@ def plus_or_minus(settings: SearchSettings) -> str:
     """Return the expected error as text, such as ` ± 12%`, or an empty string if it is unknown."""
     error = error_to_expect(settings)
     return "" if error is None else f" ± {error:.0%}"
-
-
-def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
-    """Return the flags on which the answer depends or, if `without` is given, all flags but those.
-
-    >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
-    ['--batch', '8']
-    """
-    kept, skip = [], False
-    for word in argv:
-        if not skip and _flag(word) not in without:
-            kept.append(word)
-        skip = not skip and "=" not in word and _flag(word) in without
-    return kept
-
-
-def _flag(word: str) -> str:
-    """Return the flag of a word, without its value, and with hyphens for the underscores that are accepted too."""
-    return word.partition("=")[0].replace("_", "-")
 
 
 def save(text: str, out: str) -> None:

@@ -102,6 +102,17 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
         yield from _override_faults(section, {**layout.table, **table}, table, base, known, more)
 
 
+def has_wrong_types(layout: LayoutTable) -> bool:
+    """Return whether a value of a layout's file is not of the type of its line, for which `faults_of` has a fault."""
+    specs = (text for table in (layout.table, *layout.overrides.values()) for text in table.values())
+    texts = (*layout.lowerings.values(), *layout.dimensions.values())
+    return (
+        not all(isinstance(text, str | tuple) for text in specs)
+        or not all(isinstance(text, str) for text in texts)
+        or not all(type(multiple) is int for multiple in layout.padding.values())
+    )
+
+
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
     """Return a fault for every mesh axis that a layout does not declare."""
     pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}

@@ -19,7 +19,7 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
     """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted = key.axes[2], query.axes[2]
-    first = f"the mesh axes of {key.dims[2]} have to be the first mesh axes of {query.dims[2]}."
+    first = f"the mesh axes of {key.dims[2]} have to be the leading mesh axes of {query.dims[2]}, in their order."
     faults = [
         *_unsharded(query, (3,)),
         *(_same(key, 1, query.axes[1], _CUT) if key.axes[1] and query.axes[1] else _unsharded(key, (1,))),

@@ -142,13 +142,13 @@ class SearchResult(Printed):
             mesh, fault = next(iter(self.refused.items()))
             others = f", nor can {len(self.refused) - 1} more" if len(self.refused) > 1 else ""
             where += f" ({mesh} cannot be searched: {str(fault).splitlines()[0].rstrip('.:')}{others})"
-        beside = f", with {' and '.join(chosen)}" if chosen else ""
+        beside = f", with {' and '.join(chosen)}," if chosen else ""
         gap = max(NEAR, 1 - self.bound / self.answer.seconds) if self.answer.seconds else NEAR
         more = ""
         if len(numbers) > 1 and self.best.microbatches == 1:
             least = max(GAIN, 1 - self.several / self.answer.seconds)
-            more = f"; in {numbers[1]} to {numbers[-1]} microbatches, none is faster by {least:.2%}"
-        return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
+            more = f"; in {numbers[1]} to {numbers[-1]} microbatches, none is more than {least:.2%} faster"
+        return f"no layout on {where}{beside} is more than {gap:.2%} faster by the plan{more}"
 
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
         """Return this result with another of its layouts as the answer, and with the bound proved for that layout."""

@@ -7,7 +7,7 @@ from gspmd.deferred import deferred
 if TYPE_CHECKING:
     from gspmd.training.checkpoints.manager import Checkpoints
     from gspmd.training.checkpoints.restore import load_parameters, newest_intact
-    from gspmd.training.checkpoints.saved import check_step, newest, saved_steps
+    from gspmd.training.checkpoints.saved import check_step, last_step, newest, saved_steps
     from gspmd.training.checkpoints.settings import has_settings, kept_settings, load_settings, save_settings
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "check_step",
     "has_settings",
     "kept_settings",
+    "last_step",
     "load_parameters",
     "load_settings",
     "newest",
@@ -26,7 +27,7 @@ __all__ = [
 _HOMES = {
     ".manager": "Checkpoints",
     ".restore": "load_parameters newest_intact",
-    ".saved": "check_step newest saved_steps",
+    ".saved": "check_step last_step newest saved_steps",
     ".settings": "has_settings kept_settings load_settings save_settings",
 }
 __getattr__, __dir__ = deferred(__name__, _HOMES)

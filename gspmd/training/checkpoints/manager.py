@@ -50,6 +50,7 @@ class Checkpoints:
         self._out, self._keep, self._tell = Path(out), keep, tell
         self._folder = saved.folder_of(out)
         self._folder.mkdir(parents=True, exist_ok=True)
+        saved.closed.discard(self._folder)
         # While it is open, no new folder can have its number (its inode), by which `_check_there` knows it.
         self._opened = os.open(self._folder, os.O_RDONLY)
         self._primary = jax.process_index() == 0
@@ -162,11 +163,14 @@ class Checkpoints:
             # First contents, then checksums, then the name: whenever this process is killed, a folder named by a step
             # is complete. Older checkpoints are removed last, once the new one would survive a loss of power.
             checksums.write(folder)
-            folder.rename(self._folder / str(step))
-            sync(self._folder)
-            for old in saved.saved_steps(self._out)[: -self._keep]:
-                # Renamed first: a removal that is killed leaves no checkpoint with files missing.
-                (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
+            with saved.renaming:
+                if self._folder in saved.closed:
+                    return f"step {step}: the run ended before the checkpoint was saved"
+                folder.rename(self._folder / str(step))
+                sync(self._folder)
+                for old in saved.saved_steps(self._out)[: -self._keep]:
+                    # Renamed first: a removal that is killed leaves no checkpoint with files missing.
+                    (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
             self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")
             return f"{said}, {amount_of_bytes(size)}"
 

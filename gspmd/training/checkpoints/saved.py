@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from pathlib import Path
 
 from gspmd.training.toml import ConfigError
@@ -9,6 +10,11 @@ from gspmd.training.toml import ConfigError
 #: The remedy for a run that cannot be resumed; without --resume, its own folder is refused.
 ANEW = "start anew, with the command that began the run and another --out"
 _FOLDER = "checkpoints"
+
+renaming = threading.Lock()
+"""Held while a save that is complete gets its name and older checkpoints are removed."""
+closed: set[Path] = set()
+"""The folders of checkpoints that this process no longer changes; read and changed under the lock."""
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
@@ -30,6 +36,17 @@ def saved_steps(out: str | Path) -> list[int]:
 def newest(out: str | Path) -> int | None:
     """Return the step of a run's newest checkpoint from the names of folders, or None."""
     return max(saved_steps(out), default=None)
+
+
+def last_step(out: str | Path) -> int | None:
+    """Return the step of a run's newest checkpoint for the last message of a process, or None.
+
+    A save in the background that is not yet complete stays so: it would remove the checkpoint that the message names,
+    if only one is kept.
+    """
+    with renaming:
+        closed.add(folder_of(out))
+        return newest(out)
 
 
 def check_step(out: str | Path, step: int) -> None:

@@ -112,12 +112,14 @@ def check_out(out: str, *, resume: bool, step: int | None = None, reads: Iterabl
     _check(path, resume, step)
     if fault := new_folder_fault(path):
         raise ConfigError(f"cannot write to {str(path)!r}:", [f"{fault}. Choose another --out."])
-    if not resume and (written := [os.path.realpath(path / name) for name in _there(path, _WRITTEN)]):
-        for file in reads:
-            real = os.path.realpath(file)
-            if any(real == each or real.startswith(f"{each}{os.sep}") for each in written):
-                fault = f"the run would read {str(file)!r}, and replace it or move it away. Choose another --out."
-                raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
+    written = [os.path.realpath(path / name) for name in _there(path, _WRITTEN)]
+    for file in reads if written else ():
+        real = os.path.realpath(file)
+        if any(real == each or real.startswith(f"{each}{os.sep}") for each in written):
+            remedy = "Give --data without it." if resume else "Choose another --out."
+            lost = "replace it" if resume else "replace it or move it away"
+            fault = f"the run would read {str(file)!r}, and {lost}. {remedy}"
+            raise ConfigError(f"cannot write to {str(path)!r}:", [fault])
 
 
 def _named(out: str, resume: bool) -> Path:

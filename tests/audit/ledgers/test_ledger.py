@@ -332,6 +332,8 @@ def test_a_product_of_a_library_that_cannot_be_counted_is_noted():
 def test_what_is_not_compiled_and_what_is_no_mesh():
     with pytest.raises(gspmd.PlanError, match=r"it is not compiled.\n  Give jax.jit\(f\).lower\(...\).compile\(\)"):
         gspmd.ledger(jax.jit(lambda x: x))
+    with pytest.raises(gspmd.PlanError, match="cannot read what an int sends: it is not compiled"):
+        gspmd.ledger(3)
     for mesh in ("x=8", 8, {"x": "8"}, (4, 2)):
         with pytest.raises(gspmd.PlanError, match=r"it is not a mesh\.\n  Give a mesh, or sizes of its axes"):
             gspmd.ledger("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n", mesh=mesh)

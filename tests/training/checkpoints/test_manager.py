@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import jax
@@ -17,7 +18,15 @@ import pytest
 
 from gspmd.annotate import Spec
 from gspmd.training import TrainState
-from gspmd.training.checkpoints import Checkpoints, load_settings, newest, save_settings
+from gspmd.training.checkpoints import (
+    Checkpoints,
+    checksums,
+    last_step,
+    load_settings,
+    newest,
+    save_settings,
+    saved_steps,
+)
 from gspmd.training.checkpoints.saved import ANEW
 from gspmd.training.toml import ConfigError
 
@@ -66,6 +75,31 @@ def test_keeps_the_newest(make_program, corpus, tmp_path):
             checkpoints.save(state, {})
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
     assert newest(tmp_path) == 4
+
+
+def test_the_checkpoint_that_a_last_message_names_is_kept(make_program, corpus, tmp_path, monkeypatch):
+    """A process may end while a save is about to remove the checkpoint that its message names."""
+    program, state = trained(make_program, corpus, steps=1)
+    reached, goes_on, write = threading.Event(), threading.Event(), checksums.write
+
+    def waiting(folder):
+        write(folder)
+        reached.set()
+        assert goes_on.wait(60)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state, {})
+        checkpoints.wait()
+        monkeypatch.setattr(checksums, "write", waiting)
+        state, _ = program.step(state, program.place(np.zeros((4, 9))), program.key)
+        checkpoints.save(state, {})
+        assert reached.wait(60)
+        assert last_step(tmp_path) == 1
+        goes_on.set()
+    assert saved_steps(tmp_path) == [1]
+    with Checkpoints(tmp_path, keep=1) as checkpoints:  # the same process may go on with the run
+        checkpoints.save(state, {})
+    assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
 def test_nothing_to_resume_from(make_program, tmp_path):

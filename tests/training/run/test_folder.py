@@ -110,6 +110,16 @@ def test_a_text_that_the_run_would_move_away_is_refused(tmp_path):
     check_out(str(tmp_path), resume=False, reads=[other])
 
 
+def test_a_text_that_a_resumed_run_would_replace_is_refused(tmp_path):
+    """As with --resume --data OUT/sample.txt; the run writes its sample at its end."""
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "sample.txt").write_text("mine")
+    (tmp_path / "other.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"read '.*/sample\.txt', and replace it\. Give --data without it\."):
+        check_out(str(tmp_path), resume=True, reads=[tmp_path / "other.txt", tmp_path / "sample.txt"])
+    check_out(str(tmp_path), resume=True, reads=[tmp_path / "other.txt"])
+
+
 def test_a_run_that_saves_before_the_folder_is_locked_is_not_set_aside(tmp_path, monkeypatch):
     save_settings(tmp_path, {"training": {}})
     held = folder._hold
