@@ -10,6 +10,7 @@ from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
 from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import CACHE, ENCODER, KEYS, OVERRIDES, PHASES, SERVING, Text, keys_of_override
+from gspmd.layouts.rules.own import is_own_encoder, sections
 from gspmd.layouts.table import LayoutTable, OfTable, parameters_of
 from gspmd.reading import WHOLE, whole_number
 
@@ -44,7 +45,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
     """Return a layout with another spec for one key, of its table or of an overriding section."""
     section, _, rest = key.partition(".")
-    if not (section in OVERRIDES or section == SERVING) or key in layout.own:
+    if not (section in OVERRIDES or section == SERVING) or is_own_encoder(section, rest, sections(layout.table)):
         return replace(layout, table={**layout.table, key: text})
     named = PHASES if section == SERVING else (section,)
     tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}

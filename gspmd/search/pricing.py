@@ -36,6 +36,7 @@ from gspmd.search.lines import LineChoice
 from gspmd.search.lookups import LookupPrices
 from gspmd.search.moves import HOISTED, MoveCosts, at_every, different
 from gspmd.search.program import Chain, Use
+from gspmd.search.sums import SumPrices, ends_of
 from gspmd.tracing.compilers import compiler_for
 
 LARGEST = 20_000_000
@@ -74,6 +75,7 @@ class Prices:
                 self._at.setdefault(name, {})[number] = option.column(name)
         self._moves: dict[tuple, MoveCosts] = {}
         self._lookups: dict[tuple, LookupPrices] = {}
+        self._sums: dict[tuple, SumPrices] = {}
         self._places_of: dict[tuple, tuple] = {}
         options = tuple((each.unknowns, each.rows.tobytes()) for each in choices)
         self._key = options, tuple(mesh.items()), chip
@@ -202,6 +204,8 @@ class Prices:
         if what.plan is routed:
             found, at = self._looked_up(what, of)
             return nowhere if found is None else np.where(at[0] >= 0, found.seconds(what.name)[at], np.inf)
+        if ends := ends_of(what):
+            return self._of_sum(what, ends, of)
         every, kind = self._placements(unknowns_in(what), of)
         planned = [self._planned_steps(what, known) for known in every]
         return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
@@ -375,24 +379,38 @@ class Prices:
         The indices are those of the pair of ids and rows, and of the table; -1 for an impossible placement.
         """
         given, backward, sizes, widths, _ = what.arguments
-        pairs, pair = self._places((given.ids, given.rows), of)
-        tables, table = self._places((given.table,), of)
-        kept, numbers = [], []
-        for places in (pairs, tables):
-            kept.append([each for each in places if each is not None])
-            number = np.cumsum([each is not None for each in places]) - 1
-            numbers.append(np.where([each is not None for each in places], number, -1))
-        pair, table = numbers[0][pair], numbers[1][table]
+        pairs, pair = self._possible((given.ids, given.rows), of)
+        tables, table = self._possible((given.table,), of)
         pair, table = np.broadcast_arrays(pair, table)
         nowhere = (pair < 0) | (table < 0)
         some = np.where(nowhere, -1, pair), np.where(nowhere, -1, table)
         key = what.plan, what.arguments, of
-        if key not in self._lookups and all(kept):
+        if key not in self._lookups and pairs and tables:
             environment = Environment.of(sizes, tuple(self.mesh.items()), self.chip)
-            ids, rows = zip(*kept[0])
-            tables = [each for (each,) in kept[1]]
-            self._lookups[key] = LookupPrices(environment, ids, rows, tables, widths, backward)
+            ids, rows = zip(*pairs)
+            own = [each for (each,) in tables]
+            self._lookups[key] = LookupPrices(environment, ids, rows, own, widths, backward)
         return self._lookups.get(key), some
+
+    def _of_sum(self, what: UnknownSteps, ends: tuple[Spec, Spec], of: tuple[int, ...]) -> np.ndarray:
+        """Return the seconds of the steps of a sum over dimensions, by option."""
+        kept, numbers = zip(*(self._possible((spec,), of) for spec in ends))
+        if not all(kept):
+            return np.full((1,) * len(of), np.inf)
+        key = what.arguments, of
+        if key not in self._sums:
+            before, after = ([each for (each,) in places] for places in kept)
+            self._sums[key] = SumPrices.of(what.arguments, tuple(self.mesh.items()), self.chip, before, after)
+        move, rest = self._sums[key].seconds
+        seconds = (move if what.name.startswith(("operand", "cotangent")) else rest)[numbers]
+        return np.where((numbers[0] < 0) | (numbers[1] < 0), np.inf, seconds)
+
+    def _possible(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...]], np.ndarray]:
+        """Return the possible placements of some tensors, and the index of each by option; -1 for an impossible one."""
+        places, place = self._places(specs, of)
+        possible = [each is not None for each in places]
+        numbers = np.where(possible, np.cumsum(possible) - 1, -1)
+        return [each for each in places if each is not None], numbers[place]
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
         """Return the distinct placements of some tensors, None if impossible, and the index of each by option."""

@@ -522,17 +522,20 @@ def _less_meshes(message: str) -> str:
 
 
 def _pairs(message: str) -> Iterator[tuple[str, str]]:
-    """Yield, for each dimension, the two unknowns that differ between the types or specs that an error compares."""
+    """Yield, for each dimension, the two unknowns that differ between the types or specs that an error compares.
+
+    Pairs with an unknown on both sides come first: operands that broadcast may differ elsewhere, where one of them has
+    size 1.
+    """
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
     specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache
     for text in filter(_NAME.search, _SPEC.findall(message)):
         specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
-    for found in (types, *specs.values(), written):
-        for first, *rest in [found] if found else []:
-            for second in rest:
-                if len(first) == len(second):
-                    yield from ((one, other) for one, other in zip(first, second) if one != other)
+    for first, *rest in filter(None, (types, *specs.values(), written)):
+        alike = [other for other in rest if len(other) == len(first)]
+        differ = [pair for other in alike for pair in zip(first, other) if pair[0] != pair[1]]
+        yield from sorted(differ, key=lambda pair: not all(pair))
 
 
 def _named_dims(text: str) -> list[str]:
