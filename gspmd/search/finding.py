@@ -289,7 +289,7 @@ class MeshProblem:
 
     @cached_property
     def _apart(self) -> list[Table]:
-        """Tables that are infinite where a mesh axis would shard two dimensions of one array; lines rule out the rest."""
+        """Tables that are infinite where a mesh axis would shard two dimensions of one array of the program."""
         found: list[Table] = []
         for pair in sorted(self.program.apart):
             (first, one), (second, other) = sorted(map(self.prices.mask_of, pair), key=lambda held: held[0] or 0)
