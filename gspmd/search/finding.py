@@ -288,6 +288,20 @@ class MeshProblem:
         return [*self._prices_inside.tables(inside), *self._prices_on_whole.tables(outside)]
 
     @cached_property
+    def _apart(self) -> list[Table]:
+        """Tables that are infinite where a mesh axis would shard two dimensions of one array of the program."""
+        found: list[Table] = []
+        for pair in sorted(self.program.apart):
+            (first, one), (second, other) = sorted(map(self.prices.mask_of, pair), key=lambda held: held[0] or 0)
+            if first is None or second is None:
+                continue
+            if first == second:
+                found.append(((first,), np.where(one & other, np.inf, 0.0)))
+            else:
+                found.append(((first, second), np.where(one[:, None] & other, np.inf, 0.0)))
+        return [(of, table) for of, table in found if np.isinf(table).any()]
+
+    @cached_property
     def beside(self) -> list[Table]:
         """The seconds of work outside of plans, as tables: passes over memory, and products inside other operations."""
         done, share = self.program.work, self.prices.shared
@@ -335,7 +349,7 @@ class MeshProblem:
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
         """Return the terms of these tables; tables that depend on the same choices are added up."""
         names = [option.name for option in self.prices.choices]
-        time, size = added_up([*seconds, *self.prices.ties]), added_up(sizes)
+        time, size = added_up([*seconds, *self.prices.ties, *self._apart]), added_up(sizes)
         found = []
         for of in dict.fromkeys((*time, *size)):
             shape = tuple(len(self.prices.choices[each].rows) for each in of)

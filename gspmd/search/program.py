@@ -82,12 +82,14 @@ class TracedProgram:
         jaxpr: its jaxpr, without dead code.
         arguments: its arguments that are arrays.
         sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide them all.
+        apart: pairs of unknowns that shard different dimensions of one array, and so cannot have a common mesh axis.
     """
 
     uses: tuple[Use, ...]
     jaxpr: Jaxpr
     arguments: tuple[HeldArray, ...]
     sizes: Mapping[str, frozenset[int]]
+    apart: frozenset[tuple[str, str]]
     _held: dict[tuple[int, Any], Held] = field(default_factory=dict, compare=False)
 
     @property
@@ -243,9 +245,8 @@ def _traced(build: Build, lines: Lines) -> TracedProgram:
         found.update(_marks(jaxpr, region, {}, changed_reductions(jaxpr)))
     uses = tuple(Use(what, count * times, count * once, inside) for (what, times, once, inside), count in found.items())
     arguments = (HeldArray.of(var.aval) for var in jaxpr.invars)
-    return TracedProgram(
-        uses, jaxpr, tuple(array for array in arguments if array is not None), _sizes(closed.jaxpr, uses)
-    )
+    arrays = tuple(array for array in arguments if array is not None)
+    return TracedProgram(uses, jaxpr, arrays, *_sizes(closed.jaxpr, uses))
 
 
 _CUTS = ("slice", "dynamic_slice", "split")
@@ -256,9 +257,14 @@ def _cuts_one(equation: Any, result: Any) -> bool:
     return any(before > after == 1 for before, after in zip(equation.invars[0].aval.shape, result.aval.shape))
 
 
-def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
-    """Collect, for each unknown, the sizes of the dimensions that it shards in the program's types and steps."""
+def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> tuple[dict[str, frozenset[int]], frozenset[tuple[str, str]]]:
+    """Collect, for each unknown, the sizes of the dimensions that it shards in the program's types and steps.
+
+    Returns:
+        The sizes, and the pairs of unknowns that shard different dimensions of one type.
+    """
     found: dict[str, set[int]] = {}
+    together: set[tuple[str, ...]] = set()  # the unknowns of each type
 
     def note(names: Iterable[str], size: int) -> None:
         for name in names:
@@ -266,6 +272,7 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
 
     def note_type(aval: Any, least: int) -> None:
         if HeldArray.of(aval) is not None:
+            together.add(tuple(name for names in unknowns_by_dimension(aval) for name in names))
             for names, size in zip(unknowns_by_dimension(aval), getattr(aval, "shape", ())):
                 note(names if size >= least else (), size)
 
@@ -294,7 +301,8 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
         for spec in specs:
             for dim, names in zip(spec.dims, spec.axes):
                 note(names, sizes[dim])
-    return {name: frozenset(sizes) for name, sizes in found.items()}
+    apart = frozenset(pair for names in together for pair in combinations(sorted(names), 2))
+    return {name: frozenset(sizes) for name, sizes in found.items()}, apart
 
 
 Chain = UnknownMove | UnknownSteps

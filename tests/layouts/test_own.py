@@ -64,6 +64,8 @@ def test_a_section_encoder_is_a_custom_models_or_overrides(load):
     assert (layout.encoder.stream, layout["encoder.w_q"]) == ("B_xLE", "EH_xD")
     assert layout.optimizer("encoder.w_q") == "E_xHD"
     assert not layout.overrides.get("encoder")
+    met = layout.override({"encoder.q_via": "B_xLE, EHD"})  # a line that the file lacks
+    assert (met.encoder.q_via, met.overrides.get("encoder")) == ("B_xLE, EHD", None)
     unknown = fault(load('base = "megatron-1d"\n[encoder]\ntokens = "B_xL"\n"attention.w_q" = "EHD"\n'))
     assert 'Write "embedding.tokens".' in unknown
     message = fault(load('base = "megatron-1d"\n[encoder]\nw_q = "EHD"\n'))

@@ -1,11 +1,13 @@
 """`gspmd.search`: the cheapest layout of any program, against every layout of a small one and against the trace."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import permutations, product
-from math import prod
+from math import inf, prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
@@ -15,8 +17,13 @@ from gspmd import Spec
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import planned_for
+from gspmd.ops import attention
+from gspmd.planner.unknown import UnknownSteps
 from gspmd.search import NothingFits
 from gspmd.search.answers.candidate import Candidate
+from gspmd.search.finding import MeshProblem
+from gspmd.search.lines import Lines
+from gspmd.search.program import read
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import Update
 from gspmd_models import step
@@ -405,6 +412,89 @@ def test_a_dimension_that_a_program_needs_whole_is_left_whole_and_no_other(name)
         gspmd.search(wide, layout, {"x": 2, "y": 2}, chip=CHIP, fixed={"mine.hidden": "BL_xF"})
     free, _ = layer(lambda h: h, 1, 4096)
     assert "L_" in gspmd.search(free, layout, {"x": 2, "y": 2}, chip=CHIP).lines["mine.hidden"]
+
+
+def test_operands_that_broadcast_are_sharded_alike_and_keep_their_batch():
+    build, layout = layer(lambda h: h, 64, 4096, scale="FN")
+
+    def scaled(layout, mesh):
+        _, x, w = build(layout, mesh)
+
+        def program(x, w, scale):
+            at = layout.section("mine")
+            return (at.einsum("stream, w -> hidden", x, w)[..., None] * scale[None, None]).sum(-1)
+
+        return program, x, w, lies(layout, mesh, "mine.scale", 64, 16)
+
+    found = gspmd.search(scaled, layout, {"x": 2, "y": 2}, chip=CHIP)
+    assert found.complete
+    assert found.lines["mine.hidden"] in ("B_xyLF", "BL_xyF")  # which cost the same
+    assert found.lines["mine.scale"] == "FN"  # no mesh axis shards both the length and N
+    fixed = gspmd.search(scaled, layout, {"x": 2, "y": 2}, chip=CHIP, fixed={"mine.hidden": "B_xLF_y"})
+    assert fixed.lines["mine.scale"].startswith("F_y")
+
+
+def test_a_group_in_a_section_of_one_s_own_called_encoder():
+    """Four lines are the most that a step may depend on: without vias, the group would depend on five."""
+    lines = {"stream": "BLE", "w_q": "EHD", "w_k": "EHD", "w_v": "EHD", "heads": "BLHD"}
+    layout = Layout("own", axes=("x",), factor=("x",), table={f"encoder.{name}": text for name, text in lines.items()})
+
+    def build(layout, mesh):
+        at, weights = layout.section("encoder"), ("w_q", "w_k", "w_v")
+        arguments = [lies(layout, mesh, f"encoder.{name}", 256, 8, 64) for name in weights]
+        into = "stream, (w_q, w_k, w_v) -> (heads, heads, heads)"
+        return lambda x, *w: at.einsum(into, x, w), lies(layout, mesh, "encoder.stream", 8, 64, 256), *arguments
+
+    found = gspmd.search(build, layout, {"x": 2, "y": 2, "z": 2}, chip=CHIP)
+    assert found.complete
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+    assert found.layout["encoder.q_via"] == found.layout["encoder.v_via"]
+
+
+@pytest.mark.parametrize("mesh", [{"x": 4, "y": 2}, pytest.param({"x": 2, "y": 2, "z": 4}, marks=pytest.mark.slow)])
+def test_every_price_of_a_sum_is_that_of_its_plan(mesh):
+    layout = own(stream="BLE", pooled="BE")
+
+    def build(layout, mesh):
+        move = partial(layout.section("mine").move, "stream -> pooled")
+        return jax.grad(lambda x: (move(x) ** 2).sum()), lies(layout, mesh, "mine.stream", 64, 32, 256)
+
+    lines = Lines.of(layout, {})
+    problem = MeshProblem(build, read(build, lines), lines, mesh, CHIP)
+    sums = [use.what for use in problem.uses if isinstance(use.what, UnknownSteps)]
+    assert {what.name for what in sums} == {"operand 0", "result 0", "cotangent 0", "gradient 0"}
+    for what in sums:
+        _, table = problem.prices.table(what)
+        planned = [
+            problem.prices._planned_steps(what, problem.prices.known(picks)) for picks in np.ndindex(*table.shape)
+        ]
+        seconds = [inf if steps is None else sum(step.seconds for step in steps) for steps in planned]
+        np.testing.assert_allclose(table.ravel(), seconds, rtol=0, atol=1e-11)
+
+
+def test_keys_of_one_s_own_are_where_their_queries_are():
+    layout = own(stream="BLE", w_q="EHD", w_k="EKD", w_v="EKD", query="BLHD", key="BLKD")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        shapes = {"w_q": (256, 8, 64), "w_k": (256, 2, 64), "w_v": (256, 2, 64)}
+        arguments = [lies(layout, mesh, f"mine.{name}", *shape) for name, shape in shapes.items()]
+
+        def program(x, *weights):
+            q, k, v = at.einsum("stream, (w_q, w_k, w_v) -> (query, key, key)", x, weights)
+            return attention(q, k, v, at.spec("query"), at.spec("key"))
+
+        return program, lies(layout, mesh, "mine.stream", 8, 64, 256), *arguments
+
+    lines = Lines.of(layout, {})
+    read(build, lines)
+    query, key = (lines.spec(f"mine.{name}", dims) for name, dims in (("query", "BLHD"), ("key", "BLKD")))
+    assert query.axes_of("B") == key.axes_of("B") != ()
+    assert (query.axes_of("D"), key.axes_of("D"), key.axes_of("L")) == ((), (), ())
+    assert query.axes_of("L")
+    found = gspmd.search(build, layout, {"x": 2, "y": 2}, chip=CHIP)
+    assert found.complete
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
         *_unsharded(query, (3,)),
         *(_same(key, 1, query.axes[1], _CUT) if key.axes[1] and query.axes[1] else _unsharded(key, (1,))),
         *_unsharded(key, (3,)),
-        *_same(key, 0, query.axes[0], "the keys of a sequence have to be where its queries are."),
+        *_same(key, 0, query.axes[0], _ROWS),
         *_same(key, 2, wanted[: len(held)], first),
     ]
     if faults:
@@ -35,6 +35,18 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
     return found, query.axes[1]
 
 
+def check_searchable(doing: str, query: Spec, key: Spec) -> None:
+    """Check, in a trace for the search, what must hold on any mesh: a search does not cover keys that go round.
+
+    Raises:
+        PlanError: the message names the unknowns that the search then ties, or leaves empty.
+    """
+    faults = [*_unsharded(query, (3,)), *_unsharded(key, (1, 3)), *_same(key, 0, query.axes[0], _ROWS)]
+    if faults:
+        raise report(PlanError, doing, faults) from None
+
+
+_ROWS = "the keys of a sequence have to be where its queries are."
 _CUT = "keys that are sharded along the sequence go round to queries that are sharded in the same way."
 
 

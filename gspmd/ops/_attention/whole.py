@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
-from gspmd.ops._attention.heads import placed
+from gspmd.ops._attention.heads import check_searchable, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, at_one_width, local_attention
 from gspmd.ops._attention.online import sink_gradient
@@ -389,6 +389,7 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
     """Return the steps of both passes: they move keys and values to the queries, and their gradients back."""
     if is_unknown(ctx.mesh):  # in a trace for the search the heads that a device needs are unknown too
+        check_searchable(f"cannot attend from '{core.query}' to '{core.key}'", core.query, core.key)
         asked = core.query, core.key, heads, shapes, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
     found = {}
@@ -405,10 +406,5 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 
 def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
     """Return the steps of `_planned` for given specs of queries and keys."""
-    if key.without_trivial(ctx.mesh).axes[1]:
-        raise PlanError(
-            f"cannot search with keys sharded along the sequence ('{key}'): the search does not cover ring attention.\n"
-            "  Leave the sequence of the keys unsharded."
-        )
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shapes[0][2], ctx.mesh)
     return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shapes, width, ctx)
