@@ -321,7 +321,7 @@ class Lines:
             return False
         return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 
-    def _owes(self, line: str) -> bool:
+    def may_owe(self, line: str) -> bool:
         """Return whether the gradient of a parameter may stay a partial sum until the end of the step."""
         return self.owed(line) not in self._held
 
@@ -342,7 +342,7 @@ class Lines:
         for name in self.trained:
             own, dims = self.spec(name, self.dims[name]), self.dims[name]
             found[f"optimizer.{name}"] = str(self.spec(f"optimizer.{name}", dims))
-            found[f"gradients.{name}"] = str(own.with_partial((self.owed(name),) if self._owes(name) else ()))
+            found[f"gradients.{name}"] = str(own.with_partial((self.owed(name),) if self.may_owe(name) else ()))
         return found
 
     def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
@@ -355,7 +355,7 @@ class Lines:
         for name in self.vias:
             found[name] = tuple(dict(pair for each in self.via(name).specs for pair in self._pairs(each)).items())
         for name in self.trained:
-            if self._owes(name):
+            if self.may_owe(name):
                 found[name] = (*found[name], ("", self.owed(name)))
             found[f"optimizer.{name}"] = self._pairs(self.spec(f"optimizer.{name}", self.dims[name]))
         return found

@@ -138,7 +138,8 @@ def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
     If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error remains whichever
-    mesh axis shards a dimension, that dimension stays unsharded.
+    mesh axis shards a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on a parameter
+    whose gradient is a partial sum, that gradient is reduced where it is computed.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.
@@ -150,6 +151,10 @@ def read(build: Build, lines: Lines) -> TracedProgram:
     for _ in range(ROUNDS):
         try:
             found = _traced(build, lines)
+        except NotImplementedError as error:
+            if "unreduced" not in str(error) or not _reduced_at_once(build, lines):
+                raise
+            continue
         except _REFUSALS as error:
             text = _less_meshes(str(error))
             # JAX's own errors show types, `f32[8@unknown1]`, or `P('unknown1')`; all other errors of a program are
@@ -507,6 +512,43 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
                 lines.hold(name)
             return True
     return False
+
+
+def _reduced_at_once(build: Build, lines: Lines) -> bool:
+    """Let the fewest gradients be reduced where they are computed, so that JAX differentiates the program.
+
+    JAX has no rules for partial sums in many operations, such as the negation in `-jnp.exp(w)`, and its error does not
+    name the parameter. So the parameters are tried in halves.
+
+    Returns:
+        Whether any gradient that could be a partial sum cannot be one now.
+    """
+    owed = [lines.owed(name) for name in lines.trained if lines.may_owe(name)]
+
+    def works(partial: Sequence[str]) -> bool:
+        trial = lines.copy()
+        for name in {*owed} - {*partial}:
+            trial.hold(name)
+        try:
+            _traced(build, trial)
+        except NotImplementedError as error:
+            return "unreduced" not in str(error)
+        except _REFUSALS:
+            pass  # `read` handles it later, and JAX has differentiated nothing yet.
+        return True
+
+    def refused(some: Sequence[str]) -> list[str]:
+        if works(some):
+            return []
+        if len(some) == 1:
+            return [*some]
+        half = len(some) // 2
+        return refused(some[:half]) + refused(some[half:])
+
+    found = refused(owed) if owed and works([]) else []
+    for name in found:
+        lines.hold(name)
+    return bool(found)
 
 
 def _check_unsharded(build: Build, lines: Lines) -> None:
