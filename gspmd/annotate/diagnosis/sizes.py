@@ -179,7 +179,7 @@ def _are_sequences(values: Sequence) -> bool:
 
 
 def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: int) -> Fault:
-    """Return a fault of spec number `at`, moved from the spec's canonical text to its position in the equation."""
+    """Return a fault of spec number `at` with its position in the equation instead of in the canonical spec."""
     if not spans:  # an equation that was not read from text, such as a gradient's
         return Fault(str(equation), 0, len(str(equation)), fault.fact, fault.remedy)
     start, end = spans[at]
