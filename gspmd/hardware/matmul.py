@@ -68,9 +68,9 @@ class Efficiency:
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
         together = hypot(matrix, load, drain, memory)
-        # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing and
-        # take together / n, and each window has a start. The best n makes together / n + n * start = 2 sqrt(together *
-        # start).
+        # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing, and
+        # take `together` / n; the start of each window takes additional time. The best n makes the sum, together / n +
+        # n * start, equal to 2 sqrt(together * start).
         alone = self.overhead_seconds + (self.latency_seconds if moved.read else 0)
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
