@@ -110,7 +110,8 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
         The devices, in JAX's order.
 
     Raises:
-        HostError: the platform is unknown or absent, there are fewer devices than asked for, or it is too late.
+        HostError: the platform is unknown or absent, there are fewer devices than asked for, or JAX has already started
+            with a different number of CPU devices.
     """
     import jax
 
@@ -143,7 +144,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder `name` of the cache, which is $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    """Return the subfolder `name` of the cache folder: of $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
     from pathlib import Path
 
     base = os.environ.get("GSPMD_CACHE")
@@ -151,10 +152,11 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_compiled(wanted: bool = True) -> str:
-    """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next start reads them.
+    """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next process can load them.
 
-    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are in
-    `compiled/` of the cache folder, in a folder for each kind of CPU, since one kind cannot run another's machine code.
+    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are kept
+    in `compiled/` of the cache folder, with one subfolder for each kind of CPU, since the machine code for one kind of
+    CPU does not run on another.
 
     Args:
         wanted: False to compile everything from scratch and keep nothing.
@@ -237,7 +239,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def quiet_libtpu() -> None:
-    """If this machine has no TPU, tell libtpu that it only compiles; keep the variables that the user has set."""
+    """If this machine has no TPU, tell libtpu that it is only used to compile; variables set by the user are kept."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
@@ -255,10 +257,9 @@ def quiet_libtpu() -> None:
 
 
 def skip_check_of_cuda() -> None:
-    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it only compiles.
+    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
 
-    Without this the plugin demands all libraries of CUDA, fails with a traceback whenever a backend starts, and is
-    unusable.
+    Otherwise the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
     """
     import sys
 

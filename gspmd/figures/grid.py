@@ -21,7 +21,7 @@ _THIN = 2.5
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number, its position in the grid, in cells, and the gaps left of it and above it."""
+    """A device that is drawn: its number, its position in the grid in cells, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -41,7 +41,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """By axis, the coordinates that are drawn: all, the first ones and the last, or only the first."""
+        """The coordinates that are drawn along each axis: all, the first few and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -64,7 +64,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, the last first: name, number of columns, and width and height in cells of each coordinate."""
+        """For every axis, last first: name, number of columns, and width and height of one coordinate in cells."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)
