@@ -1,4 +1,4 @@
-"""The collectives of a routine that run inside its einsums, and the schedules by which they do, as data."""
+"""The collectives of a routine that run inside its einsums, and the schedules of their rings, as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ SCHEDULES = {
 }
 """The schedules by name.
 
-Among schedules with equal costs the first is used; a tensor that is gathered apart from the einsum uses the last.
+Among schedules of equal cost, the first is used. A tensor that is gathered outside of the einsum uses the last.
 """
 
 

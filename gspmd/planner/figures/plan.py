@@ -183,7 +183,7 @@ class _Routine:
         """
         products = self.routine.products
         uses = [sum(lane in product.operands for product in products) for lane in range(len(self.lanes))]
-        # The lanes of a product alone; if it has none, it stands below all its lanes.
+        # The lanes that only this product uses. A product without such lanes stands below all lanes that it uses.
         own = [[lane for lane in dict.fromkeys(p.operands) if uses[lane] == 1] or list(p.operands) for p in products]
         wide = [lane.width for lane in self.lanes]
         for product, lanes in enumerate(own):

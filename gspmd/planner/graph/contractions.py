@@ -110,7 +110,7 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each row, a number; rows have the same number if they differ only in the order of a dimension's axes."""
+        """A number for each row, the same for rows that differ only in the order of a dimension's axes."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property

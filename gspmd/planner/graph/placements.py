@@ -147,7 +147,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers; it goes column by column, so that 64 bits are enough."""
+    """Number the distinct rows of a table of small numbers, column by column, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
