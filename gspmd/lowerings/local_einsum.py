@@ -111,7 +111,7 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
-# It need not be part of jit's cache key: it is read while a program is traced, and only that program sets it.
+# This need not be part of jit's cache key: it is read while a program is traced, and set only by that program.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 

@@ -144,7 +144,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
-    """Gather one chunk, axis by axis: the (part of a) shard together with those along the axes `within`."""
+    """Gather one chunk, axis by axis: this device's shard (or part of it) and the shards along the axes `within`."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)

@@ -60,7 +60,7 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the operands for the gradient: as shards where a ring gathers them."""
+        """Return the shards of the outputs, and the operands for the gradient; those that a ring gathers are shards."""
         shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:

@@ -69,7 +69,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` in each direction of each mesh axis, on which alone its time depends.
+    """Count the hops of a `walk` in each direction of each mesh axis; its time depends only on these counts.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]

@@ -1,9 +1,9 @@
 """A function with a planned gradient, made from its two passes, and rules for JAX's transformations of it.
 
 JAX 0.10.2 wrongly batches a `jax.custom_vjp` with several results if only some of them have a batch dimension: the
-cotangent of a result without one is summed over the batch before the backward pass, which broadcasts it over the batch
-and sums it again (N times the gradient for a batch of N). So either all results of a planned program get the batch
-dimension, or none.
+cotangent of a result without a batch dimension is summed over the batch before the backward pass, which broadcasts the
+sum over the batch and adds it up again (N times the gradient for a batch of N). So either all results of a planned
+program get the batch dimension, or none.
 
 A `jax.custom_vjp` cannot be differentiated in forward mode. JAX notices this only when it evaluates a tangent, after
 the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
