@@ -23,7 +23,7 @@ WORDS = 3
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return integers in the same order as the float32 values; integers are equal where the values are equal."""
+    """Return integers with the same order as the float32 values `x`; equal values have equal integers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 

@@ -79,7 +79,7 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return an index in the array of keys: the query at `place`, and all later queries, see no key before it."""
+        """Return an index in the array of keys: neither the query at `place` nor later queries see a key before it."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
@@ -185,7 +185,7 @@ class Terms(NamedTuple):
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 in place of padding.
 
-        A probability of 0 hides only finite numbers, and padding may be NaN. So gradients of padding are 0, too.
+        Padding may be NaN, and a probability of 0 times NaN is NaN. With zeros, gradients of padding are 0, too.
         """
         if self.segments is not None:
             q = self.real(q)

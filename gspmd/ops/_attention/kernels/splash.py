@@ -101,7 +101,7 @@ class _Schedule:
 
     @property
     def _first(self) -> list[int]:
-        """The first block of keys that each block of queries sees; the last has the number of the queries' block."""
+        """The first block of keys that each block of queries sees; the last has the number of that block of queries."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
