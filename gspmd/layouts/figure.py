@@ -30,8 +30,8 @@ _Row = str | _Op | _Add
 """An activation by its key, or an operation."""
 
 # The activations and operations of a section in the order in which `gspmd_models` computes them; those whose lines a
-# layout does not write are left out. Other lines, such as those of shared experts, which compute beside the others, are
-# listed below them.
+# layout does not write are left out. Other lines, such as those of shared experts, which run in parallel to the listed
+# ones, are listed below.
 _ATTENTION: tuple[_Row, ...] = (
     "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
@@ -98,7 +98,7 @@ def _html(text: str) -> str:
 
 
 def _notation(text: str) -> list[Run]:
-    """Return a line's text with subscripts; a text that is no spec is returned as is, as `Layout.check` reports it."""
+    """Return a line's text with subscripts; a text that is not a spec is unchanged, since `Layout.check` reports it."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -244,7 +244,7 @@ class _Drawing:
                 canvas.text(_NAMES, at + 15, name, "small soft")
                 canvas.text(self.list, at + 15, self._runs(self.layout.table[f"{part}.{name}"]), "ink")
             at += 18
-        # The panel lies below what it holds, and its height is known only now.
+        # The panel is drawn behind its contents, but its height is known only now.
         end = at + 12
         drawn = canvas.parts[start:]
         del canvas.parts[start:]

@@ -57,7 +57,7 @@ class LayoutTable:
         """Return the spec of a tensor.
 
         Raises:
-          LayoutError: the key is unknown, optional and absent, or has alternatives (see `resolved`).
+          LayoutError: the key is unknown, has alternatives (see `resolved`), or is optional and absent.
         """
         spec = look_up(self.table, key)
         if spec is None:
@@ -136,7 +136,7 @@ class LayoutTable:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The alternatives that `resolved` chose and that were not overridden since, as one line for each section."""
+        """The alternatives that `resolved` chose, unless they were overridden later, as one line for each section."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table

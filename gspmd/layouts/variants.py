@@ -52,7 +52,7 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Raise an error if a spec cannot be parsed, at once and not only when the layout is checked.
+    """Raise an error if a spec cannot be parsed, immediately and not only when the layout is checked.
 
     Raises:
       LayoutError: the spec, or one of the alternatives, cannot be parsed; the message lists every fault.

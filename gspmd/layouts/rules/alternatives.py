@@ -1,4 +1,4 @@
-"""Keys with alternative specs, of which sizes and mesh choose one, such as a batch over as many axes as it fills."""
+"""Keys with alternative specs, one of which fits the sizes and the mesh: a batch over the axes that it fills, say."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -64,7 +64,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that must agree with a line of another section, but agree with none of its.
+    """Yield the faults of alternatives that agree with no alternative of a line in another section, although they must.
 
     Args:
       layout: a layout, with lists or without.
