@@ -64,7 +64,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; if none, of the largest."""
+    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; else of the largest."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -195,7 +195,7 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and those that it may overwrite or reorder."""
+    """Return the program to compile, its abstract arguments, and options that say which of these it may overwrite."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout

@@ -23,7 +23,7 @@ _OURS = ("gspmd", "gspmd_models")
 
 
 class RefusedError(Exception):
-    """Raised if a dataclass refuses the values of flags; it is no ValueError, because tyro would print that itself."""
+    """Raised if a dataclass refuses the values of flags; not a ValueError, because tyro would print that itself."""
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
@@ -258,7 +258,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return, by its name, the documentation of each field of a dataclass and of its bases, as running text.
+    """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
 
     The documentation of a field is the docstring below it, or its entry under `Attributes` in the docstring of the
     class.

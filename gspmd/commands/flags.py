@@ -93,7 +93,7 @@ def parse(
     prog: str | None = None,
     common: Collection[str] = (),
 ) -> T:
-    """Read settings from a TOML file and from flags, of which the flags take precedence.
+    """Read settings from a TOML file and from flags, which take precedence over the file.
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
@@ -200,7 +200,7 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """A text buffer that has, for tyro, the encoding of standard output, and says whether that is a terminal."""
+    """A text buffer that tyro takes for standard output: it has the same encoding, and is a terminal if that is one."""
 
     def __init__(self) -> None:
         super().__init__()

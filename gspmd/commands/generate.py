@@ -167,7 +167,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """Raise an error about flags that do not apply to beam search or, without it, apply to nothing else.
+    """Raise an error about flags that beam search does not have, or, without --beams, about flags that only it has.
 
     Raises:
         ConfigError: such flags are given; the message names them.
@@ -409,7 +409,7 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order, each while it is generated, as soon as the text before has ended.
+    """Print the texts in order; each is printed while it is generated, once the text before it has ended.
 
     Args:
         console: the console for messages that are not part of a text.

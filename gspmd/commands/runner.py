@@ -62,7 +62,7 @@ def guarded(
         logging.getLogger(name).setLevel(logging.CRITICAL)
     refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
     together = False  # Whether all processes end in this way.
-    sure = True  # Whether the fault is this process's own; if not, another process may have been lost.
+    sure = True  # Whether the fault arose in this process; if not, another process may have been lost.
     try:
         with terminable(), _naming_files():
             _check_encoding(argv)

@@ -68,7 +68,7 @@ def train(settings: RunSettings, called: str = CALLED) -> None:
         called: the command line of the program, as in `runner.guarded`, for advice on how to resume.
     """
     began = time.monotonic()
-    console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
+    console = printing.console(120) if processes.first() else Console(quiet=True)  # only the first process prints
     checked = check(console, settings)
     if settings.explain:
         for arrangement, state in checked.arranged:

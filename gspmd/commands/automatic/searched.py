@@ -186,7 +186,7 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout for generating text: the lines for decoding, and those that differ for sources and prompts.
+    """Return the layout for generating text: the lines for decoding, and the other lines for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.
@@ -245,7 +245,8 @@ def _read_beside(
         question.sizes["source"],
         question.sizes["chunk"],
     )
-    # Prompts are read on the devices that continue their texts: as many rows as the most prompts of any part.
+    # Prompts are read on the devices that continue their texts, so every part of the batch has as many rows as the part
+    # with the most prompts.
     mesh = decode.case.mesh
     stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
     cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
@@ -327,7 +328,7 @@ def _question(
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """Return the cached result of a search, or run the search; report it. All processes get that of the first.
+    """Return the cached result of a search, or run the search, and report it; the first process does so for all.
 
     Args:
         console: the console for messages.

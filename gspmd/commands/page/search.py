@@ -158,7 +158,7 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the page's layout as a search prices it: on its own mesh if that was searched, or else on its best one."""
+    """Return the page's layout as a search prices it: on its own mesh if that was searched, else on its best mesh."""
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:

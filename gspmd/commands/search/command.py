@@ -52,12 +52,12 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
     """
 
     def begin(argv: Sequence[str]) -> int:
-        # Before a program is read: later programs are compiled for devices that are not attached. If JAX has started
-        # already, for example in a user's program, its devices are used.
+        # JAX starts here, before a program is read: later programs are compiled for devices that are not attached. If
+        # JAX has started already, for example in a user's program, its devices are used.
         with suppress(host.HostError):
             host.start(1, "cpu")
-        # Traces and their steps are millions of objects that live on: by default, a tenth of the time would be spent on
-        # looking for cycles among them.
+        # Traces and their steps are millions of objects that live on: by default, Python would spend a tenth of the
+        # time looking for cycles among them.
         gc.set_threshold(100_000)
         return main(argv, script, settings)
 
@@ -181,7 +181,7 @@ class CommandResults:
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
+        faults: faults of questions of --why that name no line on this mesh; the answer is printed nevertheless.
         interrupted: the exception because of which some results are missing; None for none.
     """
 
@@ -276,7 +276,7 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
         found.shortlist = compiling.fastest([*found.shortlist, each])
         if first := found.fastest:
             found.lowering = first.lowering
-            if first.answer is not found.finding.answer:  # The bound is that of the search, whatever came in between.
+            if first.answer is not found.finding.answer:  # The bound stays that of the search.
                 found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 

@@ -134,7 +134,7 @@ def _apart(one: Listed, other: Listed) -> float:
     """Return the difference of two layouts in parts of their cost or in hidden seconds, as a fraction of a step.
 
     The result is 0 if only axes are renamed. It is also 0 if both cost and hide the same seconds: such layouts differ
-    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made one program of them.
+    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made the same program of both.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):
