@@ -23,7 +23,8 @@ from gspmd.training.checkpoints import checksums, restore, saved
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
-# Endings of folders that are no checkpoints: half written, half removed, or newer than the step resumed from.
+# Endings of folders that are not checkpoints: half written, half removed, or newer than the step from which a run
+# resumed.
 _PARTIAL, _ASIDE = ".partial", ".aside"
 
 # Orbax's messages, without the system's error number, for files that it has written and does not find again.

@@ -84,7 +84,7 @@ class Corpus:
         after the last whole window are dropped. With an objective, a batch is a dictionary of int32 arrays (see
         `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
         epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
-        checkpoints. It does not depend on the number of processes.
+        checkpoints. This position does not depend on the number of processes.
 
         Args:
             batch: number of sequences in a batch, over all processes.

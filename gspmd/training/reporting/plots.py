@@ -22,7 +22,7 @@ _LABEL = 0.055
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> None:
-    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labelled at its end.
+    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labeled at its end.
 
     Args:
         rows: the objects of metrics.jsonl.

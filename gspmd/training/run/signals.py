@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP during a run: deferred to the end of a step, where the run saves and stops.
 
-A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for background jobs of a
-script, for whose foreground it is meant. SIGTERM is always handled, because schedulers end jobs with it.
+A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for the background jobs of a
+script, since it is meant for the foreground. SIGTERM is always handled, because schedulers end jobs with it.
 """
 
 import os
