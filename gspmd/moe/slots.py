@@ -17,7 +17,7 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""With more choices per slot than this, most choices have no slot; one pass over slots beats a gather per choice."""
+"""With more choices per slot than this, most choices have no slot, and one pass over slots is faster than gathers."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:

@@ -79,7 +79,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """Compute x · Φ(x), where Φ is the exact normal distribution; "gelu" approximates it by tanh."""
+    """Compute x · Φ(x), where Φ is the normal cumulative distribution; "gelu" approximates Φ by tanh."""
     return jax.nn.gelu(x, approximate=False)
 
 

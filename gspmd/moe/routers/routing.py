@@ -145,7 +145,7 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight of the output if the choice gets a slot.
-        logits: [G, L, X] float32, or `log_scores`; a token's largest is its confidence.
+        logits: [G, L, X] float32, or `log_scores`; a token's largest logit is its confidence.
         config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.
