@@ -65,7 +65,7 @@ def _mesh_of(x: Any) -> Any:
 
 
 def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
-    """Return the spec of an array with these dimensions, from its type or sharding; open where unknown."""
+    """Return the spec of an array with these dimensions, from its type or sharding; open where these are unknown."""
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))

@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at those that decide how the others are parsed, and the parser of all."""
+"""The flags of a command: an early look at the flags that decide how others are parsed, and the parser of all."""
 
 import argparse
 import io
@@ -351,7 +351,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return the saved settings of a run, without those of its machine and those that a flag replaces."""
+    """Return the saved settings of a run, without settings of its machine and settings that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")

@@ -378,7 +378,7 @@ def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequenc
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts of the flags, then that of the file; a chat may have messages but no prompt.
+    """Return the prompts of the flags, then the prompt of the file; a chat may have messages but no prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags for chats are given without --chat.

@@ -316,7 +316,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the times on links and network of a collective that uses the links of all its axes at once."""
+    """Return how long a collective that uses the links of all its axes at once occupies links and network."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -449,7 +449,7 @@ def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: 
             load += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
         return buffer * max(load) / chip.link_bandwidth, latency
     closed = min(len([size for size in sizes if chip.wraps(size)]), chip.torus)
-    links = closed + min(len(sizes), chip.torus)  # two links of a ring with wrap-around links, one of any other
+    links = closed + min(len(sizes), chip.torus)  # two links for a ring with wrap-around links, one for any other ring
     return wire_bytes(kind, group, buffer) / (links * chip.link_bandwidth), latency
 
 

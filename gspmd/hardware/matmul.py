@@ -127,10 +127,10 @@ def product_seconds(
         chip: the hardware.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], which is read and
             written.
-        read_bytes: bytes of operands that are read from main memory. By default each operand is read once; they are
-            fewer if an operand stays in on-chip memory, as small weights may in a loop.
+        read_bytes: bytes of operands that are read from main memory. By default each operand is read once. Give fewer
+            bytes if an operand stays in on-chip memory, as small weights may in a loop.
         accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default it is read
-            and written once; they are 0 if it stays in on-chip memory, as a loop's carry does if it fits.
+            and written once. Give 0 if it stays in on-chip memory, as a loop's carry does if it fits.
 
     Raises:
         PlanError: `dtype` is unknown.

@@ -17,7 +17,7 @@ class ChosenAlternatives:
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
-      name: the name to print: that of the overriding section, or of the part of the model.
+      name: the name to print: the name of the overriding section, or of the part of the model.
       place, count: the position of the chosen alternative, from 0, and the number of alternatives.
         specs: a mapping from key to the spec that was chosen.
     """

@@ -190,7 +190,7 @@ class Batched:
         return all(sizes[dim] % 8 == 0 and dim not in lanes for dim in rows)
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
-        """Return an operand as [batch, rows, columns], and the index of whichever of the latter two is contracted."""
+        """Return an operand as [batch, rows, columns], and the index of its contracted dimension: 1 or 2."""
         # XLA:CPU multiplies rows and columns in either order, so an operand is copied only if its rows or its columns
         # are not together in memory.
         first = next(dim for dim in dims if dim not in self.batch)

@@ -87,7 +87,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the dtype name of every operand, from one dtype for all or one for each; members of a group count."""
+    """Return the dtype name of every operand, from one dtype for all, or one for each; group members are operands."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

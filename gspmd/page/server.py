@@ -28,7 +28,7 @@ PAGES = {"/": "equation.html", "/layout": "layout.html"}
 EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout", "kept")
 """The tasks of `gspmd.page.tasks` that a page may ask for; a separate process runs the tasks of layouts."""
 SHORT = "gspmd.page.tasks:Tasks"
-"""The class of these tasks."""
+"""The class that runs these tasks, as `module:name`."""
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 

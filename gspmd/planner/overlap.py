@@ -103,7 +103,7 @@ class Overlap:
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient: for a ring gather, that of its shard."""
+    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, its shard is kept."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

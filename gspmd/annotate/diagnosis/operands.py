@@ -104,7 +104,7 @@ class EquationReader(Reader):
         )
 
     def _at_another(self, spec: LocatedSpec) -> bool:
-        """Return whether another spec begins here, after a space: its first word repeats a dimension of this one."""
+        """Return whether another spec begins here, after a space: the next word repeats a dimension of `spec`."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at)

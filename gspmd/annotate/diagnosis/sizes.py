@@ -77,7 +77,7 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axis whose name the letters of a suffix spell, or "" (a partial sum's letters are sorted)."""
+    """Return the mesh axis whose name the axes of a suffix spell, or ""; a partial sum's axes may be in any order."""
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
     arrange = sorted if axes is spec.partial or axes is spec.reduced else list

@@ -258,7 +258,8 @@ def _read_beside(
     def reading(workload: Workload, kept: Mapping[str, str]) -> Reading:
         return read_beside(problem_of(workload, mesh), decode, answer, question.limit, kept)
 
-    # Encoding sources decides the lines of the encoder and of cross-attention; reading prompts has to keep the latter.
+    # The lines of the encoder and of cross-attention are chosen for encoding sources; the layout for reading prompts
+    # must keep those of cross-attention.
     seconds, inner, beside = {"step of decoding": answer.seconds}, dict[str, str](), dict[str, str]()
     if source:
         tell("how sources are encoded")

@@ -1,4 +1,4 @@
-"""The search that a page asks for: that of `gspmd search`, compared with the page's layout, sent part by part."""
+"""The search that a page asks for: as by `gspmd search`, compared with the page's layout, and sent part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

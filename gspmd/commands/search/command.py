@@ -176,8 +176,8 @@ class CommandResults:
         asked: the answers to --why.
         presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
             outside.
-        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
-            mesh of the answer.
+        front, drawn: for --frontier, the points of the staircase, and the presets and the layouts of --beside to be
+            drawn with them; all are on the mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
@@ -281,7 +281,7 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If a preset is fastest, compile variants of it: each single change, then all faster ones together.
+    """If a preset is fastest, compile variants of it: each single change, then all changes that helped together.
 
     Of the lines in which the answer differs from the preset, some may save time and others may cost time. These
     variants are written as the search writes layouts, with its mesh axes, norms and biases instead of those of the

@@ -51,7 +51,7 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, followed by the lowering if it is not the one for which seconds are planned."""
+        """The name, followed by the lowering if seconds are planned for a different lowering."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property

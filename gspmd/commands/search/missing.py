@@ -74,7 +74,7 @@ def _fits_smaller_batch(
 ) -> bool:
     """Return whether some layout may fit with a smaller batch: the state alone may be too large.
 
-    A batch of one sequence is tried. If no layout divides it, larger ones may still fit.
+    A batch of one sequence is tried. If no layout divides it, a larger batch may still fit.
     """
     if settings.batch == 1:
         return False

@@ -93,7 +93,8 @@ def found(finding: SearchResult) -> Listed:
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
     """Return at most `count` layouts: the first, and each that differs by `APART` of a step from those chosen before.
 
-    If these are fewer than `count`, the first of the others follow, except those with the same cost as a chosen one.
+    If these are fewer than `count`, the first of the remaining layouts follow, except layouts with the same cost as a
+    chosen one.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):

@@ -18,7 +18,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 
     All lists of a section have the same length, and the first position at which the mesh divides all sizes is chosen.
     In an overriding section, this is done separately for the keys of each part of the model. Lists in [prefill] and
-    [decode] are kept for the layout of that phase, which has the sizes for the choice.
+    [decode] are kept: they are resolved in the layout of the phase, for which the sizes are known.
 
     Args:
       layout: a layout, with lists or without.

@@ -481,7 +481,7 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _same_name(section: str, name: str, known: Iterable[str]) -> str:
-    """Return a proposal of the key with this name in another, preferably similar section, or an empty string."""
+    """Return a proposal of a key with this name in another section, if possible a similar one, or an empty string."""
     sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
     near = get_close_matches(section, sections, n=1) or sections[:1]
     return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""

@@ -1,4 +1,4 @@
-"""The sizes that specs are checked against: padded to multiples, and those of one microbatch on a mesh."""
+"""The sizes that specs are checked against: padded to multiples, and reduced to one microbatch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -190,7 +190,8 @@ class GivenSizes:
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
     """Return the sizes, padded as the layout says, and the mesh, with every axis of the layout.
 
-    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, they become those of one.
+    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, the result has the sizes of
+    one microbatch.
     """
     # Undeclared axes are left out: they are reported once as faults of the mesh, not with every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}

@@ -279,7 +279,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; without `always`, only those that a move has changed."""
+    """Return slots, or hidden activations, after their moves; unless `always`, only those that a move has changed."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

@@ -130,7 +130,7 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same."""
+        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same ones."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]

@@ -223,7 +223,7 @@ class _Core:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device needs, before it picks the head that it uses."""
+        """The spec of the keys that a device needs, before the device picks the head that it uses."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 

@@ -84,7 +84,7 @@ def _box(canvas: Canvas, x: float, y: float, spec: Spec) -> float:
 
 
 def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
-    """Draw a plan: the steps of every operand up to the local einsum, and those of the result after it.
+    """Draw a plan: the steps of every operand up to the local einsum, and the steps of the result after it.
 
     Args:
         plan: the plan.

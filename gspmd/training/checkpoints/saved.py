@@ -12,7 +12,7 @@ _FOLDER = "checkpoints"
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
-    """Return the folder with all checkpoints of a run, or that of the checkpoint of one step."""
+    """Return the folder of all checkpoints of a run or, given a step, of the checkpoint of this step."""
     # Like Path.resolve, which has an error of its own for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)

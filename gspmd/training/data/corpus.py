@@ -259,7 +259,7 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 class _Windows:
-    """Sequences of length + 1 tokens, each of which starts with the last token of the one before."""
+    """Sequences of length + 1 tokens, each of which starts with the last token of the sequence before it."""
 
     def __init__(self, tokens: np.ndarray | Tokens, length: int):
         self._tokens, self._length = tokens, length

@@ -192,7 +192,7 @@ def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: 
 
 
 def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterator[tuple[bytes, bytes]]:
-    """Yield the documents of a file of JSON lines or Parquet as UTF-8, without empty ones: their prompt and their text.
+    """Yield prompt and text of each document in a file of JSON lines or Parquet, as UTF-8; empty texts are left out.
 
     Args:
         path: the file.

@@ -50,7 +50,7 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return a connection from this process to the first one, as soon as that one listens.
+    """Return a connection from this process to the first one, as soon as the first one listens.
 
     Args:
         at: the processes of the run, and the number of this one.

@@ -93,7 +93,7 @@ def _mover(sources: Tree, targets: Tree, reshard: Reshard) -> Callable[[Tree], T
     def move(source: Spec, target: Spec, leaf: jax.Array) -> jax.Array:
         if source == target:
             return leaf
-        # A compiler may send a whole sum and then slice it, which is twice the bytes of reducing it into shards.
+        # A compiler may send a whole sum and then slice it, which sends twice the bytes of a reduce-scatter.
         options = {"lowering": "blocking"} if source.partial else {}
         return reshard(leaf, Equation.move(source, target), **options)
 
