@@ -228,7 +228,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # Not a POSIX system.
+    except (AttributeError, OSError, ValueError):  # This is not a POSIX system.
         return None
     try:
         with open(_LIMIT) as file:
@@ -290,7 +290,7 @@ def _numbered(prefix: str) -> bool:
 
 
 def _forget_schedules() -> None:
-    if os.path.isdir(folder := schedules_folder()):  # Not if nothing was compiled for a TPU.
+    if os.path.isdir(folder := schedules_folder()):  # There is no folder if nothing was compiled for a TPU.
         import shutil
 
         shutil.rmtree(folder, ignore_errors=True)

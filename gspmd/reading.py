@@ -183,7 +183,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         if "\0" in text:
             raise ReadError("it is not text: it has a null byte") from None
         raise ContentError(f"it is not TOML: {_toml_fault(text, str(error))}") from None
-    except ValueError as error:  # From a number, or an impossible date.
+    except ValueError as error:  # Raised for a number with too many digits, or an impossible date.
         raise (_too_long() if "digits" in str(error) else ContentError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)

@@ -40,7 +40,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
         os.fsencode(given)
         if "\0" in given:
             raise ValueError("a name has no null byte")
-    except ValueError as error:  # Also UnicodeEncodeError, for half of a surrogate pair.
+    except ValueError as error:  # This includes UnicodeEncodeError, for half of a surrogate pair.
         raise ValueError(f"cannot write {given!r}: {error}.\n  Give another name.") from None
     file = Path(os.path.realpath(given))
     ending = file.suffix if len(file.suffix) <= _LONGEST_ENDING else ""

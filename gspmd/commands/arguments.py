@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.words: tuple[str, ...] = ()
         self.subcommands: Mapping[str, Parser] = {}
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # As in commands with more flags.
+        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # Commands with many flags have it.
 
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
         """Add a flag or an argument as argparse does, with values for shell completion to propose.

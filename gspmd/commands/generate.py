@@ -117,7 +117,7 @@ def generate(settings: GenerateSettings) -> int:
             begins, settings.tokens, sampling=sampling, seed=settings.seed, stop=stops,
             ended=ended, length_penalty=settings.length_penalty, n_best=settings.n_best, **job,
         )  # fmt: skip
-        each = settings.samples * settings.n_best  # one of them is 1
+        each = settings.samples * settings.n_best  # at least one of the two is 1
         texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in begins for _ in range(each)]
         shown = [settings.target_prompt] * len(ids) if given else prompts_shown(settings, prompts)
         write(console, shown, texts, unless_stopped(bursts, stop), ended)

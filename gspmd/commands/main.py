@@ -119,7 +119,7 @@ def _written(command: Callable[[], int]) -> int:
                 stream.flush()
             except OSError:  # Writing the remaining data would fail again when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 1 if full else 128 + signal.SIGPIPE  # Also for a terminal: no SIGHUP has come.
+        return 1 if full else 128 + signal.SIGPIPE  # Also for a closed terminal, if no SIGHUP has come.
 
 
 def _streams() -> list[TextIO]:
@@ -207,7 +207,7 @@ def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
 
 
 def _interrupt_soon(number: int) -> None:
-    time.sleep(0.02)  # Until the callback has returned.
+    time.sleep(0.02)  # Meanwhile the callback returns.
     os.kill(os.getpid(), number)  # Not _thread.interrupt_main, which does not end a wait.
 
 

@@ -136,7 +136,7 @@ def _naming_files() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not isinstance(error.filename, str):  # For example a closed standard output.
+        if not isinstance(error.filename, str):  # The error is not about a named file.
             raise
         raise ConfigError(f"cannot use {error.filename!r}:", [f"{error.strerror or error}."]) from None
 

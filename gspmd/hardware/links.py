@@ -93,7 +93,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     if group <= LARGEST_WHOLE[kind] or not chip.keeps_whole_slices:
         return group <= LARGEST_WHOLE[kind]
     sides = _sides(group, chip)
-    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two collectives, each over one axis
+    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two collectives, one over each axis
     # A ring sends over two links, an axis without wrap-around links over one. So the ring halves the transfer time; for
     # few bytes, this saves less than its additional hops cost.
     if buffer < 2 * (group // 2 - hops) * chip.hop_seconds * chip.link_bandwidth:

@@ -250,4 +250,4 @@ class SectionSpecs:
         text = getattr(self._section, key)
         if text is None:
             return None
-        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both cache their results
+        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both functions cache results

@@ -30,7 +30,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 class SearchRequest(LayoutRequest):
     """A request to search, and to compare the result with the page's layout.
 
-    The search is on the mesh of that layout or on every mesh of a slice, with its number of microbatches or any.
+    The search is on the mesh of that layout or on every mesh of a slice, with the layout's number of microbatches or
+    with any number.
     """
 
     topology: str = ""

@@ -159,7 +159,7 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
 
-    Without the compiler none is traced. A preset that the step refuses, for example because it cuts blocks of int8
+    Without the compiler no preset is traced. A preset that the step refuses, for example because it cuts blocks of int8
     moments, is not `usable`. Pipelines are not traced, because a trace counts the idle slots of their step differently
     from a plan.
     """

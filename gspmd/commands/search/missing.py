@@ -82,7 +82,7 @@ def _fits_smaller_batch(
     one = replace(settings, batch=1, microbatches=None if settings.microbatches is None else 1)
     try:
         return _some_fits(spaces(one)(target), limit) is not False
-    except (LayoutError, PlanError):  # For example experts in groups that do not divide one sequence.
+    except (LayoutError, PlanError):  # For example, groups of experts do not divide one sequence.
         return True
 
 

@@ -25,8 +25,8 @@ MORE = 0.15
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the cheapest layouts that differ from it, and the cheapest preset.
 
-    The layouts that differ have another option of one choice, or another mesh, choice of remat or number of
-    microbatches; each is the best of its kind.
+    Each of the layouts that differ is the best with another option of one choice, or with another mesh, choice of remat
+    or number of microbatches.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]

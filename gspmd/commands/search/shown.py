@@ -16,7 +16,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""A part of the cost has no column of its own below this fraction of the slowest layout's seconds."""
+"""A part of the cost has its own column only if it is more than this fraction of the slowest layout's seconds."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:

@@ -55,7 +55,7 @@ class Slice:
 
     def meshes(self) -> list[dict[str, int]]:
         """Return the meshes to be searched: meshes of whole torus axes; on GPUs all, because a switch has no rings."""
-        from gspmd.search.answers import factorings, meshes  # which imports JAX; flags are read without it
+        from gspmd.search.answers import factorings, meshes  # this imports JAX, but flags are read without it
 
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 

@@ -103,7 +103,7 @@ def loss_specs(layout: LayoutTable, microbatches: int) -> Mapping[str, Spec]:
 
 def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
     """Return the mesh axes that shard the rows (tokens or slots) over which a parameter's gradient is summed."""
-    if key == "moe.choice_bias":  # it has no gradient
+    if key == "moe.choice_bias":  # this parameter has no gradient
         return set()
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
     if beside and key in ROWS:

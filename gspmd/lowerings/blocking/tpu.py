@@ -60,7 +60,7 @@ def zero_after(x: jax.Array) -> jax.Array | int:
         return 0
 
     def zero(x: jax.Array) -> jax.Array:
-        x = lax.optimization_barrier(x)  # otherwise the slice moves into the product that makes `x`
+        x = lax.optimization_barrier(x)  # otherwise the compiler moves the slice into the product that makes `x`
         first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
         bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
         return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
@@ -273,7 +273,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
     # The positions along an axis that is both over slices and within them are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
-    minor = 1 if whole else _ring(inner)  # as in `_parts`, two parts if over all devices
+    minor = 1 if whole else _ring(inner)  # like `_parts`, two parts if the collective is over all devices
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))
@@ -411,7 +411,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
     """Reduce-scatter along the first dimension, with the shards in a dimension of their own, as whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
-    if x.ndim > 2 and x.shape[-2] % _TILE:  # without whole tiles it becomes an all-reduce and slices
+    if x.ndim > 2 and x.shape[-2] % _TILE:  # otherwise the compiler makes it an all-reduce and slices
         rest = (prod(rest),)
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
     x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x

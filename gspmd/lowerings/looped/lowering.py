@@ -101,7 +101,7 @@ class LoopedExecutor(Executor):
         If nothing is scattered, every stripe waits for the stripe two before it, because a compiler would otherwise
         send all stripes at once. Scattered stripes are ordered by their own permutes.
         """
-        done: list[list] = []  # by stripe and output
+        done: list[list] = []  # the outputs of each stripe
         start = 0
         for size in stripes.sizes:
             stripe = [part_of(x, self._dims_of(n), {stripes.dim: (start, size)}) for n, x in enumerate(shards)]

@@ -55,7 +55,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     program.defvjp(residual_forward, backward)
 
     def checked(form, *arrays):
-        leaves, tree = jax.tree.flatten(arrays)  # without arrays that are None
+        leaves, tree = jax.tree.flatten(arrays)  # this drops arrays that are None
         try:
             return program(form, *jax.tree.unflatten(tree, _entering.bind(*leaves, title=title(form))))
         except TypeError as error:  # JAX's own error, for a tangent that vmap batches under jit

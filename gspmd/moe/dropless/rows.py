@@ -68,7 +68,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     start, base, places, counts = 0, 0, [], []
     for size, capacity in zip(tokens, capacities):
         expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
-        if len(tokens) > 1:  # each chunk has queues of its own
+        if len(tokens) > 1:  # every chunk has its own queues of the experts
             slot = queue(expert, kept, experts)
         count = rows_of_experts(expert, slot, experts)
         first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)

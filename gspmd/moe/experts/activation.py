@@ -18,7 +18,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
-    del of_inputs.__wrapped__  # its signature may have options, such as gelu's
+    del of_inputs.__wrapped__  # otherwise its signature might have options, as that of gelu has
     kept = jax.custom_vjp(of_inputs)
 
     def forward(*inputs):

@@ -103,7 +103,7 @@ def attend(
     if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
         return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *more, name=cut.name), MIXED)
-    limits = replace(extras.limits, displaced=causal)  # in zigzag order
+    limits = replace(extras.limits, displaced=causal)  # causal sequences are in zigzag order
     return _attend(replace(cut, extras=replace(extras, limits=limits)), ctx, q, k, v, *more)
 
 

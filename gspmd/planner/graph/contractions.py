@@ -145,7 +145,7 @@ class ContractionTable:
         """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first by spec text."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
-            row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand
+            row = min(rows, key=lambda row: str(right.spec(row)))  # the rule of `search` for the left operand
             spec, steps = right.spec(row), right.steps(row)
         paths, made, name = self.result.paths, int(self.result.nodes[row]), self.result.tensor.name
         result = paths.spec(self.dims, made)

@@ -137,7 +137,7 @@ def placements(
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
     """Extend every row by every choice of one more column that reuses no axis; return rows and their used axes."""
-    free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
+    free = (subsets[:, None] & masks == 0) & fits  # for each set of taken axes and each choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
     row = np.repeat(np.arange(len(table)), some)

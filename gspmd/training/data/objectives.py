@@ -349,7 +349,7 @@ class _PairItems:
 
     def sizes(self, items: np.ndarray) -> np.ndarray:
         begin, middle, end = (self._starts[2 * items + each] for each in range(3))
-        return np.stack([middle - begin + 1, end - middle + 2], axis=1)  # with their start and end tokens
+        return np.stack([middle - begin + 1, end - middle + 2], axis=1)  # including start and end tokens
 
     def row(self, items: np.ndarray) -> Row:
         borders = (self._starts[2 * item : 2 * item + 3] for item in items)

@@ -116,7 +116,7 @@ class Watch(threading.Thread):
                     if key.fileobj is self._door:
                         self._let_in(ready)
                     elif key.data is None:
-                        if key.fileobj in self._callers:  # Or the door was closed a moment ago.
+                        if key.fileobj in self._callers:  # It is missing if the door was closed a moment ago.
                             self._greet(key.fileobj, ready)
                     else:
                         self._listen(key.data, ready)
@@ -281,7 +281,7 @@ class Watch(threading.Thread):
             self._told = _Told(peer, int(code), sure == "1", message, time.monotonic() + _GRACE)
 
     def _lose(self, peer: int, how: str) -> None:
-        if self._told and self._told.peer == peer:  # That process has reported the reason for its end.
+        if self._told and self._told.peer == peer:  # The other process has reported the reason for its end.
             self._end_told()
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 

@@ -88,7 +88,7 @@ class Stop:
 
         Every process must call this function.
         """
-        import jax  # which this module's exceptions do not need
+        import jax  # imported here, since the exceptions of this module do not need JAX
 
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils

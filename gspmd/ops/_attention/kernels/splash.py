@@ -49,7 +49,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
-    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
+    config: Any = jax.config  # in JAX 0.10 its type hints lack the options
     if config.jax_default_matmul_precision not in _PRECISIONS:
         return False
     if q.shape[1] != k.shape[1] or not q.dtype == k.dtype == v.dtype:
@@ -213,7 +213,7 @@ def attended(
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
     if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(k.shape[2], -1), (q.shape[0], 1))  # as `by_key_head`: [B·K, Q]
+        sinks = jnp.tile(sinks.reshape(k.shape[2], -1), (q.shape[0], 1))  # [B·K, Q], in the order of `by_key_head`
     with schedule.work(q, k, products=2).scope():
         ids = schedule.segments(segments, k.shape[2])
         out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0], ids, sinks)
