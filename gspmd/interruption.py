@@ -107,7 +107,7 @@ def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
 
 
 def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call a function that spends a long time in C code, in a thread, so that signals are handled meanwhile.
+    """Call, in a thread, a function that spends a long time in C code, so that signals are handled meanwhile.
 
     Python handles signals in the main thread, between two of its own instructions. After an interrupt the function
     continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of

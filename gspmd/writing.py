@@ -22,7 +22,7 @@ _MOST_LINKS = 40
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Write a file whole: if writing fails, the old contents stay, or no file if there was none.
 
-    The contents are written to a temporary file in the same folder, with the same ending, mode and group, which is
+    The contents are written to a temporary file in the same folder, with the same suffix, mode and group. This file is
     renamed at the end. Some files are written directly, so that after a failure they contain what was written until
     then: pipes, devices, open files such as /dev/stdout, and files in a read-only folder. So are files whose owner or
     links a rename would change: files of another user, and files with a second name (a hard link).

@@ -3,8 +3,8 @@
 Colors are written out in every rule, because programs that typeset papers do not support CSS variables.
 
 Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
-    possible, so that text in each of them has a contrast of 4.5 with its ground, and any two are at least 20 apart in
-    CIE L*a*b* for protanopes and deuteranopes.
+    possible, so that text in each of them has a contrast of 4.5 with its background, and any two are at least 20 apart
+    in CIE L*a*b* for protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,9 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The maximum number of devices that are drawn. Of a larger mesh, the first devices and the last along each axis are
-drawn, or only the first."""
+"""The maximum number of devices that are drawn. On a larger mesh, only the first devices and the last along each axis
+are drawn, or only the first.
+"""
 _ABREAST = 8
 """The maximum number of cells in a row."""
 _THIN = 2.5

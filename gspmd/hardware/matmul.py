@@ -1,8 +1,8 @@
 """The time of a local matrix product, including the lower efficiency of thin products.
 
 Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
-and reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes
-the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
+and for each chunk it reads the whole operand that is not cut. If the contracted dimension is cut, it also reads and
+writes the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
 (benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
 """
 
@@ -187,7 +187,7 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Return the predicted seconds of a local einsum: of a product by its fit, of other kernels by their bytes.
+    """Return the predicted seconds of a local einsum: by the fit for a product, by the bytes for any other kernel.
 
     Args:
         sizes: the size of each dimension on one device.

@@ -265,7 +265,7 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec for each key; of alternatives, the first whose mesh axes divide the sizes.
+        """Return this layout with one spec per key: among alternatives, the first whose mesh axes divide the sizes.
 
         The alternatives of all lists in a section are chosen together. A layout without alternatives is returned
         unchanged.

@@ -131,7 +131,7 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; with a batch dimension, as a product of matrices if every row stays in its tile.
+    """Compute an einsum; if it has a batch and every row stays in its tile, compute it as a product of matrices.
 
     This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses a memory order for each product, and
     copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, 0.9

@@ -39,8 +39,8 @@ def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chai
     for n, (high, low) in enumerate(pairwise(_PLACES)):
         step = jnp.int32(1 << low)
         above = [order >= found + digit * step for digit in range(n > 0, 1 << high - low)]
-        # All sums in one pass: the TPU compiler's code for a sum of a broadcast over candidates takes three times as
-        # long.
+        # All sums are computed in one pass: the TPU compiler's code for a sum of a broadcast over candidates takes
+        # three times as long.
         each = [jnp.where(some, word, 0) for some in above for word in weights]
         sums = jax.lax.reduce(each, [jnp.int32(0)] * len(each), _added, (order.ndim - 1,))
         totals = jnp.stack(sums, axis=-1).reshape(*order.shape[:-1], len(above), len(weights))

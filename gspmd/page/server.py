@@ -104,7 +104,7 @@ def application(
 
 
 class _Desk:
-    """A worker process, the requests that wait for it, and a function for the seconds that each may take."""
+    """A worker process, the requests that wait for it, and a function that returns the seconds each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)

@@ -281,7 +281,7 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return, by the name of the tensor, the step that sends a stream to the next or previous stage.
+    """Return the step that sends a stream to the next or previous stage, by the name of the tensor.
 
     Args:
         stream: the spec of the stream within a stage.

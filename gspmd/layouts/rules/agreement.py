@@ -159,7 +159,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if key_via and in_via bring the residual to different specs: it moves only once, for both."""
+    """Yield a fault if key_via and in_via bring the residual to different specs: one move has to serve both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):

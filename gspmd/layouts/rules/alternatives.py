@@ -23,8 +23,8 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     Args:
       layout: a layout, with lists or without.
       faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
-            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, for any
-            choice.
+            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, which no
+            choice can avoid.
 
     Returns:
       The layout, with the first spec of each list if no alternative fits, and the faults. `chosen` of the layout names

@@ -51,7 +51,8 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
     """
     result = {dim: _up(size, padding.get(dim, 1)) for dim, size in sizes.items()}
     if "H" in sizes and "K" in sizes and {"H", "K"} & set(padding) and sizes["K"]:
-        # At least as many query heads per key/value head as without padding, so that no query head changes its group.
+        # There are at least as many query heads per key/value head as without padding, so that no query head changes
+        # its group.
         enough = sizes["H"] // sizes["K"] * result["K"]
         result["H"] = _up(enough, lcm(padding.get("H", 1), result["K"]))
     return result

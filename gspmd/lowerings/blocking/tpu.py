@@ -18,9 +18,10 @@ instead:
   If the shards have a separate dimension, it keeps the collective, at no cost. But then it also rewrites a product
   whose rows are split in this way: if the rows fill the lanes and the columns do not (16 columns of keys), it
   transposes the other operand first, of any size. A barrier between the product and the shards prevents this;
-- it decomposes an all-to-all that cuts one dimension and joins the parts along another only after it has chosen the
-  order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the padding by
-  sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads nothing;
+- it decomposes an all-to-all that cuts one dimension and joins the parts along another, but only after it has chosen
+  the order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the
+  padding by sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads
+  nothing;
 - rows of several experts arrive from one device after the other. If they are transposed, it copies them twice, since
   the rows of one expert from one device do not fill a tile. A gather of rows by constant indices moves each row once;
 - dimensions of size 1 (`L` of `[B, 1, E]`) prevent it from keeping any of these forms, so they are dropped in between;

@@ -33,7 +33,7 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A function that returns a region of a product; the product is finished, or the call computes the region."""
+"""A function that returns a region of a product: it slices the finished product, or computes the region when called."""
 
 
 def lower(call: Call) -> Passes:

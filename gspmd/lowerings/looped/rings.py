@@ -3,7 +3,7 @@
 A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbor
 along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device at distance
 `offset` behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device at
-distance `offset` behind it, and sends the sum on towards the root.
+distance `offset` behind it, and sends the sum on toward the root.
 """
 
 from collections import Counter

@@ -200,7 +200,7 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
     rest = _sum_in_any_order(jnp.exp(others - second))
     below = logits - best
     of_others = jnp.log(jnp.exp(second - best) * rest - jnp.expm1(below)) - below
-    # Not where `below` is 0: a compiler may compute scaled logits again here, unrounded, and then none is 0.
+    # The condition is not `below == 0`: a compiler may compute scaled logits again here, unrounded, and then none is 0.
     return jnp.where(is_best, second - best + jnp.log(rest), of_others)
 
 

@@ -307,7 +307,8 @@ def _differentiate(operands, tangents, **form):
 def _batch(operands, dims, *, tree, batches, **form):
     count = tree.num_leaves
     size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
-    # All tangents get the batch dimension: JAX then adds up the gradients of operands that had none over the batch.
+    # All tangents get the batch dimension: JAX then adds up over the batch the gradients of operands that had no batch
+    # dimension.
     tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[count:], dims[count:])]
     dims = (*dims[:count], *(0 for _ in tangents))
     return _tangent.bind(*operands[:count], *tangents, tree=tree, batches=(*batches, dims), **form), 0

@@ -199,7 +199,8 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
             halves = half.queries(q), half.keys(k), half.keys(v), _in_halves(half, terms, q.shape[0])
             return found.merge(half.found(local_attended(*halves, False, cut.scale)))
 
-        # Also in zigzag order a device's own tokens are in the order of the text, so `causal` holds for them as stored.
+        # Even in zigzag order, a device stores its own tokens in the order of the text, so `causal` holds for their
+        # indices.
         own = local_attended(q, k, v, terms, cut.causal, cut.scale)
         found = circulation.visit(visit, own, (k, v)).with_sinks(sinks)
         return found.output(q.dtype), found.top + jnp.log(found.total)

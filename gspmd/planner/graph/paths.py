@@ -190,7 +190,7 @@ class ShortestPaths:
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Raise an error if a tensor has no path and steps that were left out as too large might be part of one."""
+        """Raise an error if a tensor has no path, but might have one with steps that were left out as too large."""
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(

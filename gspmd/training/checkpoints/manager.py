@@ -61,7 +61,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
         self._checked: int | None = None  # The step whose files have been compared with their checksums.
-        # Not read from disk again: processes other than the first could look before or after the last save ends.
+        # These are not read from disk again: processes other than the first could look before or after the last save
+        # ends.
         self._steps = set(saved.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
@@ -160,8 +161,9 @@ class Checkpoints:
             if not self._primary:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            # First contents, then checksums, then the name: whenever this process is killed, a folder named by a step
-            # is complete. Older checkpoints are removed last, once the new one would survive a loss of power.
+            # The contents come first, then the checksums, then the name: whenever this process is killed, a folder
+            # named by a step is complete. Older checkpoints are removed last, once the new one would survive a loss of
+            # power.
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)

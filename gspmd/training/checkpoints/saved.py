@@ -23,7 +23,8 @@ def saved_steps(out: str | Path) -> list[int]:
     folder = folder_of(out)
     if not os.path.isdir(folder):  # Raises no error for a name that no file can have.
         return []
-    # Only names as a run writes them: `int` also reads 007 and digits of other scripts, and str.isdigit accepts ².
+    # Only names in the form that a run writes: `int` also reads 007 and digits of other scripts, and str.isdigit
+    # accepts ².
     return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 

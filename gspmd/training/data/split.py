@@ -147,7 +147,7 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose the first whole files up to a fraction of all bytes or, if these miss it by half, the ends of all files.
+    """Choose the first whole files up to a fraction of all bytes or, if they miss it by half, the ends of all files.
 
     Args:
         sizes: bytes of the files, all positive.
@@ -172,7 +172,7 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return the number of first buckets whose bytes are nearest to the fraction: at least one, but not all.
+    """Return how many of the first buckets have bytes nearest to the fraction: at least one, but not all.
 
     Args:
         buckets: total bytes of the records in each bucket.

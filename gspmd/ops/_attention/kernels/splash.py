@@ -32,8 +32,9 @@ the compiler's schedules for v5p and v6e."""
 _WIDEST = 512
 """The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
 _STEP = 2**17
-"""The fixed cost of a step of the grid, as the number of logits that take the same time. By the schedules of the three
-kernels together it is 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p)."""
+"""The fixed cost of a step of the grid, as the number of logits that take the same time. According to the schedules of
+the three kernels together, a step costs 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p).
+"""
 _PRECISIONS = None, "default", "fastest", "bfloat16"
 """The names of JAX's default precision of products; the kernels do not compile for others."""
 _MOST = 64
