@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Errors of renaming with which a file may still be writable: a mounted file, another user's file in a sticky folder
-# (/tmp).
+# A file whose renaming fails with one of these errors may still be writable: a mounted file, or another user's file in
+# a sticky folder (/tmp).
 _NOT_RENAMED = {errno.EBUSY, errno.EPERM, errno.EACCES, errno.EXDEV}
 _LONGEST_ENDING = 20
 """Suffixes with more characters are left out of the temporary file's name, which could otherwise become too long."""

@@ -167,7 +167,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """Raise an error about flags that beam search does not have, or, without --beams, about flags that only it has.
+    """Raise an error about flags that do not apply to beam search, or, without --beams, apply only to it.
 
     Raises:
         ConfigError: such flags are given; the message names them.

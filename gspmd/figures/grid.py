@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class MeshGrid:
-    """The arrangement of a mesh: the last axis to the right, the axis before it downwards, all others as panels.
+    """The arrangement of a mesh: the last axis to the right, the axis before it downward, all others as panels.
 
     Attributes:
       mesh: size of every mesh axis.

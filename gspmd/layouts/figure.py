@@ -65,7 +65,7 @@ _MOST = 8
 
 
 def layout_figure(layout: LayoutTable) -> Figure:
-    """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
+    """Draw a layout: a panel for each section, in which activations run downward and weights come from the right.
 
     Args:
         layout: the layout.
@@ -209,7 +209,7 @@ class _Drawing:
                 for key in keys]  # fmt: skip
 
     def _panel(self, part: str, y: float) -> float:
-        """Draw the panel of a section from y downwards; return the y at which it ends."""
+        """Draw the panel of a section from y downward; return the y at which it ends."""
         canvas, rows = self.canvas, self._rows(part)
         start = len(canvas.parts)
         right = _NAMES
@@ -265,7 +265,7 @@ class _Drawing:
         return y + _BOX
 
     def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
-        """Draw an operation with its weights from y downwards; return the y at which it ends."""
+        """Draw an operation with its weights from y downward; return the y at which it ends."""
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)

@@ -137,7 +137,7 @@ class _Told(Response):
             try:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-            finally:  # Also if the server ends: the thread that waits for the answer cannot be cancelled.
+            finally:  # Also if the server ends: the thread that waits for the answer cannot be canceled.
                 while not ended:
                     self._desk.worker.interrupt()
                     with anyio.CancelScope(shield=True):

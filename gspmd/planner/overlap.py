@@ -15,7 +15,7 @@ class RingSchedule:
 
     Attributes:
         signs: for each part of a shard, the direction, +1 or -1, in which it is sent round the ring.
-        both_ways: whether every part is sent in both directions, each time half-way round.
+        both_ways: whether every part is sent in both directions, each time halfway round.
         is_public: whether users may choose it by name, as lowering `looped:<name>`.
     """
 

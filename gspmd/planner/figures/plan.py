@@ -1,7 +1,7 @@
 """The figure of a plan: specs in boxes, and a collective on every arrow, with its bytes and seconds.
 
 Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), figures 2 and 3.
-Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
+Differs: time runs downward, so that the figure fits the column of a paper and the screen of a telephone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Chain:
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
-        """Draw the chain from y downwards, centered at x; return the y at which it ends."""
+        """Draw the chain from y downward, centered at x; return the y at which it ends."""
         if self.title:
             canvas.text(x, y + 11, self.title, "small soft", "middle")
             y += _HEAD
@@ -124,7 +124,7 @@ def as_html(plan: Plan) -> str:
 
 
 def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
-    """Draw one plan from y downwards, with its heading at the left; return the y at which the drawing ends."""
+    """Draw one plan from y downward, with its heading at the left; return the y at which the drawing ends."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
@@ -219,7 +219,7 @@ class _Routine:
                 ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
 
     def draw(self, canvas: Canvas, left: float, y: float) -> float:
-        """Draw the whole routine from y downwards; return the y at which it ends."""
+        """Draw the whole routine from y downward; return the y at which it ends."""
         ends = [lane.draw(canvas, left + x, y) for lane, x in zip(self.lanes, self.middles)]
         met = max(ends) + 24
         for lanes, products in self._nodes():
