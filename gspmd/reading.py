@@ -152,7 +152,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise ContentError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
-    except ValueError:  # From a number with too many digits; Python's message would propose one of its own settings.
+    except ValueError:  # A number has too many digits; Python's message would propose one of its own settings.
         raise _too_long() from None
     # Nesting is at most the number of opening brackets, so most files need no walk.
     if text.count("[") + text.count("{") > DEEPEST:

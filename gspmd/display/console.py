@@ -78,7 +78,8 @@ def text(renderable: Any, width: int | None = None) -> str:
         width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
-    # Rendered in memory: for a stream without Unicode, rich would draw borders that differ from those of `printable`.
+    # The text is rendered in memory: for a stream without Unicode, rich would draw borders that differ from those of
+    # `printable`.
     recorder = Console(file=StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
     with recorder.capture() as captured:
         recorder.print(renderable)

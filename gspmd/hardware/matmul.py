@@ -169,7 +169,7 @@ def seconds_with_traffic(
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
-    """Return the predicted seconds of a GPU kernel with little computation: its bytes, and its start.
+    """Return the predicted seconds of a GPU kernel with little computation: the time of its bytes, plus its start.
 
     Args:
         flops: FLOPs of the kernel, done at the chip's peak rate.

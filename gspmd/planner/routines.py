@@ -227,7 +227,7 @@ def _ranked_sums(
     finite = np.flatnonzero(np.isfinite(costs)).tolist()
     ranked = sorted(finite, key=lambda number: (costs[number].real, costs[number].imag, str(paths.spec(dims, number))))
     kinds = paths.kinds
-    # For each kind the cheapest placement: placements of one kind differ only in the order of axes.
+    # The cheapest placement of each kind; placements of one kind differ only in the order of axes.
     first = {int(kinds[number]): number for number in reversed(ranked)}
     chosen = sorted(first.values(), key=ranked.index)[:count]
     return [_sum_routine(groups, environment, inputs, output, paths.spec(dims, number)) for number in chosen]

@@ -19,7 +19,8 @@ class EquationReader(Reader):
         super().__init__(text)
         # Whether the text may have several specs, so that a space may be a missing comma.
         self.has_others, self.depth = True, 0
-        # Searched once here: searching at every '=' would take quadratic time on a text with thousands of them.
+        # The arrow is searched once, here: a search at every '=' would take quadratic time on a text with thousands of
+        # them.
         self.has_arrow = ARROW.search(text) is not None
 
     def sides(self) -> list[list[LocatedTerm]]:

@@ -95,7 +95,7 @@ _tangent = Primitive("gspmd_tangent")
 """The primitive for tangents, which can only be batched and transposed: reverse mode transposes it before it runs."""
 
 ENTERING = "gspmd_entering"
-_entering = passing(ENTERING)  # One primitive for all arrays of a program; one for each would slow down JAX.
+_entering = passing(ENTERING)  # One primitive takes all arrays of a program; one for each array would slow down JAX.
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
     list(arrays),  # Without `_entering`: the derivative of this derivative may be in forward mode.
     [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],

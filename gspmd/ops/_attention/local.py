@@ -83,7 +83,8 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     visible, ahead = terms.visible(), terms.ahead
     mask = None if visible is None else visible[:, None]
     if causal and (mask is not None or ahead is not None):
-        # Positions in the whole sequence: JAX's `is_causal` takes the first query and key to be at one position.
+        # These are positions in the whole sequence: JAX's `is_causal` assumes that the first query and key are at one
+        # position.
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False

@@ -168,7 +168,7 @@ class Checkpoints:
             folder.rename(self._folder / str(step))
             sync(self._folder)
             for old in saved.saved_steps(self._out)[: -self._keep]:
-                # Renamed first: a removal that is killed leaves no checkpoint with files missing.
+                # It is renamed first: a removal that is killed leaves no checkpoint with files missing.
                 (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
             self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")
             return f"{said}, {amount_of_bytes(size)}"
