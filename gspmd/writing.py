@@ -24,8 +24,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
     The contents are written to a temporary file in the same folder, with the same suffix, mode and group. This file is
     renamed at the end. Some files are written directly, so that after a failure they contain what was written until
-    then: pipes, devices, open files such as /dev/stdout, and files in a read-only folder. So are files whose owner or
-    links a rename would change: files of another user, and files with a second name (a hard link).
+    then: pipes, devices, open files such as /dev/stdout, and files in a read-only folder. The same holds for files
+    whose owner or links a rename would change: files of another user, and files with a second name (a hard link).
 
     Args:
         path: the file; if it is a symbolic link, its target is replaced.

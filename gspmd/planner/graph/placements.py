@@ -83,7 +83,7 @@ def too_many(mesh_sizes: Axes, fact: str) -> PlanError:
 
 
 def check_permutes(mesh_sizes: Axes, allowed: Sequence[frozenset[int]], partial: int) -> None:
-    """Refuse a tensor with too many permutes before its placements are listed, which may take minutes.
+    """Refuse a tensor with too many permutes: this check comes first, since listing the placements may take minutes.
 
     Placements are counted by the set of axes that they use. With n placements of s shapes there are at least n² / s
     permutes between placements of one shape.

@@ -102,7 +102,7 @@ class _Schedule:
 
     @property
     def _first(self) -> list[int]:
-        """The first block of keys that each block of queries sees; the last has the number of that block of queries."""
+        """For each block of queries, the first block of keys that it sees; the last one has its own number."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
