@@ -102,7 +102,7 @@ class _Schedule:
 
     @property
     def _first(self) -> list[int]:
-        """For each block of queries, the first block of keys that it sees; the last one has its own number."""
+        """For each block `i` of the queries, the first block of keys that it sees; the last one is block `i`."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
