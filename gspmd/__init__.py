@@ -4,7 +4,7 @@ from importlib import import_module
 
 from gspmd import host
 
-TYPE_CHECKING = False  # Type checkers take it for typing.TYPE_CHECKING; importing typing takes longer than this file.
+TYPE_CHECKING = False  # Type checkers treat this as typing.TYPE_CHECKING; importing typing takes longer than this file.
 if TYPE_CHECKING:
     from typing import Any
 

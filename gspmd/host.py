@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-TYPE_CHECKING = False  # Type checkers take it for typing.TYPE_CHECKING; importing typing takes as long as this module.
+TYPE_CHECKING = False  # Type checkers treat this as typing.TYPE_CHECKING, whose import takes as long as this module.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -110,7 +110,8 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
         The devices, in JAX's order.
 
     Raises:
-        HostError: the platform is unknown or absent, there are fewer devices than asked for, or it is too late.
+        HostError: the platform is unknown or absent, there are fewer devices than asked for, or JAX has already started
+            with a different number of CPU devices.
     """
     import jax
 
@@ -143,7 +144,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder `name` of the cache, which is $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    """Return the subfolder `name` of the cache folder: of $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
     from pathlib import Path
 
     base = os.environ.get("GSPMD_CACHE")
@@ -151,10 +152,11 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_compiled(wanted: bool = True) -> str:
-    """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next start reads them.
+    """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next process can load them.
 
-    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are in
-    `compiled/` of the cache folder, in a folder for each kind of CPU, since one kind cannot run another's machine code.
+    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are kept
+    in `compiled/` of the cache folder, with one subfolder for each kind of CPU, since the machine code for one kind of
+    CPU does not run on another.
 
     Args:
         wanted: False to compile everything from scratch and keep nothing.
@@ -226,7 +228,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # Not a POSIX system.
+    except (AttributeError, OSError, ValueError):  # This is not a POSIX system.
         return None
     try:
         with open(_LIMIT) as file:
@@ -237,7 +239,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def quiet_libtpu() -> None:
-    """If this machine has no TPU, tell libtpu that it only compiles; keep the variables that the user has set."""
+    """If this machine has no TPU, tell libtpu that it is only used to compile; variables set by the user are kept."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
@@ -255,10 +257,9 @@ def quiet_libtpu() -> None:
 
 
 def skip_check_of_cuda() -> None:
-    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it only compiles.
+    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
 
-    Without this the plugin demands all libraries of CUDA, fails with a traceback whenever a backend starts, and is
-    unusable.
+    Otherwise the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
     """
     import sys
 
@@ -289,7 +290,7 @@ def _numbered(prefix: str) -> bool:
 
 
 def _forget_schedules() -> None:
-    if os.path.isdir(folder := schedules_folder()):  # Not if nothing was compiled for a TPU.
+    if os.path.isdir(folder := schedules_folder()):  # There is no folder if nothing was compiled for a TPU.
         import shutil
 
         shutil.rmtree(folder, ignore_errors=True)

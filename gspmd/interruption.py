@@ -27,11 +27,11 @@ _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
 
 
 _STACK = 64 * 2**20
-"""Bytes of the stack of a thread that works for another."""
+"""Stack size, in bytes, of the thread in which `interruptibly` runs a function."""
 _left: "list[threading.Event]" = []
-"""For each function that an interrupt left working: the event of its end."""
+"""One event for each function that still runs after an interrupt; the event is set when the function ends."""
 _in_command = False
-"""Whether this process runs a command, which ends it after an interrupt."""
+"""Whether this process runs a gspmd command, which ends the process after an interrupt."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -87,38 +87,38 @@ def end_as_usual() -> None:
 
 
 def begin_command() -> None:
-    """Note that this process runs a command of gspmd, and ends with it."""
+    """Record that this process runs a command of gspmd, and ends when the command ends."""
     global _in_command
     _in_command = True
 
 
 def is_left_working() -> bool:
-    """Return whether an interrupt has left a thread that still works: it crashes if the interpreter is taken down."""
+    """Return whether a thread still runs after an interrupt; it would crash if the interpreter shut down."""
     return not all(finished.is_set() for finished in _left)
 
 
 def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call a compiler; in the process of a command, answer signals meanwhile, as `interruptibly` does.
+    """Call a compiler; in the process of a command, handle signals meanwhile, as `interruptibly` does.
 
-    Any other process waits for the compiler before it handles a signal, as with JAX itself: a program or a notebook
-    goes on after Ctrl-C, and would take down, or start again beside it, a compiler that still works.
+    Any other process handles a signal only after the compiler has returned, as JAX does. A program or a notebook
+    continues after Ctrl-C: it could exit, or call the compiler again, while the first call is still running.
     """
     return interruptibly(compile, *args, **more) if _in_command else compile(*args, **more)
 
 
 def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call a function that works or waits in C for long in a thread, so that signals are handled meanwhile.
+    """Call, in a thread, a function that spends a long time in C code, so that signals are handled meanwhile.
 
-    Python handles signals in the main thread, between two of its own instructions. An interrupt leaves the function
-    working; see `is_left_working`. Settings that JAX keeps for each thread, such as those of `jax.log_compiles()`, are
-    not those of the caller.
+    Python handles signals in the main thread, between two of its own instructions. After an interrupt the function
+    continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of
+    `jax.log_compiles()`, do not apply inside the function.
     """
     from threading import Event, Thread, current_thread, main_thread, stack_size
 
     if current_thread() is not main_thread():  # No signal is handled here.
         return work(*args, **more)
     done: list[tuple[Any, BaseException | None]] = []
-    # Not `thread.join`: interrupted, it takes the thread for ended in Python 3.11 and 3.12.
+    # Not `thread.join`: in Python 3.11 and 3.12, if it is interrupted, it marks the thread as finished.
     finished = Event()
 
     def run() -> None:
@@ -136,7 +136,7 @@ def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
             thread.start()
         finally:
             stack_size(before)
-        # Where locks are no semaphores, as on macOS, an unlimited wait would handle no signal either.
+        # Where locks are not semaphores, as on macOS, a wait without a limit would not handle signals either.
         while not finished.wait(0.2):
             pass
     except KeyboardInterrupt:
@@ -148,4 +148,4 @@ def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
     try:
         raise error
     finally:
-        del error  # Its traceback has this frame, so they would keep one another alive.
+        del error  # Its traceback refers to this frame, so the two would keep each other alive.

@@ -4,7 +4,7 @@ All other modules use only public names of JAX, so that changes of a new release
 
 - rules of dead code elimination (`jax.interpreters.partial_eval.dce_rules`), whose signature has changed;
 - rules of partial evaluation, by which a loop's invariants are hoisted;
-- the parameters of the equations in a jaxpr (`PARAMETERS`), where those of `scan` have changed, and the name of a call;
+- the parameters of a jaxpr's equations (`PARAMETERS`), of which `scan` has changed some, and the primitive of a call;
 - a function of JAX that is looked for on the stack (`is_hoisted_from_checkpoint`);
 - the class of errors about shardings under Explicit axes;
 - the mesh of `jax.set_mesh` with its devices, which public functions do not return under `jax.jit`;
@@ -47,7 +47,7 @@ PARAMETERS: dict[str, frozenset[str]] = {
 """The parameters that are read from equations, by the name of their primitive."""
 
 CLOSED_CALL = closed_call_p.name
-"""The primitive of a plain call as equations name it: `closed_call`, and since JAX 0.12 `eval_jaxpr`."""
+"""The name of the primitive of a plain call in a jaxpr: `closed_call`, or since JAX 0.12 `eval_jaxpr`."""
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def scan_operands(equation: Any) -> tuple[int, int]:
 DceRule = Callable[[list[bool], Any], tuple[list[bool], Any]]
 """(which results are used, equation) -> (which operands are used, the reduced equation, or None if nothing is left)."""
 
-_dce_rules = cast(dict[Primitive, Callable], partial_eval.dce_rules)  # JAX types it otherwise in each release
+_dce_rules = cast(dict[Primitive, Callable], partial_eval.dce_rules)  # its type differs between releases of JAX
 _RULES_ASK_LIVE_INPUTS = jax.__version_info__ >= (0, 12)
 
 
@@ -143,7 +143,8 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether shardings reach XLA's partitioner as names of mesh axes; it then aborts if it must split an axis unevenly."""
+"""Whether XLA's partitioner gets the names of mesh axes; it then aborts if it must split an axis unevenly.
+"""
 
 
 def assume_cudnn(version: int) -> None:

@@ -2,8 +2,8 @@
 
 Files come from strangers (public checkpoints), from other versions, and from failing disks. For some of them Python's
 own readers raise unexpected errors (RecursionError for deep nesting, a plain ValueError for a number of 5,000 digits),
-block for ever (on a FIFO that nobody writes to), or fill the memory. Callers of this module have to handle only one
-error, `ReadError`.
+block forever (on a FIFO that nobody writes to), or fill the memory. Callers of this module handle a single error,
+`ReadError`.
 """
 
 import json
@@ -38,15 +38,15 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# Messages of Python's parser for a key or a table that was there before, and the beginning of a line that has one.
+# Messages of Python's parser for a key or a table that is defined twice.
 _SECOND = ("Cannot overwrite a value", "Cannot declare")
 _KEY = rf"{_PART}(?:\.[ \t]*+{_PART})*+"
 _PLACE = re.compile(rf"[ \t]*+(?:(?P<header>\[\[?[ \t]*+(?P<table>{_KEY})\]\]?)|(?P<key>{_KEY})=)")
-# The byte order mark that some editors put before the first character of a file; it is no part of the text.
+# The byte order mark that some editors put before the first character of a file; it is not part of the text.
 _MARK = "\ufeff"
 
-# Where a shell puts the output of a command, as in `--config <(command)`: a pipe that is open already, so it cannot
-# block like a FIFO of an unknown file.
+# Paths under which a shell passes the output of a command, as in `--config <(command)`: a pipe that is already open, so
+# that opening it cannot block, as opening a FIFO can.
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
@@ -59,7 +59,7 @@ class ReadError(ValueError):
 
 
 class ContentError(ReadError):
-    """The error for text with a fault, such as a line that is not TOML: this file is to be corrected, not replaced."""
+    """The error for text with a fault, such as a line that is not TOML: the remedy is to correct the file."""
 
 
 class MissingError(ReadError):
@@ -152,7 +152,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise ContentError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
-    except ValueError:  # From a number with too many digits; Python's message would propose one of its own settings.
+    except ValueError:  # A number has too many digits; Python's message would propose one of its own settings.
         raise _too_long() from None
     # Nesting is at most the number of opening brackets, so most files need no walk.
     if text.count("[") + text.count("{") > DEEPEST:
@@ -183,7 +183,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         if "\0" in text:
             raise ReadError("it is not text: it has a null byte") from None
         raise ContentError(f"it is not TOML: {_toml_fault(text, str(error))}") from None
-    except ValueError as error:  # From a number, or an impossible date.
+    except ValueError as error:  # Raised for a number with too many digits, or an impossible date.
         raise (_too_long() if "digits" in str(error) else ContentError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)
@@ -191,11 +191,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _toml_fault(text: str, said: str) -> str:
-    """Return Python's message or, if something stands there twice, its name and line."""
-    at = re.search(r"\(at line (\d+), column \d+\)$", said)  # else at the end
+    """Return Python's message or, if a key or a table is defined twice, its name and line."""
+    at = re.search(r"\(at line (\d+), column \d+\)$", said)  # without it, the fault is at the end
     lines = text.split("\n")[: int(at[1]) if at else None]
     twice = re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL)
-    # The parser names the line in which the second value ends: that of its key, if all lines before are complete.
+    # The parser names the line in which the second value ends. If all lines before it are complete, its key is in this
+    # line.
     if (twice or said.startswith(_SECOND)) and (before := _document_and_table(lines[:-1])) is not None:
         if twice:
             return f"{twice[1]} stands there a second time in line {len(lines)}; write it once"
@@ -205,7 +206,7 @@ def _toml_fault(text: str, said: str) -> str:
 
 
 def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the values in complete lines of TOML, and the path of their last table; None if a value goes on."""
+    """Return the values in lines of TOML, and the path of the last table; None if the last value is incomplete."""
     text, mark = "\n".join(lines), "-"
     while mark in text:
         mark += mark
@@ -221,12 +222,12 @@ def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 
 def _last(value: Any) -> Any:
-    """Return the last element of an array, which is the open one of an array of tables; any other value unchanged."""
+    """Return the last element of an array (of an array of tables, the current table); any other value unchanged."""
     return value[-1] if isinstance(value, list) and value else value
 
 
 def _second_place(place: re.Match[str], number: int, document: dict[str, Any], table: Sequence[str]) -> str:
-    """Return the fault of a line that has a key or a table that was there before."""
+    """Return the fault of a line that defines a key or a table for the second time."""
     parts, inner = [], tomllib.loads(f"{place['table'] or place['key']} = 0")
     while isinstance(inner, dict):
         ((part, inner),) = inner.items()
@@ -263,14 +264,14 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 
 
 def new_folder_fault(path: Path) -> str:
-    """Return why a folder cannot be made and written, as far as that is known in advance; empty if it can be."""
+    """Return why a folder cannot be created or written to, as far as this is known in advance; empty if it can be."""
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     fault = folder_fault(there)
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # For example a name that is too long, which `lexists` takes for one that is free.
+    except OSError as error:  # For example, the name is too long; for such a name `lexists` returns False.
         there, fault = path, error.strerror
     if not fault and not os.access(there, os.W_OK | os.X_OK):
         fault = "you may not write there"

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Errors of renaming that say nothing about writing: a mounted file, a file of another user in a sticky folder (/tmp).
+# A file whose renaming fails with one of these errors may still be writable: a mounted file, or another user's file in
+# a sticky folder (/tmp).
 _NOT_RENAMED = {errno.EBUSY, errno.EPERM, errno.EACCES, errno.EXDEV}
 _LONGEST_ENDING = 20
-"""Endings with more characters are left out of the temporary name, which could otherwise become too long."""
+"""Suffixes with more characters are left out of the temporary file's name, which could otherwise become too long."""
 _OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/")
 _MOST_LINKS = 40
 """The maximum number of links that Linux follows; a longer chain is a circle."""
@@ -21,13 +22,13 @@ _MOST_LINKS = 40
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Write a file whole: if writing fails, the old contents stay, or no file if there was none.
 
-    The contents are written to a temporary file in the same folder, with the same ending, mode and group, which is
-    renamed at the end. Some files are written directly, so that a failure leaves what was written until then: pipes,
-    devices and open files such as /dev/stdout, files in a read-only folder, and files that a rename would change
-    otherwise, since they are another user's, or have a second name (a hard link).
+    The contents are written to a temporary file in the same folder, with the same suffix, mode and group. This file is
+    renamed at the end. Some files are written directly, so that after a failure they contain what was written until
+    then: pipes, devices, open files such as /dev/stdout, and files in a read-only folder. The same holds for files
+    whose owner or links a rename would change: files of another user, and files with a second name (a hard link).
 
     Args:
-        path: the file; of a symbolic link, the target is replaced.
+        path: the file; if it is a symbolic link, its target is replaced.
         write: a function that takes a path and writes the file there.
 
     Raises:
@@ -39,7 +40,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
         os.fsencode(given)
         if "\0" in given:
             raise ValueError("a name has no null byte")
-    except ValueError as error:  # Also UnicodeEncodeError, for half of a surrogate pair.
+    except ValueError as error:  # This includes UnicodeEncodeError, for half of a surrogate pair.
         raise ValueError(f"cannot write {given!r}: {error}.\n  Give another name.") from None
     file = Path(os.path.realpath(given))
     ending = file.suffix if len(file.suffix) <= _LONGEST_ENDING else ""

@@ -1,6 +1,6 @@
 """The notation: specs, equations, and the calls that place arrays by them.
 
-This package is callable, as the public function that it is named for: `gspmd.annotate(x, "BLE_x")` places an array.
+This package can be called like the public function of the same name: `gspmd.annotate(x, "BLE_x")` places an array.
 """
 
 import sys
@@ -41,9 +41,9 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """A package that can be called as its function `annotate`.
+    """A package that can be called like its function `annotate`.
 
-    The package and the function have one name, `gspmd.annotate`, and neither may hide the other.
+    The package and the function have the same name, `gspmd.annotate`, and neither may hide the other.
     """
 
     def __call__(self, x: Any, spec: str | Spec) -> Any:

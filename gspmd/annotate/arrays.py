@@ -16,7 +16,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
     the spec's type.
 
     Raises:
-      SpecError: the type differs from the spec, or the array is on different devices; the message begins with `doing`.
+      SpecError: the type differs from the spec, or the array is on other devices; the message begins with `doing`.
     """
     refuse_elsewhere(x, spec, doing)
     actual, mesh = placed_spec(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
@@ -36,10 +36,10 @@ def is_unplaced(x: Any) -> bool:
 
 
 def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
-    """Raise an error about an array whose type has a different mesh, or that is committed to different devices.
+    """Raise an error if an array's type has a mesh other than the current one, or if it is committed to other devices.
 
     Raises:
-      SpecError: the array is on a different mesh or on different devices; the message begins with `doing`.
+      SpecError: the array is on another mesh or on other devices; the message begins with `doing`.
     """
     here, there, devices = jax.sharding.get_abstract_mesh(), _mesh_of(x), mesh_with_devices()
     differs = there is not None and there is not here and there.shape != here.shape
@@ -65,7 +65,7 @@ def _mesh_of(x: Any) -> Any:
 
 
 def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
-    """Return the spec of an array with these dimensions, from its type or sharding; open where unknown."""
+    """Return the spec of an array with these dimensions, from its type or sharding; open where these are unknown."""
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))

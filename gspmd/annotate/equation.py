@@ -15,7 +15,7 @@ Specs = Spec | Sequence[Spec]
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: a spec, or a group of specs, each of which is multiplied by the same other operand."""
+    """One operand: a spec, or a group of specs that are all multiplied by the other operand of the product."""
 
     specs: tuple[Spec, ...]
     group: bool = False

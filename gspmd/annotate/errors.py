@@ -103,7 +103,7 @@ def shown(value: object) -> str:
         return f"about {'-' * (value < 0)}10^{math.log10(abs(value)):.0f}"
     try:
         text = repr(value)
-    except ValueError:  # it holds such a number
+    except ValueError:  # the value contains such a number
         return article(type(value).__name__)
     fits = len(text) <= _SHOWN and text.isprintable() and " at 0x" not in text
     return text if fits else article(type(value).__name__)

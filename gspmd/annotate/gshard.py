@@ -38,8 +38,9 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     """Split one dimension into `num_partitions` parts.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
-    Differs: the dimension is split over the mesh axes whose sizes multiply to `num_partitions`; an error asks for
-        `annotate` if several choices do. With fewer parts than devices, the other devices hold copies and are not idle.
+    Differs: the dimension is split over the mesh axes whose sizes multiply to `num_partitions`. If several choices of
+        axes do, an error asks for `annotate` instead. With fewer parts than devices, the other devices hold copies and
+        are not idle.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -159,7 +160,7 @@ def _shape(tensor: Any, call: str) -> tuple[int, ...]:
 
 def _numbers(given: Any, what: str) -> np.ndarray:
     """Return device numbers as an array, from an array or from nested sequences."""
-    with suppress(TypeError, ValueError):  # of numpy, for rows of different lengths or a PRNG key
+    with suppress(TypeError, ValueError):  # numpy raises these for rows of different lengths or a PRNG key
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":
             return numbers
@@ -200,7 +201,7 @@ def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
 
 
 def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
-    """Return, for each dimension of an array of device numbers, the mesh axes along which its device numbers run."""
+    """Return, for each dimension of an array of device numbers, the mesh axes that this dimension stands for."""
     mesh = {axis: size for axis, size in _mesh(what.split(":")[0]).items() if size > 1}
     order = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     for axes in _runs(numbers.shape, mesh):

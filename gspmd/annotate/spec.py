@@ -26,7 +26,8 @@ def _is_name(axis: Any) -> bool:
 class Spec:
     """The placement of one tensor on a mesh, in the notation of Pope et al. 2022: `B_xLE_yz partialsum-w`.
 
-    Two specs are equal when they mean the same; `str` gives the canonical text, which parses back.
+    Two specs are equal if they mean the same placement. `str` returns the canonical text, which parses to an equal
+    spec.
 
     Attributes:
       dims: one capital letter for each dimension, `("B", "L", "E")`.

@@ -43,7 +43,7 @@ def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
     """Return sizes by dimension, or a shape, as Python integers: numpy's integers overflow when bytes are counted.
 
-    A value that is not a whole number is returned as it is; no spec fits it.
+    A value that is not a whole number is returned unchanged, and no spec fits it.
 
     Raises:
       SpecError: `sizes` is neither a mapping nor a sequence.

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.words: tuple[str, ...] = ()
         self.subcommands: Mapping[str, Parser] = {}
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # As in commands with more flags.
+        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # Commands with many flags have it.
 
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
         """Add a flag or an argument as argparse does, with values for shell completion to propose.
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the flags, and report unknown ones here: argparse would leave those of a subcommand to its parent."""
+        """Parse the flags, and report unknown ones here: argparse would leave a subcommand's to the parent parser."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(word or repr(word) for word in unknown)}")
@@ -79,7 +79,7 @@ def _optional(text: str) -> str:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse sizes of mesh axes, as `numbers`; refuse a name that no spec can have."""
+    """Parse sizes of mesh axes as `numbers` does; refuse a name that no spec can have."""
     found = numbers(text)
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
         fact = "mesh axes are named by a lowercase letter and then letters, digits or _"
@@ -88,7 +88,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def dimension_sizes(text: str) -> dict[str, int]:
-    """Parse sizes of dimensions, as `numbers`; refuse a name that is not a capital letter."""
+    """Parse sizes of dimensions as `numbers` does; refuse a name that is not a capital letter."""
     found = numbers(text)
     if wrong := [name for name in found if not re.fullmatch("[A-Z]", name)]:
         raise argparse.ArgumentTypeError(f"a dimension is one capital letter, not {shown(wrong[0])}.")

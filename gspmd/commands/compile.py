@@ -45,7 +45,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
     """Compile the program, print the report and write the files; return the exit code, as `run` does."""
     settings = settings or parse(argv, script)
     host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
-    host.start(1, "cpu")  # For JAX itself: the slice's devices exist for the compiler only.
+    host.start(1, "cpu")  # This device is for JAX itself: the slice's devices exist for the compiler only.
     console = printing.console(140)
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; if none, of the largest."""
+    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; else of the largest."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -118,7 +118,7 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
         layout.check(sizes, shape)
     else:
         shape = layout.mesh_for(target.num_devices, sizes)
-    if served:  # For prefill too: weights and cache are stored as for decoding.
+    if served:  # This includes prefill: its weights and cache are stored as for decoding.
         one = config.sizes(settings.batch, 1) | served
         layout_of(settings).phase("decode").resolved(one, shape).one_position().check(one, shape)
     if settings.phase == "train":
@@ -195,7 +195,7 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and those that it may overwrite or reorder."""
+    """Return the program to compile, its abstract arguments, and options that say which of these it may overwrite."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout

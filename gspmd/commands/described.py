@@ -23,7 +23,7 @@ _OURS = ("gspmd", "gspmd_models")
 
 
 class RefusedError(Exception):
-    """Raised if a dataclass refuses the values of flags; it is no ValueError, because tyro would print that itself."""
+    """Raised if a dataclass refuses the values of flags; not a ValueError, because tyro would print that itself."""
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
@@ -135,7 +135,7 @@ class Describe:
         return Annotated[hint, tyro.conf.arg(**said)] if said else hint
 
     def _text(self, text: str, default: Any) -> str:
-        """Return the help text of a flag; for the two flags of a boolean, that of the one that turns it on."""
+        """Return the help text of a flag; for a boolean, which has two flags, the text of the flag that turns it on."""
         if isinstance(default, bool) and text.startswith("Whether "):
             text = text.removeprefix("Whether ").removeprefix("to ")
             text = text[:1].upper() + text[1:]
@@ -178,7 +178,7 @@ def _flagged(fault: str, names: Collection[str]) -> str:
 
 
 def choices_of(hint: Any) -> tuple:
-    """Return the values of a `Literal`, and None if it is optional; for any other type, nothing.
+    """Return the values of a `Literal`, and None if it is optional; an empty tuple for any other type.
 
     >>> choices_of(Literal["cpu", "gpu"] | None)
     (None, 'cpu', 'gpu')
@@ -196,7 +196,7 @@ class Flag:
     """A flag that tyro makes of a setting.
 
     Attributes:
-        name: the flag, such as "--model.heads"; of the two flags of a boolean, the one that turns it on.
+        name: the flag, such as "--model.heads"; for a boolean, which has two flags, the flag that turns it on.
         table: the prefix of its settings table with a dot, such as "model."; empty if it is in no table.
         field: the name of the setting, without its table.
         choices: the values that the flag accepts, if there are few.
@@ -258,7 +258,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return, by its name, the documentation of each field of a dataclass and of its bases, as running text.
+    """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
 
     The documentation of a field is the docstring below it, or its entry under `Attributes` in the docstring of the
     class.

@@ -35,7 +35,7 @@ def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None 
     folder = Path(settings.folder)
     source, console = Source.at(folder), printing.console(120)
     try:
-        family = expressing(source.config)  # Before anything large is read.
+        family = expressing(source.config)  # It raises its errors before anything large is read.
         here = ShardingConfig(layout="", platform="cpu", devices=1)
         layout = source.layout("", here)
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}

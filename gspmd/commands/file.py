@@ -20,7 +20,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class File:
-    """The tables of a settings file; of [training], a command reads those fields for which it has flags."""
+    """The tables of a settings file; a command reads only those fields of [training] for which it has flags."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -45,7 +45,7 @@ def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
     The name is empty for a custom model without a settings file.
 
     Args:
-        argv: the flags, of which --config and --model are read here, because the file has the defaults of the others.
+        argv: the flags. Only --config and --model are read here, because the file has the defaults of the other flags.
         default: the configuration to read if the flags name none.
     """
     early = EarlyFlags.of(argv)

@@ -27,8 +27,8 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
         if "\0" in given:
             yield f"--{flag} {given!r:.40}: a name cannot have null characters."
             return
-        file = Path(os.path.realpath(given))  # The target of a link.
-        folder = path.parent if file == path.absolute() else file.parent  # As it was given, if it can be.
+        file = Path(os.path.realpath(given))  # the file itself if `given` is a link
+        folder = path.parent if file == path.absolute() else file.parent  # the folder as given, if it has no link
         if given.endswith(os.sep):  # `Path` would leave the slash out.
             yield f"--{flag} {shown}: it is a folder; give a file."
         elif not os.path.isdir(file.parent):

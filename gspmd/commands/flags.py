@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at those that decide how the others are parsed, and the parser of all."""
+"""The flags of a command: an early look at the flags that decide how others are parsed, and the parser of all."""
 
 import argparse
 import io
@@ -93,7 +93,7 @@ def parse(
     prog: str | None = None,
     common: Collection[str] = (),
 ) -> T:
-    """Read settings from a TOML file and from flags, of which the flags take precedence.
+    """Read settings from a TOML file and from flags, which take precedence over the file.
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
@@ -200,7 +200,7 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """A text buffer that has, for tyro, the encoding of standard output, and says whether that is a terminal."""
+    """A text buffer that tyro takes for standard output: it has the same encoding, and is a terminal if that is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return the saved settings of a run, without those of its machine and those that a flag replaces."""
+    """Return the saved settings of a run, without settings of its machine and settings that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")

@@ -117,7 +117,7 @@ def generate(settings: GenerateSettings) -> int:
             begins, settings.tokens, sampling=sampling, seed=settings.seed, stop=stops,
             ended=ended, length_penalty=settings.length_penalty, n_best=settings.n_best, **job,
         )  # fmt: skip
-        each = settings.samples * settings.n_best  # one of them is 1
+        each = settings.samples * settings.n_best  # at least one of the two is 1
         texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in begins for _ in range(each)]
         shown = [settings.target_prompt] * len(ids) if given else prompts_shown(settings, prompts)
         write(console, shown, texts, unless_stopped(bursts, stop), ended)
@@ -167,7 +167,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """Raise an error about flags that do not apply to beam search or, without it, apply to nothing else.
+    """Raise an error about flags that do not apply to beam search, or, without --beams, apply only to it.
 
     Raises:
         ConfigError: such flags are given; the message names them.
@@ -378,7 +378,7 @@ def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequenc
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts of the flags, then that of the file; a chat may have messages but no prompt.
+    """Return the prompts of the flags, then the prompt of the file; a chat may have messages but no prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags for chats are given without --chat.
@@ -409,7 +409,7 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order, each while it is generated, as soon as the text before has ended.
+    """Print the texts in order; each is printed while it is generated, once the text before it has ended.
 
     Args:
         console: the console for messages that are not part of a text.

@@ -105,7 +105,7 @@ class GenerateSettings:
     beams: int = 0
     """Number of beams of a beam search for the likeliest text, in place of sampling; 0 for sampling."""
     length_penalty: float = 1.0
-    """Power of a text's length by which the search divides its log-probability; a larger power favours longer texts."""
+    """Power of a text's length by which the search divides its log-probability; a larger power favors longer texts."""
     n_best: int = 1
     """Number of texts that the search prints for each prompt, the best first, each with its score; at most --beams."""
     seed: int = 0

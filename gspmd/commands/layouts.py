@@ -172,7 +172,7 @@ def check_layout(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
-    """Return the sizes to check a layout with: those of a model, overridden by --sizes."""
+    """Return the sizes for checking a layout: the sizes of a model, overridden by --sizes."""
     sizes: dict[str, int] = {}
     if options.config or options.model:
         from gspmd.commands.file import file_of, is_own, source_length_of

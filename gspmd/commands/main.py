@@ -1,6 +1,6 @@
 """`gspmd COMMAND ...`: the list of commands, and the start of a command.
 
-This file imports no slow library, so that a misspelled command is reported at once.
+This file imports no slow library, so that a misspelled command is reported immediately.
 """
 
 import _thread
@@ -81,13 +81,13 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
         code = _written(partial(_run, name, flags, file, ends=True))
-    except KeyboardInterrupt as stopped:  # While the last of the output was written.
+    except KeyboardInterrupt as stopped:  # It came while the last output was written.
         code = 128 + number_of(stopped)
     finally:
         if _raises():  # The command has ended, and libraries clean up.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A compiler that still works in another thread crashes when the interpreter is taken down, also after a run that
-    # was saved, whose exit code is 0.
+    # A compiler that still runs in another thread crashes when the interpreter shuts down, even after a run that was
+    # saved, whose exit code is 0.
     if code > 128 or is_left_working():
         os._exit(code)
     return code
@@ -119,7 +119,7 @@ def _written(command: Callable[[], int]) -> int:
                 stream.flush()
             except OSError:  # Writing the remaining data would fail again when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 1 if full else 128 + signal.SIGPIPE  # Also for a terminal: no SIGHUP has come.
+        return 1 if full else 128 + signal.SIGPIPE  # Also for a closed terminal, if no SIGHUP has come.
 
 
 def _streams() -> list[TextIO]:
@@ -158,8 +158,8 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 def _among_others(flags: Sequence[str]) -> bool:
     """Return whether this is one of several processes.
 
-    The other processes wait for this one from the moment when it parses its flags, and must be told of faults in them;
-    so it parses the flags only when it is ready to join.
+    The other processes wait for this one, and must be told of faults in its flags. So it parses its flags only when it
+    is ready to join the others.
     """
     return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
@@ -207,12 +207,12 @@ def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
 
 
 def _interrupt_soon(number: int) -> None:
-    time.sleep(0.02)  # Until the callback has returned.
+    time.sleep(0.02)  # Meanwhile the callback returns.
     os.kill(os.getpid(), number)  # Not _thread.interrupt_main, which does not end a wait.
 
 
 def _without_command(name: str) -> int:
-    """Handle a first argument that is no command: print the list of commands, the version, or the nearest name."""
+    """Handle a first argument that is not a command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help", "--help-all"):

@@ -38,7 +38,7 @@ def write(figure: Figure, options: argparse.Namespace) -> list[str]:
             continue
         try:
             faults += files.unwritten(ending, str(path), figure.save)
-        # A name that no file can have; a PNG without resvg, or without fonts.
+        # No file can have this name; or resvg, which draws PNGs, or fonts are missing.
         except (ValueError, ImportError, RuntimeError) as error:
             faults.append(str(error))
     return faults

@@ -33,9 +33,9 @@ Tree = Any
 
 
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
-    """Build the programs of an arrangement, with the initial state if the run begins in it.
+    """Build the programs of an arrangement, with the initial state if the run begins with this arrangement.
 
-    If the run does not begin in it, the state has shapes instead of arrays, and is restored or moved later.
+    Otherwise the state has shapes instead of arrays, and is restored or moved later.
     """
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
@@ -135,9 +135,9 @@ def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
 def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
     """Trace one update and one evaluation, to find the faults that no other check finds.
 
-    So a fault is reported before the text is read and the model is built, not at the step at which the arrangement
-    begins. The check takes about a second, but makes a run only a third of a second longer, because the run then finds
-    its plans in the cache.
+    So a fault is reported before the text is read and the model is built, and not only when the arrangement begins. The
+    check takes about a second, but makes a run only a third of a second longer, because the run then finds its plans in
+    the cache.
     """
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)

@@ -62,7 +62,7 @@ def guarded(
         logging.getLogger(name).setLevel(logging.CRITICAL)
     refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
     together = False  # Whether all processes end in this way.
-    sure = True  # Whether the fault is this process's own; if not, another process may have been lost.
+    sure = True  # Whether the fault arose in this process; if not, another process may have been lost.
     try:
         with terminable(), _naming_files():
             _check_encoding(argv)
@@ -136,7 +136,7 @@ def _naming_files() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not isinstance(error.filename, str):  # For example a closed standard output.
+        if not isinstance(error.filename, str):  # The error is not about a named file.
             raise
         raise ConfigError(f"cannot use {error.filename!r}:", [f"{error.strerror or error}."]) from None
 

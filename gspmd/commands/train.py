@@ -69,7 +69,7 @@ def train(settings: RunSettings, called: str = CALLED, argv: Sequence[str] = ())
         argv: the flags, for the file of a layout that is found.
     """
     began = time.monotonic()
-    console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
+    console = printing.console(120) if processes.first() else Console(quiet=True)  # only the first process prints
     checked = check(console, settings)
     if settings.explain:
         for arrangement, state in checked.arranged:

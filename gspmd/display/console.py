@@ -40,7 +40,7 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError as `print` does, so that the command can end in order; rich would end the process.
+        """Raise BrokenPipeError as `print` does, so that the command can clean up; rich would end the process.
 
         In a thread that reports progress the error is not raised: the next print of the main thread raises it.
         """
@@ -78,7 +78,8 @@ def text(renderable: Any, width: int | None = None) -> str:
         width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
-    # Rendered in memory: for a stream without Unicode rich would draw other borders than `printable` does.
+    # The text is rendered in memory: for a stream without Unicode, rich would draw borders that differ from those of
+    # `printable`.
     recorder = Console(file=StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
     with recorder.capture() as captured:
         recorder.print(renderable)

@@ -10,8 +10,8 @@ from gspmd.writing import replace_file
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
     """Write a matplotlib figure to a file, in the format of its suffix; a PNG also contains the given texts.
 
-    The texts are PNG text chunks with the keywords of the standard (section 11.3.3): Title for `title`, Description for
-    `figures`, Source for `command`, and Software for this version of gspmd.
+    The texts are PNG text chunks with the keywords of the PNG standard (section 11.3.3): Title for `title`, Description
+    for `figures`, Source for `command`, and Software for this version of gspmd.
 
     Args:
         figure: the picture, a `matplotlib.figure.Figure`.
@@ -27,7 +27,7 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
     texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
     carried = {name: text for name, text in texts.items() if text}
     path = Path(path)
-    if not path.suffix and not path.exists():  # As matplotlib names it.
+    if not path.suffix and not path.exists():  # Matplotlib adds this suffix too.
         path = path.with_name(f"{path.name}.png")
     kind = path.suffix[1:].lower() or "png"
     kept = carried if kind == "png" else None

@@ -82,7 +82,7 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether so much time has passed since the last report that a new line is due."""
+        """Whether enough time has passed since the last report for a new line."""
         now = time.monotonic()
         if self._cell is not None:
             return now - Progress._said >= _IN_PLACE
@@ -99,15 +99,15 @@ class Progress:
 
         def said() -> str:
             speed = done / max(1e-3, time.monotonic() - began)
-            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # Decompressed bytes are more.
+            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # There are more bytes after decompression.
             return f"{doing}: {amount_of_bytes(done)}{of}, {amount_of_bytes(speed)} per second"
 
         return read
 
     def __enter__(self) -> "Progress":
         self._since = self._began = time.monotonic()
-        # The first line comes soon: the code before may have been silent too, since tables are not printed through
-        # here.
+        # The first line comes soon, because the time since the last output is not known: tables are printed without
+        # this class.
         Progress._said = max(Progress._said, self._began - max(0.0, _EVERY - _SOON))
         Progress._open.append(self)
         self._status.__enter__()
@@ -139,7 +139,7 @@ class Progress:
         return f"{what} …" if seconds < 1 else f"{what} … {seconds:.0f} s"
 
     def _watch(self) -> None:
-        """Report again while the task does not report, for example in a call that takes minutes."""
+        """Repeat the report while the task itself does not report, for example during a call that takes minutes."""
         while not self._over.wait(_POLL):
             if Progress._open[-1:] == [self] and self.due:
                 self._line()

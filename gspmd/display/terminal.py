@@ -22,7 +22,7 @@ def hung_up(descriptor: int) -> bool:
 
 
 def leave() -> None:
-    """Redirect standard output and standard error to nowhere, if they are a closed terminal."""
+    """Redirect standard output and standard error to the null device if they are a closed terminal."""
     for descriptor in (OUT, ERR):
         if hung_up(descriptor):
             nothing = os.open(os.devnull, os.O_WRONLY)

@@ -1,10 +1,10 @@
 """Colors and style of figures and tables: a light and a dark theme whose colors the color-blind can tell apart.
 
-Colors are written out in every rule instead of CSS variables, which programs for papers do not understand.
+Colors are written out in every rule, because programs that typeset papers do not support CSS variables.
 
 Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
-    possible, so that text in each of them has a contrast of 4.5 with its ground, and any two are at least 20 apart in
-    CIE L*a*b* for protanopes and deuteranopes.
+    possible, so that text in each of them has a contrast of 4.5 with its background, and any two are at least 20 apart
+    in CIE L*a*b* for protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence

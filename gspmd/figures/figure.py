@@ -15,7 +15,7 @@ Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
-"""A document with or without a letter: on a machine without fonts, both are drawn alike."""
+"""A document with or without a letter; on a machine without fonts, both are drawn alike."""
 _SCALE = 3.0
 """Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 

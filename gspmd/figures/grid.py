@@ -11,8 +11,9 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The maximum number of devices that are drawn. Of a larger mesh, the first devices and the last along each axis are
-drawn, or only the first."""
+"""The maximum number of devices that are drawn. On a larger mesh, only the first devices and the last along each axis
+are drawn, or only the first.
+"""
 _ABREAST = 8
 """The maximum number of cells in a row."""
 _THIN = 2.5
@@ -21,7 +22,7 @@ _THIN = 2.5
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number, its position in the grid, in cells, and the gaps left of it and above it."""
+    """A device that is drawn: its number, its position in the grid in cells, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -31,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class MeshGrid:
-    """The arrangement of a mesh: the last axis to the right, the axis before it downwards, all others as panels.
+    """The arrangement of a mesh: the last axis to the right, the axis before it downward, all others as panels.
 
     Attributes:
       mesh: size of every mesh axis.
@@ -41,7 +42,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """By axis, the coordinates that are drawn: all, the first ones and the last, or only the first."""
+        """The coordinates that are drawn along each axis: all, the first few and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -64,7 +65,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, the last first: name, number of columns, and width and height in cells of each coordinate."""
+        """For every axis, last first: name, number of columns, and width and height of one coordinate in cells."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)

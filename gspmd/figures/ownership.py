@@ -81,7 +81,7 @@ class Ownership:
         return number
 
     def summand(self, device: int) -> int:
-        """Return the index of the summand of a partial sum that a device holds."""
+        """Return the index of the summand that a device holds of a partial sum."""
         return self._number(self.spec.partial, self.coordinates(device))
 
     def holder(self, place: Sequence[int], summand: int, copy: int) -> int:

@@ -20,7 +20,7 @@ _WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the approximate width of a text, in the units of `size`; it is rather too large than too small."""
+    """Return the approximate width of a text, in the units of `size`; it errs on the large side."""
     return sum(_WIDTHS.get(character, 556) for character in text) / 1000 * size * _WIDER
 
 
@@ -35,7 +35,8 @@ def tspans(runs: Iterable[Run], size: float) -> str:
     for text, kind in runs:
         wanted = _DROP * size if kind == "sub" else 0.0
         given = [f'dy="{wanted - depth:.4g}"'] if wanted != depth else []
-        # An attribute and no style, which the policy of a page may forbid; no rule of the theme sizes a tspan.
+        # An attribute instead of a style, because a page's policy may forbid styles; no rule of the theme sizes a
+        # tspan.
         given += [f'font-size="{size * _SIZES[kind]:.4g}"'] if kind else []
         given += ['class="soft"'] if kind == "sum" else []
         opening = " ".join(("<tspan", *given))

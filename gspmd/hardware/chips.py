@@ -40,8 +40,8 @@ class Chip(Printed):
     clock: float  #: clock of the matrix unit in cycles/s
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
-    gathers_on_one_ring: bool = False  #: whether compiled gathers over several torus axes use one axis's links
-    keeps_whole_slices: bool = False  #: whether compiled gathers and scatters over a whole slice often stay single
+    gathers_on_one_ring: bool = False  #: whether compiled gathers over several torus axes use only one axis's links
+    keeps_whole_slices: bool = False  #: whether compilers often keep a gather or scatter over a whole slice as one
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
     start_seconds: float = 0.0  #: latency of starting a collective in seconds, without its hops
     node_devices: int = 0  #: number of devices in a node; 0 if all devices are one node
@@ -54,7 +54,7 @@ class Chip(Printed):
     launch_seconds: float = 0.0  #: seconds that the host needs to launch a kernel
     link_efficiency: float = 1.0  #: fraction of `link_bandwidth` that a collective reaches
     network_efficiency: float = 1.0  #: fraction of `network_bandwidth` that a collective reaches
-    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce in a node's switch, bytes/s; 0 if it has none
+    reduce_bandwidth: float = 0.0  #: bus bandwidth in bytes/s of an all-reduce computed by a node's switch, or 0
     slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of the slice, without axes of 1; empty if unknown
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return those names in `known` that `asked` may misspell; none if it is another chip's name, such as V100.
+    """Return the names in `known` that are similar to `asked`; none if `asked` names a different chip, such as V100.
 
     >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
     ([], ['h100'], ['h100'])
@@ -172,7 +172,7 @@ def not_another(asked: str, known: Iterable[str]) -> list[str]:
 def slice_of(device: Any) -> int:
     """Return the index of the TPU slice to which a device belongs; 0 for all devices except TPUs.
 
-    For GPUs, JAX numbers the hosts as slices; these are not slices here.
+    For GPUs, JAX's slice index is the number of the host, which is ignored here.
     """
     return getattr(device, "slice_index", 0) if getattr(device, "platform", "") == "tpu" else 0
 

@@ -41,7 +41,7 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_of(dtype: str, *, summed: bool) -> str:
-    """Return the dtype in which a dtype is sent: collectives send whole bytes, and sum booleans as int32.
+    """Return the dtype in which values of a dtype are sent: collectives send whole bytes, and sum booleans as int32.
 
     >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
     ('bfloat16', 'int8', 'int32')

@@ -93,9 +93,9 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     if group <= LARGEST_WHOLE[kind] or not chip.keeps_whole_slices:
         return group <= LARGEST_WHOLE[kind]
     sides = _sides(group, chip)
-    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two collectives, each over one axis
-    # A ring sends over two links, an axis without wrap-around links over one. So the ring saves half of the seconds of
-    # the bytes, and for few bytes that is less than its additional hops take.
+    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two collectives, one over each axis
+    # A ring sends over two links, an axis without wrap-around links over one. So the ring halves the transfer time; for
+    # few bytes, this saves less than its additional hops cost.
     if buffer < 2 * (group // 2 - hops) * chip.hop_seconds * chip.link_bandwidth:
         return False
     if kind == "reduce-scatter":
@@ -206,9 +206,9 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         takes = _together(kind, axes, mesh, buffer, chip)
         whole_slice = chip.keeps_whole_slices and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]
         if chip.gathers_on_one_ring or whole_slice:
-            # Only the bytes are counted for one ring, whose latency would be a hop for every second device. The latency
-            # is counted for rings along each axis, as the lowering sends few bytes. With all hops of the one ring,
-            # plans would cut every such gather in two, and reorder the parts.
+            # The transfer time is that of one ring, but the latency is that of rings along each axis, by which the
+            # lowering sends few bytes. With the latency of the one ring, a hop for every second device, plans would cut
+            # every such gather in two, and reorder the parts.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         if whole_slice:  # `stays_whole` has weighed the hops.
             takes = takes._replace(latency=chip.start_seconds + group // 2 * chip.hop_seconds)
@@ -222,7 +222,7 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
 
 
 def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective over several TPU slices: within a slice, plus over the network.
+    """Return the seconds of a collective over several TPU slices: those within a slice plus those on the network.
 
     libtpu gathers over the network first and then within the slices, and scatters in the opposite order, so that the
     network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
@@ -258,7 +258,7 @@ def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """Return the part of each mesh axis that lies over slices, which fill the mesh one after another.
+    """Return the number of slices along each mesh axis, if slices fill the mesh one after another.
 
     The result is None if the slices do not divide evenly over the first axes.
 
@@ -277,7 +277,7 @@ def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
 
 
 def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective over TPU slices on the data-centre network.
+    """Return the seconds of a collective over TPU slices on the data-center network.
 
     Args:
         kind: see `wire_bytes`.
@@ -292,7 +292,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return those of a device's bytes in a collective that cross the network between nodes or slices.
+    """Return how many of the bytes that a device sends in a collective cross the network between nodes or slices.
 
     Args:
         kind: see `wire_bytes`.
@@ -316,7 +316,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the times on links and network of a collective that uses the links of all its axes at once."""
+    """Return how long a collective that uses the links of all its axes at once occupies links and network."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -449,7 +449,7 @@ def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: 
             load += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
         return buffer * max(load) / chip.link_bandwidth, latency
     closed = min(len([size for size in sizes if chip.wraps(size)]), chip.torus)
-    links = closed + min(len(sizes), chip.torus)  # two links of a ring with wrap-around links, one of any other
+    links = closed + min(len(sizes), chip.torus)  # two links for a ring with wrap-around links, one for any other ring
     return wire_bytes(kind, group, buffer) / (links * chip.link_bandwidth), latency
 
 
@@ -463,10 +463,10 @@ def _network_share(kind: str, group: int, near: int) -> float:
 
 @lru_cache(maxsize=4096)
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
-    """Return the smallest number of devices that a group over `axes` has on any of its nodes of `node` devices.
+    """Return the smallest number of devices that a group over `axes` has on one node, for nodes of `node` devices.
 
-    If axes and nodes do not nest, devices are counted one by one. For more than 2^20 devices, the result is in this
-    case 1, which is the slowest case.
+    If axes and nodes do not nest, devices are counted one by one. In this case, for more than 2^20 devices, the result
+    is 1, which is the slowest case.
 
     Example:
         >>> mesh = (("data", 4), ("model", 4))
@@ -475,7 +475,7 @@ def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node:
     """
     inside, stride = 1, 1
     for axis, size in reversed(mesh):
-        room = max(1, node // stride)  # the number of neighbours along this axis on one node
+        room = max(1, node // stride)  # the number of neighbors along this axis on one node
         nests = node % stride == 0 or stride % node == 0
         if not nests or (size % room and room % size):
             return _fewest(axes, mesh, node)
@@ -494,7 +494,7 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
 
 
 def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> int:
-    """Return the smallest number of devices that any group has on one of its nodes, given device numbers by group.
+    """Return the smallest number of devices that a group has on one of its nodes; groups are rows of device numbers.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
     (3, 1)

@@ -1,8 +1,8 @@
 """The time of a local matrix product, including the lower efficiency of thin products.
 
 Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
-and reads the operand that is not cut again for each chunk. If the contracted dimension is cut, it also reads and writes
-the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
+and for each chunk it reads the whole operand that is not cut. If the contracted dimension is cut, it also reads and
+writes the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
 (benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
 """
 
@@ -68,9 +68,9 @@ class Efficiency:
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
         together = hypot(matrix, load, drain, memory)
-        # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing and
-        # take together / n, and each window has a start. The best n makes together / n + n * start = 2 sqrt(together *
-        # start).
+        # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing, and
+        # take `together` / n; the start of each window takes additional time. The best n makes the sum, together / n +
+        # n * start, equal to 2 sqrt(together * start).
         alone = self.overhead_seconds + (self.latency_seconds if moved.read else 0)
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
@@ -127,10 +127,10 @@ def product_seconds(
         chip: the hardware.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], which is read and
             written.
-        read_bytes: bytes of operands that are read from main memory. By default each operand is read once; they are
-            fewer if an operand stays in on-chip memory, as small weights may in a loop.
+        read_bytes: bytes of operands that are read from main memory. By default each operand is read once. Give fewer
+            bytes if an operand stays in on-chip memory, as small weights may in a loop.
         accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default it is read
-            and written once; they are 0 if it stays in on-chip memory, as a loop's carry does if it fits.
+            and written once. Give 0 if it stays in on-chip memory, as a loop's carry does if it fits.
 
     Raises:
         PlanError: `dtype` is unknown.
@@ -169,7 +169,7 @@ def seconds_with_traffic(
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
-    """Return the predicted seconds of a GPU kernel with little computation: its bytes, and its start.
+    """Return the predicted seconds of a GPU kernel with little computation: the time of its bytes, plus its start.
 
     Args:
         flops: FLOPs of the kernel, done at the chip's peak rate.
@@ -187,7 +187,7 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Return the predicted seconds of a local einsum: of a product by its fit, of other kernels by their bytes.
+    """Return the predicted seconds of a local einsum: by the fit for a product, by the bytes for any other kernel.
 
     Args:
         sizes: the size of each dimension on one device.

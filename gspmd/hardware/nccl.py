@@ -50,7 +50,7 @@ class Way(NamedTuple):
     Attributes:
         latency: seconds that do not depend on the bytes.
         share: fraction of the bandwidth of links and network that is used.
-        bandwidth: bus bandwidth within the node in bytes/s, or 0 if it is that of the links.
+        bandwidth: bus bandwidth within the node in bytes/s, or 0 for the bandwidth of the links.
     """
 
     latency: float

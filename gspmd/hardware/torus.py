@@ -6,9 +6,9 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each torus axis, the sizes of the parts of it that the mesh axes have; earlier mesh axes are major.
+    """Return, for each torus axis, the size of the part that each mesh axis covers; earlier mesh axes are major.
 
-    The result minimizes the number of mesh axes with only a part of a torus axis and, second, the number of parts.
+    The result minimizes first the number of mesh axes that cover only a part of a torus axis, then the number of parts.
 
     Args:
         torus: sizes of the torus axes.

@@ -30,8 +30,8 @@ _Row = str | _Op | _Add
 """An activation by its key, or an operation."""
 
 # The activations and operations of a section in the order in which `gspmd_models` computes them; those whose lines a
-# layout does not write are left out. Other lines, such as those of shared experts, which compute beside the others, are
-# listed below them.
+# layout does not write are left out. Other lines, such as those of shared experts, which run in parallel to the listed
+# ones, are listed below.
 _ATTENTION: tuple[_Row, ...] = (
     "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
@@ -65,7 +65,7 @@ _MOST = 8
 
 
 def layout_figure(layout: LayoutTable) -> Figure:
-    """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
+    """Draw a layout: a panel for each section, in which activations run downward and weights come from the right.
 
     Args:
         layout: the layout.
@@ -98,7 +98,7 @@ def _html(text: str) -> str:
 
 
 def _notation(text: str) -> list[Run]:
-    """Return a line's text with subscripts; a text that is no spec is returned as is, as `Layout.check` reports it."""
+    """Return a line's text with subscripts; a text that is not a spec is unchanged, since `Layout.check` reports it."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -209,7 +209,7 @@ class _Drawing:
                 for key in keys]  # fmt: skip
 
     def _panel(self, part: str, y: float) -> float:
-        """Draw the panel of a section from y downwards; return the y at which it ends."""
+        """Draw the panel of a section from y downward; return the y at which it ends."""
         canvas, rows = self.canvas, self._rows(part)
         start = len(canvas.parts)
         right = _NAMES
@@ -244,7 +244,7 @@ class _Drawing:
                 canvas.text(_NAMES, at + 15, name, "small soft")
                 canvas.text(self.list, at + 15, self._runs(self.layout.table[f"{part}.{name}"]), "ink")
             at += 18
-        # The panel lies below what it holds, and its height is known only now.
+        # The panel is drawn behind its contents, but its height is known only now.
         end = at + 12
         drawn = canvas.parts[start:]
         del canvas.parts[start:]
@@ -265,7 +265,7 @@ class _Drawing:
         return y + _BOX
 
     def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
-        """Draw an operation with its weights from y downwards; return the y at which it ends."""
+        """Draw an operation with its weights from y downward; return the y at which it ends."""
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)

@@ -36,7 +36,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folded(key: jax.Array, path: str) -> jax.Array:
-    """Return the random key of one parameter: that of the model, folded with the parameter's path."""
+    """Return the random key of one parameter: the model's key, folded with the parameter's path."""
     return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
@@ -44,7 +44,7 @@ def folded(key: jax.Array, path: str) -> jax.Array:
 def drawer(
     begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compile a function key -> initial array; parameters of equal distribution, shape and sharding share one.
+    """Compile a function key -> initial array; parameters with equal distribution, shape and sharding share it.
 
     No device ever holds more than its own shard, and the values do not depend on the sharding. Call the function under
     `jax.set_mesh`.

@@ -268,9 +268,9 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec for each key; of alternatives, the first whose mesh axes divide the sizes.
+        """Return this layout with one spec per key: among alternatives, the first whose mesh axes divide the sizes.
 
-        The choice is made for all lists of alternatives in a section together. A layout without any is returned
+        The alternatives of all lists in a section are chosen together. A layout without alternatives is returned
         unchanged.
 
         Args:

@@ -129,10 +129,10 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or else for the weight that is its default.
+    """Return the via that the layout writes for a weight, or else for the weight whose spec is its default.
 
-    The default's via does not apply if the default has other dimensions, or is in another section, where another
-    activation is multiplied by it.
+    The via of the default does not apply if the default has other dimensions, or is in another section, where it
+    multiplies another activation.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))
@@ -151,7 +151,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec in which `left` is multiplied by a weight, derived from that of the first weight of its group."""
+    """Return the spec in which a weight is multiplied by `left`, derived from that of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

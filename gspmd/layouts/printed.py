@@ -56,5 +56,5 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Return the position of the first line of a line's section, to list lines that were added later with it."""
+    """Return the position of a section's first line, so that lines added later are listed with their section."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -123,7 +123,7 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     tables = [*document.items()]
-    if isinstance(document.get(SERVING), dict):  # applied first, so that lines of the file for one phase win
+    if isinstance(document.get(SERVING), dict):  # applied first, so that lines for one phase override it
         both = document.pop(SERVING)
         tables = [*((phase, both) for phase in PHASES), *document.items()]
     written = {*document, *sections(inherited["table"])}
@@ -143,7 +143,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables, which TOML makes of an unquoted `ffn.w_in`, to keys with dots; make lists tuples."""
+    """Flatten nested tables, as TOML reads an unquoted `ffn.w_in`, to keys with dots; turn lists into tuples."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

@@ -13,9 +13,10 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a layout, whose specs are attributes (`ffn.w_in`), and by whose names equations are written.
+    """A section of a layout: its specs are attributes (`ffn.w_in`), and their names can be used in equations.
 
-    An attribute is the text of a spec, or None for an optional key that is absent. Methods of this class are no names.
+    An attribute is the text of a spec, or None for an optional key that is absent. Names of methods cannot be names of
+    lines.
 
     Attributes:
       lowering: the lowering that the layout sets for this section; None leaves the choice to the caller.
@@ -60,7 +61,7 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the key of a name: that of `w_in` in this section; `attention.query` is the key of another's line."""
+        """Return the key of a line: in [ffn] `ffn.w_in` for `w_in`; a name with a section, `cross.query`, is a key."""
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:
@@ -249,4 +250,4 @@ class SectionSpecs:
         text = getattr(self._section, key)
         if text is None:
             return None
-        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both cache their results
+        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both functions cache results

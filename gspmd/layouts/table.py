@@ -17,7 +17,7 @@ class ChosenAlternatives:
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
-      name: the name to print: that of the overriding section, or of the part of the model.
+      name: the name to print: the name of the overriding section, or of the part of the model.
       place, count: the position of the chosen alternative, from 0, and the number of alternatives.
         specs: a mapping from key to the spec that was chosen.
     """
@@ -57,7 +57,7 @@ class LayoutTable:
         """Return the spec of a tensor.
 
         Raises:
-          LayoutError: the key is unknown, optional and absent, or has alternatives (see `resolved`).
+          LayoutError: the key is unknown, has alternatives (see `resolved`), or is optional and absent.
         """
         spec = look_up(self.table, key)
         if spec is None:
@@ -136,7 +136,7 @@ class LayoutTable:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The alternatives that `resolved` chose and that were not overridden since, as one line for each section."""
+        """The alternatives that `resolved` chose, unless they were overridden later, as one line for each section."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table

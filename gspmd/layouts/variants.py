@@ -53,7 +53,7 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Raise an error if a spec cannot be parsed, at once and not only when the layout is checked.
+    """Raise an error if a spec cannot be parsed, immediately and not only when the layout is checked.
 
     Raises:
       LayoutError: the spec, or one of the alternatives, cannot be parsed; the message lists every fault.
@@ -107,7 +107,7 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
-    """Return those specs of a table that shard L, changed to leave L unsharded: a single position has no shards.
+    """Return the specs of a table that shard L, with L unsharded instead: a single position cannot be sharded.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
@@ -118,7 +118,7 @@ def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
 
 
 def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Text]:
-    """Return those specs of a table that use any of the given mesh axes, changed to be without these axes.
+    """Return the specs of a table that use any of the given mesh axes, with these axes removed.
 
     >>> inner_specs({"ffn.residual": "B_xLE", "ffn.w_in": "EF_y reduced-x", "ffn.in_via": "B_xLE, EF_y"}, ["x"])
     {'ffn.residual': 'BLE', 'ffn.w_in': 'EF_y', 'ffn.in_via': 'BLE, EF_y'}

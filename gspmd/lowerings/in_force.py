@@ -109,7 +109,7 @@ def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the number of chips along each torus axis of the TPU slice that is the mesh, or () if it is no slice.
+    """Return the number of chips along each torus axis of the TPU slice that is the mesh, or () if it is not a slice.
 
     The numbers come from `on_slice_shape`, or else from the coordinates of the devices.
     """

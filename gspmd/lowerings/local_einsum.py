@@ -111,7 +111,7 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
-# It need not be part of jit's cache key: it is read while a program is traced, and only that program sets it.
+# This need not be part of jit's cache key: it is read while a program is traced, and set only by that program.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 
@@ -131,7 +131,7 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; with a batch dimension, as a product of matrices if every row stays in its tile.
+    """Compute an einsum; if it has a batch and every row stays in its tile, compute it as a product of matrices.
 
     This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses a memory order for each product, and
     copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, 0.9
@@ -190,7 +190,7 @@ class Batched:
         return all(sizes[dim] % 8 == 0 and dim not in lanes for dim in rows)
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
-        """Return an operand as [batch, rows, columns], and the index of whichever of the latter two is contracted."""
+        """Return an operand as [batch, rows, columns], and the index of its contracted dimension: 1 or 2."""
         # XLA:CPU multiplies rows and columns in either order, so an operand is copied only if its rows or its columns
         # are not together in memory.
         first = next(dim for dim in dims if dim not in self.batch)

@@ -109,8 +109,8 @@ def _product(call: Call, via: Via) -> Passes:
         def _sides(self, number: int) -> tuple[int, int, int, int]:
             """Return the four indices that belong to a product of a gradient.
 
-            They are those of the output and the product of the forward pass, of the operand whose gradient is computed,
-            and of the operand by which the cotangent is multiplied.
+            They are the indices of the output and of the product in the forward pass, of the operand whose gradient is
+            computed, and of the operand by which the cotangent is multiplied.
             """
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)

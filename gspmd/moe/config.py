@@ -96,7 +96,7 @@ class MoEConfig:
         importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
         load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
         router_scale: variance of the router's initial weights times its fan-in. With Switch's 0.1, routing begins
-            nearly even; in short runs, experts specialise sooner with a larger value.
+            nearly even; in short runs, experts specialize sooner with a larger value.
         jitter: half-width of the random factor on the router's input in training; None for the value of the router's
             paper: 1e-2 for switch, 0 for the others.
         dropout: fraction of the experts' hidden activations that training drops.

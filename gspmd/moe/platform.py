@@ -14,7 +14,7 @@ as long as one dense product of all rows; with blocks of 128 only, it was 1.3 to
 def current_platform() -> str:
     """Return the platform of the mesh in force, or else of JAX's default devices: "cpu", "gpu" or "tpu".
 
-    The mesh of an offline topology has the platform of the machine that it describes, not of the one that compiles.
+    The mesh of an offline topology has the platform of the machine that it describes, not of the machine that compiles.
 
     Example:
         >>> current_platform() in ("cpu", "gpu", "tpu")

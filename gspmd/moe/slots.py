@@ -17,7 +17,7 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""With more choices per slot than this, most choices have no slot; one pass over slots beats a gather per choice."""
+"""With more choices per slot than this, most choices have no slot, and one pass over slots is faster than gathers."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
@@ -66,7 +66,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """Dispatch a device's own groups; with `together` in a single gather, if all of each group is on the device.
+    """Dispatch a device's own groups; `together` uses one gather for all, if each group is whole on the device.
 
     After a single gather, the rows of all groups are in memory expert by expert, as an all-to-all sends them and
     products read them. After one gather for each group they are group by group, and every slot is copied twice.
@@ -354,7 +354,7 @@ def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
     answer = _take(cotangent, _token(holder, place)).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
-    # One sum for each row, and then a gather of scalars, so that whole rows are not gathered again for each choice.
+    # Each row is summed before scalars are gathered, so that whole rows are not gathered again for each choice.
     gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
     return _apart((weight[..., None] * answer).astype(rows.dtype)), gates, None, None
 

@@ -68,7 +68,7 @@ def _ranked(logits: jax.Array) -> jax.Array:
     """Return the values to compare, in which NaN and padding are -inf."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
-    padding = jnp.asarray(PADDING, logits.dtype)  # in the logits' dtype, in which padded logits are rounded
+    padding = jnp.asarray(PADDING, logits.dtype)  # rounded as in padded logits, to the logits' dtype
     return jnp.where(jnp.isnan(logits) | (logits == padding), -jnp.inf, logits)
 
 

@@ -85,7 +85,7 @@ class _Bias:
 
 @lru_cache
 def _adding(others: tuple[int, ...]):
-    """Return a function that adds to x a bias without the dimensions of x at the indices `others`."""
+    """Return a function that adds to x a bias that lacks the dimensions of x at the indices `others`."""
     return lambda x, bias: x + jnp.expand_dims(bias.astype(x.dtype), others)
 
 

@@ -85,7 +85,8 @@ def einsum(
     if any(spec.partial for spec in equation.outputs):
         from gspmd.lowerings.transformations.hoisting import never_hoisted
 
-        # Called outside of the program: JAX may hoist the whole program out of a loop that is not differentiated.
+        # This is called outside of the program, because JAX may hoist the whole program out of a loop that is not
+        # differentiated.
         flat = never_hoisted(*flat)
     results = program(*flat)
     return tuple(results) if equation.group else results[0]

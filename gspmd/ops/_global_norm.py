@@ -73,7 +73,7 @@ class _GlobalNorm:
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Return whether this device counts its part of a tensor, as the first device with this part does."""
+        """Return whether this device counts its part of a tensor: only the first device with this part counts it."""
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 

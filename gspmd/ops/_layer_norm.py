@@ -27,7 +27,7 @@ def layer_norm(
     *,
     epsilon: float = 1e-5,
 ) -> jax.Array:
-    """Standardize over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
+    """Standardize, scale and shift over the last dimension: (x - mean) / sqrt(variance + ε) · scale + bias.
 
     Communication over the mesh axes of E: two all-reduces of [B, L] float32 (for the mean, then for the variance), and
     one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the mesh axes of B and

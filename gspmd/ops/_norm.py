@@ -36,7 +36,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     count: int | None = None,
 ) -> jax.Array:
-    """Divide by the root mean square over the last dimensions, times a scale: x / sqrt(mean(x²) + ε) · scale.
+    """Divide by the root mean square over the last dimensions, and scale: x / sqrt(mean(x²) + ε) · scale.
 
     Communication over the mesh axes of E: an all-reduce of [B, L] float32 in the forward pass, and one in the gradient
     of `x`. The gradient of `scale` is summed over the mesh axes of B and L and gets the spec of the scale.

@@ -28,7 +28,7 @@ def plan(
 
     For each mesh axis the planner chooses the dimension that the axis shards while the einsum runs (a shared, a
     contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan takes the fewest
-    seconds on this chip for all moves and products if nothing overlaps. Of plans that take equally long, the one with
+    seconds for all moves and products on this chip, if nothing overlaps. Of plans that take equally long, the one with
     fewer bytes is chosen, then the one with fewer steps, then the first in a fixed order. `"looped"` and `"auto"`
     overlap the steps of this plan; they do not search for a plan that overlaps better.
 
@@ -87,7 +87,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the dtype name of every operand, from one dtype for all or one for each; members of a group count."""
+    """Return the dtype name of every operand, from one dtype for all, or one for each; group members are operands."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

@@ -40,7 +40,8 @@ def sample(
     The token is argmax(logits / temperature + Gumbel noise). The noise depends only on seed, position and token, so a
     sample depends on the logits and settings of its row, but not on other rows, the layout, the mesh or the lowering.
 
-    Communication: all-reduces over the mesh axes of the dimension. Two of [B] for the argmax, one for the maximum,
+    Communication: all-reduces over the mesh axes of the dimension. There are two of [B] for the argmax, one for the
+        maximum,
     eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three times as many
     elements. A filter has no steps if its setting is a number that turns the filter off.
 
@@ -50,8 +51,8 @@ def sample(
         dim: the dimension of the tokens, `"V"`.
         seeds: [B] 32-bit integers, replicated.
         positions: [B] integers, replicated: the position of each row's token, or of its first token along L.
-        temperature: the divisor of the logits; 0 chooses the most likely token, and of several the one with the lowest
-            id. This and the other settings are a number, or a replicated [B] array.
+        temperature: the divisor of the logits; 0 chooses the most likely token, or the one with the lowest id if
+            several are equally likely. This and the other settings are a number, or a replicated [B] array.
         top_k: the number k of most likely tokens to keep; tokens as likely as the k-th are kept too; 0 keeps all.
         top_p: the total probability that the kept, most likely tokens must reach; tokens of equal probability are all
             kept or all dropped; 1 keeps all.
@@ -238,6 +239,6 @@ def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
     # The noise is largest where `uniform` is near 0. There float32 has its finest steps, so 64 bits are used: with
-    # steps of 2⁻³², several of many tokens would share the largest noise.
+    # steps of 2⁻³², several tokens of a large vocabulary would share the largest noise.
     uniform = float32(high) * 2.0**-32 + float32(low) * 2.0**-64
     return -jnp.log(-jnp.log1p(-jnp.clip(uniform, 2.0**-65, 1 - 2.0**-24)))

@@ -51,7 +51,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
 
 def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
-    """Compute exponentials that sum to one over one dimension: exp(x) / Σ exp(x).
+    """Compute the softmax over one dimension: exp(x) / Σ exp(x).
 
     Communication over the mesh axes of the dimension: two all-reduces of [B, L] float32 in the forward pass, and one in
     the gradient.

@@ -23,7 +23,7 @@ WORDS = 3
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return integers in the same order as the float32 values; integers are equal where the values are equal."""
+    """Return integers with the same order as the float32 values `x`; equal values have equal integers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
@@ -39,8 +39,8 @@ def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chai
     for n, (high, low) in enumerate(pairwise(_PLACES)):
         step = jnp.int32(1 << low)
         above = [order >= found + digit * step for digit in range(n > 0, 1 << high - low)]
-        # All sums in one pass: the TPU compiler's code for a sum of a broadcast over candidates takes three times as
-        # long.
+        # All sums are computed in one pass: the TPU compiler's code for a sum of a broadcast over candidates takes
+        # three times as long.
         each = [jnp.where(some, word, 0) for some in above for word in weights]
         sums = jax.lax.reduce(each, [jnp.int32(0)] * len(each), _added, (order.ndim - 1,))
         totals = jnp.stack(sums, axis=-1).reshape(*order.shape[:-1], len(above), len(weights))

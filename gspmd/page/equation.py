@@ -46,7 +46,7 @@ class EquationAnswer:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the plan and its pictures as data for JSON, with each amount also as tables print it."""
+        """Return the plan and its pictures as data for JSON, with each amount also as text, as tables print it."""
         plan, measured = self.plan, roofline(self.plan)
         return {
             "plan": json.loads(plan.to_json(gradients=False)),

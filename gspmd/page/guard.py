@@ -1,9 +1,9 @@
 """The guard in front of the page: it checks where a request comes from and its size, and adds headers to every answer.
 
-The page listens on this machine's own address, which keeps other machines out, but not the pages of other sites that a
-browser on this machine has open. They can send requests to it, directly or by a name that they make the browser resolve
-to this address (DNS rebinding). So a request must name this page as its host, and must come from this page. A link on
-another site may open a page, which is how an equation is shared.
+The page listens on the loopback address, which keeps other machines out, but not the pages of other sites that a
+browser on this machine has open. Such pages can send requests to it, directly or by a name that they make the browser
+resolve to this address (DNS rebinding). So a request must name this page as its host, and must come from this page. A
+link on another site may open this page, which is how an equation is shared.
 """
 
 import asyncio

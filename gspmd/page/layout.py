@@ -297,7 +297,7 @@ class LayoutAnswer:
 
     @property
     def toml(self) -> str:
-        """The layout as the text of a file: based on the chosen one, or with all lines of one that a search found."""
+        """The layout as the text of a file: changes to another layout, or all lines of a layout found by a search."""
         if self.own:
             return self.document(self.own | self.changes)
         return self.document(self.changes)

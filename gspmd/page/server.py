@@ -28,7 +28,7 @@ PAGES = {"/": "equation.html", "/layout": "layout.html"}
 EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout", "kept")
 """The tasks of `gspmd.page.tasks` that a page may ask for; a separate process runs the tasks of layouts."""
 SHORT = "gspmd.page.tasks:Tasks"
-"""The class of these tasks."""
+"""The class that runs these tasks, as `module:name`."""
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 
@@ -104,7 +104,7 @@ def application(
 
 
 class _Desk:
-    """A worker process, the requests that wait for it, and a function for the seconds that each may take."""
+    """A worker process, the requests that wait for it, and a function that returns the seconds each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
@@ -137,7 +137,7 @@ class _Told(Response):
             try:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-            finally:  # Also if the server ends: the thread that waits for the answer cannot be cancelled.
+            finally:  # Also if the server ends: the thread that waits for the answer cannot be canceled.
                 while not ended:
                     self._desk.worker.interrupt()
                     with anyio.CancelScope(shield=True):

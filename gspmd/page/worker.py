@@ -91,7 +91,7 @@ class Worker:
     def interrupt(self) -> None:
         """End the process: the answer that is waited for is lost, and the next request starts a new process."""
         process = self._process
-        if process is not None:  # Without the lock, which a thread that waits for an answer holds.
+        if process is not None:  # The lock is not taken: a thread that waits for an answer holds it.
             _kill(process)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 def _read(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
     """Pass on the lines that a process writes, and None at their end."""
     assert process.stdout is not None
-    with suppress(ValueError):  # It has been closed.
+    with suppress(ValueError):  # The output has been closed.
         for line in process.stdout:
             answers.put(line)
     answers.put(None)

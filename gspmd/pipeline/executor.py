@@ -5,10 +5,10 @@ a permute stood in a branch that only some devices take, it would wait for the o
 here too, chunk by chunk, by `jax.vjp` of a chunk's forward pass. The forward pass is recomputed from the chunk's
 input, so for each microbatch in flight a stage holds only the input of a chunk.
 
-Several stacks of blocks, such as an encoder and a decoder, are pipelines one after the other through the same stages.
-The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages next
-to the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way, and
-each stage adds its contribution.
+Several stacks of blocks, such as an encoder and a decoder, are several pipelines through the same stages, one after the
+other. The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages
+next to the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way,
+and each stage adds its contribution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ class PipelineExecutor:
         schedules: the order in which these functions run, for each stack.
         axis: the mesh axis over which layers are split into stages.
         streams: the spec of the tensor that a stage sends to the next stage, for each stack.
-        batches: number of microbatches over which the loss is averaged, in all pipelines side by side.
+        batches: number of microbatches over which the loss is averaged, over all pipelines that run side by side.
     """
 
     stages: tuple[Stages, ...]
@@ -113,6 +113,6 @@ class PipelineExecutor:
             specs, shapes = zip((self.streams[number], stream), *before)
             of = self.schedules[number], self.axis, specs, shapes, self.batches
             stacks.append(StageOfStack(stages, *of, shared, weights[number], batches))
-        # In float32 even if weights are narrower, since many microbatches are added up.
+        # In float32 even if the weights have a narrower dtype, since many microbatches are added up.
         added = StageSums(jnp.float32(0), wide_zeros(shared) if trains else None)
         return _Carry(added, tuple(stack.begin(trains) for stack in stacks)), stacks

@@ -110,7 +110,7 @@ class _Interleaved:
 
 
 def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """Send layers [N, ...] to the stages that compute them, as [R, N/R, ...], or with `back` the reverse."""
+    """Send layers [N, ...] to the stages that compute them, as [R, N/R, ...]; with `back`, send them the other way."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -169,7 +169,7 @@ def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
 
 @lru_cache(maxsize=256)
 def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the chunks that are not sent, and then the chunks of each permute, at most one per sender and receiver.
+    """Return the chunks that are not sent, then those of each permute: at most one for each sender and each receiver.
 
     >>> stay, permute = routes(stages=2, rounds=2)
     >>> [(chunk.source, chunk.target) for chunk in permute]

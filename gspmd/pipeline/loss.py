@@ -177,7 +177,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Sum the metrics of all pipelines side by side; the result has the metrics [R, N, ...] of each layer."""
+    """Sum metrics over the pipelines that run side by side; the result has the metrics [R, N, ...] of each layer."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]

@@ -53,7 +53,7 @@ def _name(kind: str, work: Any, several: bool) -> str:
 
 
 def figure(title: str, ticks: Ticks) -> "Figure":
-    """Draw a schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is grey.
+    """Draw a schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is gray.
 
     Args:
         title: the title of the figure.

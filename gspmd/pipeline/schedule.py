@@ -151,23 +151,23 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The fraction of slots in which a stage waits, counted in the table: (S - 1) / (R·M + S - 1).
+        """The fraction of slots in which a stage waits, counted in the table of ticks: (S - 1) / (R·M + S - 1).
 
-        Stages wait in as many forward as backward slots, so this is also the fraction of time, for any ratio of the two
-        times. In zero-bubble no stage waits in slots for gradients of weights, and the fraction is 2(S - 1) / (3R·M +
-        2(S - 1)).
+        Stages wait in as many forward slots as backward slots, so this is also the fraction of time, for any ratio of
+        the two times. In zero-bubble no stage waits in slots for gradients of weights, and the fraction is 2(S - 1) /
+        (3R·M + 2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the buffer index of a chunk's input, held from its forward to its backward pass."""
+        """The buffer index of a chunk's input, held from its forward to its backward pass, by kind, tick and stage."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, the buffer index of a backward pass's residuals, which gradients of weights need."""
+        """The buffer index of a backward pass's residuals by kind, tick and stage; gradients of weights need them."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
@@ -210,7 +210,7 @@ class Schedule:
         return text(self.describe(), self.ticks)
 
     def figure(self) -> "Figure":
-        """Draw the schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is grey."""
+        """Draw the schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is gray."""
         return figure(self.describe(), self.ticks)
 
     def save(self, path: str | PathLike) -> None:
@@ -237,7 +237,7 @@ def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
 def _ticks(
     name: str, stages: int, microbatches: int, rounds: int, stack: int, stacks: int
 ) -> tuple[Mapping[str, Slot], ...]:
-    """Return the ticks of one of several stacks, up to the last tick in which it has work."""
+    """Return the ticks of one of several stacks, up to the last tick in which this stack has work."""
     around = rounds * stages  # ticks of a microbatch in a stack
     early = stacks * around - 1
     # The tick of the first backward pass, which is in the last stack.
@@ -254,7 +254,7 @@ def _ticks(
                     tick = delays[name] + (stacks - 1 - stack) * around + order + stages - 1
                     back = Work(microbatch, rounds - 1 - turn)
                     slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
-                    if name == "zero-bubble":  # in the tick in which even the first stage has its cotangent
+                    if name == "zero-bubble":  # when the first stage, the last to get one, has its cotangent
                         slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
     last = max(tick for tick, _ in slots)
     ticks = ({kind: tuple(slots[tick, kind]) for kind in KINDS if (tick, kind) in slots} for tick in range(last + 1))

@@ -59,7 +59,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
     # Under lowering 'xla' products are in regions of Auto axes, and cannot run outside of these regions. Only planned
-    # programs are looked at, since random draws have such regions too.
+    # programs are checked, since random draws have such regions too.
     ours = [each for each in all_equations(whole) if innermost(str(each.source_info.name_stack))[0]]
     made = [var.aval.sharding.mesh for each in ours for var in each.outvars]
     if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):

@@ -34,7 +34,8 @@ class Stages:
             scalar that is added to the loss of the last stage. The metrics are a tree of float32 arrays with a row for
             each layer. In a stack that follows another, `chunk` has a further argument, the output of the previous
             stack.
-        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that another follows.
+        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that is followed by
+            another.
         chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. `chunk` then
             gets them as its first argument: (shared, weights, x, batch, number).
     """
@@ -203,8 +204,8 @@ class StageOfStack:
         """Compute the backward pass of a chunk from its input.
 
         Returns:
-            The pairs (gradients of the streams, loss, metrics) and (gradient of shared weights, gradient of the
-            chunk's).
+            The pairs (gradients of the streams, loss, metrics) and (gradient of shared weights, gradient of the chunk's
+            weights).
         """
         streams, batch, number, (cotangent, *beyond), share = moving
         is_first, is_last = self._ends(number)
@@ -280,7 +281,7 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return, by the name of the tensor, the step that sends a stream to the next or previous stage.
+    """Return the step that sends a stream to the next or previous stage, by the name of the tensor.
 
     Args:
         stream: the spec of the stream within a stage.
@@ -294,7 +295,7 @@ def sent(
     kind, mesh = "collective-permute", {axis: stages, **ctx.mesh}
     if (across := in_force.across_slices()).get(axis, 1) > 1:
         seconds = network_seconds(kind, stages, held, ctx.chip)
-    else:  # the mesh of a stage does not say where slices end; this permute stays in a slice
+    else:  # a stage's mesh does not say where slices end, but this permute stays within a slice
         chip = replace(ctx.chip, node_devices=0) if across else ctx.chip
         seconds = collective_seconds(kind, (axis,), mesh, held, chip)
     return {"stream": (Step(kind, (axis,), wire_bytes(kind, stages, held), seconds, stream, stream, "stream"),)}
@@ -328,7 +329,7 @@ def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) 
 
 
 def wide_zeros(tree: Tree) -> Tree:
-    """Return zeros in at least float32, also for narrower weights, to which many gradients are added."""
+    """Return zeros in float32 or wider, to which many gradients are added; weights may have a narrower dtype."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 

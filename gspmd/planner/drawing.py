@@ -35,7 +35,7 @@ def plain(plan: Plan) -> str:
 
 
 def figure(plan: Plan, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, and a total; and with `gradients` the plans of the cotangents.
+    """Draw a plan: a heading, a line per step, a total, and, if `gradients`, the plans of the cotangents.
 
     Args:
         plan: the plan to draw.
@@ -69,7 +69,7 @@ def _one(plan: Plan, heading: Text, width: int | None) -> Text:
 
 
 def setting(plan: Plan) -> tuple[str, ...]:
-    """Return the settings that a plan was made for as text: sizes, mesh, dtypes, chip and lowering."""
+    """Return, as text, the settings for which a plan was made: sizes, mesh, dtypes, chip and lowering."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))

@@ -82,7 +82,7 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for each product whose output has this cotangent, the moves of its operand and of the other factor."""
+    """Return pairs of moves: of an operand of a product in this output, and of the other operand of the product."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -125,7 +125,7 @@ class GradientPart:
 
     Attributes:
         equation: the equation that the part computes.
-        routine: its moves, products and output.
+        routine: the moves, products and output of the part.
         dtypes: the dtypes of its operands.
         inputs, outputs: its operands and its result, as planner tensors.
         overlap: its rings and stripes.

@@ -46,11 +46,11 @@ class Intermediate:
 
     Attributes:
         spec: its spec.
-        buffers: its memory; empty for an operand that is still as given, as operands are counted separately.
+        buffers: its memory; empty for an operand that no step has changed yet, since operands are counted separately.
         front: the dimension that comes first in memory, if it is not the tensor's first dimension.
         read: the tensors that it is computed from.
-        fused: whether a fusion makes the tensor, and so can write it in any memory order at no cost. If another fusion
-            reads the tensor, it computes it again, and the tensor is never stored as a whole.
+        fused: whether an XLA fusion makes the tensor, which can write it in any memory order at no cost. A fusion that
+            reads the tensor computes it again, so that the tensor is never stored as a whole.
         level: the length of the longest chain of instructions that ends here. Instructions run level by level.
     """
 
@@ -93,7 +93,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the peak bytes of buffers that cannot use the memory of results, which large buffers take first."""
+        """Return the peak bytes of buffers that find no free memory of a result; the largest buffers choose first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -253,9 +253,9 @@ class _Order:
         self.sides = left, right
         shared = set(left) & set(right)
         self.batch = [dim for dim in after if dim in shared]
-        self.contracted = sorted(shared - set(after))  # as jnp.einsum orders them
+        self.contracted = sorted(shared - set(after))  # in the order of `jnp.einsum`
         free = [[dim for dim in side if dim not in shared] for side in self.sides]
-        if self.batch and self.contracted:  # as `batched` does
+        if self.batch and self.contracted:  # in the order of `batched` in lowerings/local_einsum.py
             self.contracted = [dim for dim in left if dim in shared and dim not in after]
             free = [[dim for dim in after if dim in side] for side in free]
         self.free = free

@@ -1,4 +1,4 @@
-"""The collectives of a routine that run inside its einsums, and the schedules by which they do, as data."""
+"""The collectives of a routine that run inside its einsums, and the schedules of their rings, as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class RingSchedule:
 
     Attributes:
         signs: for each part of a shard, the direction, +1 or -1, in which it is sent round the ring.
-        both_ways: whether every part is sent in both directions, each time half-way round.
+        both_ways: whether every part is sent in both directions, each time halfway round.
         is_public: whether users may choose it by name, as lowering `looped:<name>`.
     """
 
@@ -41,7 +41,7 @@ SCHEDULES = {
 }
 """The schedules by name.
 
-Among schedules with equal costs the first is used; a tensor that is gathered apart from the einsum uses the last.
+Among schedules of equal cost, the first is used. A tensor that is gathered outside of the einsum uses the last.
 """
 
 
@@ -103,7 +103,7 @@ class Overlap:
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient: for a ring gather, that of its shard."""
+    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, its shard is kept."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

@@ -90,7 +90,8 @@ class ProductGroup:
     Attributes:
         left: the index of the common operand among the inputs.
         tensor: the common operand.
-        rights: the indices of the operands that the common operand is multiplied by; None where it is only summed.
+        rights: the indices of the operands that the common operand is multiplied by; None where the common operand is
+            only summed.
         contractions: the operands of `rights` with the results and pins of their products.
         pinned: the spec to which the common operand is brought, or None to search for it.
     """
@@ -106,7 +107,7 @@ class ProductGroup:
         return search(environment, self.tensor, self.contractions, self.pinned)
 
     def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
-        """Return the costs of the group for every placement of one result: that of contraction `aimed`."""
+        """Return the costs of the group for every placement of the result of contraction `aimed`."""
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
@@ -137,9 +138,9 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Find one placement of the common operand for all products or, if there is none, one for each product.
+    """Find one placement of the common operand for all products or, if none exists, one for each product.
 
-    There is none for all products if their results are partial sums over different mesh axes.
+    No placement serves all products if their results are partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -200,7 +201,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def _costs_of_adding(terms: Sequence[ResultCosts], target: Tensor) -> np.ndarray | None:
-    """Return the cost of adding the terms in each placement, or None if each must be reduced before."""
+    """Return the cost of adding the terms in each placement, or None if terms must be reduced before."""
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
@@ -226,14 +227,14 @@ def _ranked_sums(
     finite = np.flatnonzero(np.isfinite(costs)).tolist()
     ranked = sorted(finite, key=lambda number: (costs[number].real, costs[number].imag, str(paths.spec(dims, number))))
     kinds = paths.kinds
-    # For each kind the cheapest placement: placements of one kind differ only in the order of axes.
+    # The cheapest placement of each kind; placements of one kind differ only in the order of axes.
     first = {int(kinds[number]): number for number in reversed(ranked)}
     chosen = sorted(first.values(), key=ranked.index)[:count]
     return [_sum_routine(groups, environment, inputs, output, paths.spec(dims, number)) for number in chosen]
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """Return the steps from the placement `common`, in which terms are added, to the target without its broadcasts."""
+    """Return the steps from the placement `common`, in which terms are added, to the target before it is broadcast."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 

@@ -59,9 +59,9 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
 
 
 def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield every division of a collective's axes into those of a ring's loop and those within one of its chunks.
+    """Yield every way to divide a collective's axes into those of a ring's loop and those within one chunk of the ring.
 
-    The loop has at least one axis; of each dimension's axes, it has the major ones.
+    The loop has at least one axis. Of the axes that shard one dimension, it has the major ones.
     """
     spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
     for counts in product(*(range(len(axes) + 1) for axes in spans)):
@@ -73,7 +73,7 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
     """Return whether every axis is short enough to be unrolled: at most `LONGEST` devices.
 
-    A gather along one axis always is, because it becomes a loop in the program.
+    A gather along one axis is always short enough, because it becomes a loop in the program.
     """
     long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
     return not long or (long == [*looped] and span.steps[0].kind == "all-gather")

@@ -116,7 +116,7 @@ class Product:
 
 @dataclass(frozen=True)
 class RoutineOutput:
-    """An output: the sum of `products`, which have the same spec, then `steps`; missing dimensions are broadcast."""
+    """An output: the sum of `products`, all of one spec, and the `steps` after it; missing dimensions are broadcast."""
 
     products: tuple[int, ...]
     spec: Spec
@@ -234,7 +234,7 @@ class NumberedSteps:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
-        """Append steps as a chain, scaled to the `share` of the data that they run on."""
+        """Append steps as a chain; their costs are scaled to the `share` of the data on which they run."""
         chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
         self.steps += chain.steps
         return chain

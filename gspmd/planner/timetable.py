@@ -33,8 +33,9 @@ class Bar(NamedTuple):
 def bars(plan: Plan) -> list[Bar]:
     """Return the timetable of a plan: a bar for each step.
 
-    Steps outside loops run one after another. All loops are drawn as one block after the other moves, as long as the
-    plan says that they take: gathers begin with the block, reduce-scatters end with it, and einsums fill it.
+    Steps outside loops run one after another. All loops are drawn as one block, after the moves outside loops. The
+    block has the length that the plan predicts: gathers begin with the block, reduce-scatters end with it, and einsums
+    fill it.
 
     Args:
         plan: a `gspmd.Plan`.
@@ -57,7 +58,7 @@ def bars(plan: Plan) -> list[Bar]:
 
 
 def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) -> Iterator[Bar]:
-    """Yield the bars of the block of loops, which takes `block` seconds."""
+    """Yield the bars of all steps in loops, as one block of `block` seconds."""
     sent = sum(step.seconds for _, step in inside if step.is_collective)
     worked = sum(step.seconds for _, step in inside if not step.is_collective)
     scale = min(1.0, block / sent) if sent else 1.0

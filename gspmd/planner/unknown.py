@@ -30,7 +30,7 @@ def is_unknown(mesh: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class UnknownMove:
-    """A move of a tensor between two placements; or of several tensors to one, which are added on the way.
+    """A move of a tensor between two placements, or of several tensors to one placement, which are added on the way.
 
     Attributes:
         before: the source spec; several for the parts of a gradient, which are added in the cheapest placement.
@@ -93,7 +93,7 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """The first steps of a chain that earlier chains of the same tensor also have; a program runs them once.
+    """The first steps of a chain that earlier chains of the same tensor have too, so that a program runs them once.
 
     Attributes:
         chain: the chain.
@@ -106,7 +106,7 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownReduction:
-    """The last step of a chain if it is a reduction that a compiler may remove; otherwise nothing.
+    """The last step of a chain, if this step is a reduction that a compiler may remove; otherwise nothing.
 
     Attributes:
         chain: the chain that ends in the reduction.
@@ -121,7 +121,7 @@ class UnknownReduction:
 
 @dataclass(frozen=True)
 class RequiredMove:
-    """A move that must be possible though it may never run: all gradients of an equation are planned together."""
+    """A move that must be possible even if it never runs, because all gradients of an equation are planned together."""
 
     move: UnknownMove
 

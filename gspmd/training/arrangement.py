@@ -1,4 +1,4 @@
-"""Arrangements of a run: which layout on which mesh is in force from which step; the state moves between them."""
+"""Arrangements of a run: each is a layout on a mesh, in force from some step on; the state is moved between them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +86,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
 
     Args:
         sharding: the requested mesh or number of devices; if it names neither, all devices are used.
-        layout: if no mesh is requested, factors the devices into a mesh that divides the sizes.
+        layout: the layout; if no mesh is requested, it determines how the devices are factored into a mesh.
         sizes: sizes of the model's dimensions; see `Layout.check`.
         host_devices: number of fake CPU devices, if neither a mesh nor a number of devices is requested.
 

@@ -59,8 +59,8 @@ def abstract_initial(
     """Return shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
-    # Outside the current mesh, because the optimizer computes a few numbers here, and the mesh may be of an offline
-    # topology.
+    # This runs outside the current mesh, because the optimizer computes a few numbers here, and the mesh may be that of
+    # an offline topology.
     with jax.set_mesh(None):
         shapes = jax.eval_shape(transform.init, jax.tree.map(lambda leaf: _placed(leaf, None), params))
         optimizer = optax.tree_map_params(

@@ -9,7 +9,7 @@ _COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
 _ARROW_MEANT = re.compile(r"[-=~−–—:]+")
 _WORD_AHEAD = re.compile(r"[^\s,+()>]*")
 _OPENING = re.compile(r"[(\s]*")
-_DEEPEST = 8  # groups inside groups; the first is a fault already, and the parentheses of deeper ones are ignored
+_DEEPEST = 8  # nested groups that are read; even a group in a group is a fault, and deeper parentheses are ignored
 
 
 class EquationReader(Reader):
@@ -17,9 +17,10 @@ class EquationReader(Reader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        # Whether the text has several specs, so that a space may stand for a missing comma.
+        # Whether the text may have several specs, so that a space may be a missing comma.
         self.has_others, self.depth = True, 0
-        # Searched once here: searching at every '=' would take quadratic time on a text with thousands of them.
+        # The arrow is searched once, here: a search at every '=' would take quadratic time on a text with thousands of
+        # them.
         self.has_arrow = ARROW.search(text) is not None
 
     def sides(self) -> list[list[LocatedTerm]]:
@@ -61,7 +62,7 @@ class EquationReader(Reader):
     def _at_arrow(self) -> bool:
         if ARROW.match(self.text, self.at):
             return True
-        # A sign that hardly looks like an arrow, such as '=', is taken for one if the text has no other.
+        # A sign that hardly looks like an arrow, such as '=', is read as an arrow if the text has no real one.
         return _ARROW_MEANT.match(self.text, self.at) is not None and not self.has_arrow
 
     def _comma(self) -> bool:
@@ -104,14 +105,14 @@ class EquationReader(Reader):
         )
 
     def _at_another(self, spec: LocatedSpec) -> bool:
-        """Return whether another spec begins here, after a space: its first word repeats a dimension of this one."""
+        """Return whether another spec begins here, after a space: the next word repeats a dimension of `spec`."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at)
         return spec.partial is not None or (word is not None and not set(word.group()).isdisjoint(spec.names))
 
     def _clashes(self, spec: LocatedSpec) -> None:
-        """Report repeated dimensions and axes; if two operands lack both comma and space, report only that."""
+        """Report repeated dimensions and axes, or only the missing comma if two operands were read as one."""
         names = spec.names
         at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
         halves = [[axis.name for dim in dims for axis in dim.axes] for dims in (spec.dims[:at], spec.dims[at:])]

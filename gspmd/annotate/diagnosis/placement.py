@@ -24,10 +24,10 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
     """Return the error for an array whose type, `actual`, does not agree with the spec."""
-    # No apostrophe: the search for a layout reads the specs between the quotes.
+    # The message has no apostrophe, because the search for a layout reads the specs between its quotes.
     fact = f"the spec says '{spec}', but the type of the array says '{actual}'."
     moved = re.search(r"operand \d+", doing)
-    what = "x" if moved is None else moved[0].replace(" ", "_")  # In an equation x may be the name of another one.
+    what = "x" if moved is None else moved[0].replace(" ", "_")  # In an equation, x may be the name of another array.
     remedy = f"Move it with gspmd.reshard({what}, '{actual} -> {spec}')."
     if actual.is_open:
         fact = f"the spec says '{spec}', but the type of the array does not say where it is placed."

@@ -69,8 +69,8 @@ def _of_jax(given: Any) -> str:
     a spec is one string, with a capital letter for each dimension.
       Write 'BL', with the mesh axes that shard them, such as 'B_xL'.
     """
-    given = getattr(given, "spec", given)  # of a NamedSharding
-    is_jax = type(given).__name__ in ("P", "PartitionSpec")  # by its name, to read specs without importing JAX
+    given = getattr(given, "spec", given)  # the spec of a NamedSharding
+    is_jax = type(given).__name__ in ("P", "PartitionSpec")  # by name, so that specs are read without JAX
     if not (is_jax or isinstance(given, tuple)):
         return ""
     entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in given]

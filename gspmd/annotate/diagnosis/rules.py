@@ -82,7 +82,7 @@ def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
 
 
 def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
-    """Return the fault of a comma next to an empty operand: the comma before it or, for the first operand, after it."""
+    """Return the fault of a comma beside an empty operand: before the operand or, if it is the first, after it."""
     behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
     at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
     return Fault(text, at, at + 1, f"an operand is missing next to this comma, {so}.", "Drop the comma.")

@@ -77,7 +77,7 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axis whose name the letters of a suffix spell, or "" (a partial sum's letters are sorted)."""
+    """Return the mesh axis whose name the axes of a suffix spell, or ""; a partial sum's axes may be in any order."""
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
     arrange = sorted if axes is spec.partial or axes is spec.reduced else list
@@ -179,7 +179,7 @@ def _are_sequences(values: Sequence) -> bool:
 
 
 def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: int) -> Fault:
-    """Return a fault of spec number `at`, moved from the spec's canonical text to its position in the equation."""
+    """Return a fault of spec number `at` with its position in the equation instead of in the canonical spec."""
     if not spans:  # an equation that was not read from text, such as a gradient's
         return Fault(str(equation), 0, len(str(equation)), fault.fact, fault.remedy)
     start, end = spans[at]

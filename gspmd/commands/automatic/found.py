@@ -111,5 +111,5 @@ def own(folder: Path) -> FoundLayout | None:
 
 
 def own_of(out: str) -> FoundLayout | None:
-    """Return the layout that was found for the run to be resumed: that in this folder, or by default the newest."""
+    """Return the layout that was found for the run to be resumed: the run in this folder, by default the newest run."""
     return own(Path(out) if out else newest_run())

@@ -186,7 +186,7 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout for generating text: the lines for decoding, and those that differ for sources and prompts.
+    """Return the layout for generating text: the lines for decoding, and the other lines for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.
@@ -245,7 +245,8 @@ def _read_beside(
         question.sizes["source"],
         question.sizes["chunk"],
     )
-    # Prompts are read on the devices that continue their texts: as many rows as the most prompts of any part.
+    # Prompts are read on the devices that continue their texts, so every part of the batch has as many rows as the part
+    # with the most prompts.
     mesh = decode.case.mesh
     stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
     cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
@@ -257,7 +258,8 @@ def _read_beside(
     def reading(workload: Workload, kept: Mapping[str, str]) -> Reading:
         return read_beside(problem_of(workload, mesh), decode, answer, question.limit, kept)
 
-    # Encoding sources decides the lines of the encoder and of cross-attention; reading prompts has to keep the latter.
+    # The lines of the encoder and of cross-attention are chosen for encoding sources; the layout for reading prompts
+    # must keep those of cross-attention.
     seconds, inner, beside = {"step of decoding": answer.seconds}, dict[str, str](), dict[str, str]()
     if source:
         tell("how sources are encoded")
@@ -327,7 +329,7 @@ def _question(
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """Return the cached result of a search, or run the search; report it. All processes get that of the first.
+    """Return the cached result of a search, or run the search, and report it; the first process does so for all.
 
     Args:
         console: the console for messages.

@@ -84,7 +84,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
                         Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
         server = Server(config)
-        # Answers that are pending when the page ends are cancelled on purpose, which is no error of the server.
+        # Answers that are pending when the page ends are canceled on purpose; uvicorn would log this as an error.
         logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
         server.run(sockets=[listening])
     return 0

@@ -1,4 +1,4 @@
-"""The search that a page asks for: that of `gspmd search`, compared with the page's layout, sent part by part."""
+"""The search that a page asks for: as by `gspmd search`, compared with the page's layout, and sent part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 class SearchRequest(LayoutRequest):
     """A request to search, and to compare the result with the page's layout.
 
-    The search is on the mesh of that layout or on every mesh of a slice, with its number of microbatches or any.
+    The search is on the mesh of that layout or on every mesh of a slice, with the layout's number of microbatches or
+    with any number.
     """
 
     topology: str = ""
@@ -158,7 +159,7 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the page's layout as a search prices it: on its own mesh if that was searched, or else on its best one."""
+    """Return the page's layout as a search prices it: on its own mesh if that was searched, else on its best mesh."""
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:

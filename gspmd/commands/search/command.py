@@ -52,12 +52,12 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
     """
 
     def begin(argv: Sequence[str]) -> int:
-        # Before a program is read: later programs are compiled for devices that are not attached. If JAX has started
-        # already, for example in a user's program, its devices are used.
+        # JAX starts here, before a program is read: later programs are compiled for devices that are not attached. If
+        # JAX has started already, for example in a user's program, its devices are used.
         with suppress(host.HostError):
             host.start(1, "cpu")
-        # Traces and their steps are millions of objects that live on: by default, a tenth of the time would be spent on
-        # looking for cycles among them.
+        # Traces and their steps are millions of objects that live on: by default, Python would spend a tenth of the
+        # time looking for cycles among them.
         gc.set_threshold(100_000)
         return main(argv, script, settings)
 
@@ -176,12 +176,12 @@ class CommandResults:
         asked: the answers to --why.
         presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
             outside.
-        front, drawn: for --frontier, the points of the staircase; and the presets and the layouts of --beside, on the
-            mesh of the answer.
+        front, drawn: for --frontier, the points of the staircase, and the presets and the layouts of --beside to be
+            drawn with them; all are on the mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: faults of questions of --why that name no line on this mesh; the answer is printed even so.
+        faults: faults of questions of --why that name no line on this mesh; the answer is printed nevertheless.
         interrupted: the exception because of which some results are missing; None for none.
     """
 
@@ -276,12 +276,12 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
         found.shortlist = compiling.fastest([*found.shortlist, each])
         if first := found.fastest:
             found.lowering = first.lowering
-            if first.answer is not found.finding.answer:  # The bound is that of the search, whatever came in between.
+            if first.answer is not found.finding.answer:  # The bound stays that of the search.
                 found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If a preset is fastest, compile variants of it: each single change, then all faster ones together.
+    """If a preset is fastest, compile variants of it: each single change, then all changes that helped together.
 
     Of the lines in which the answer differs from the preset, some may save time and others may cost time. These
     variants are written as the search writes layouts, with its mesh axes, norms and biases instead of those of the

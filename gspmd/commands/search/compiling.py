@@ -51,7 +51,7 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, followed by the lowering if it is not the one for which seconds are planned."""
+        """The name, followed by the lowering if seconds are planned for a different lowering."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
@@ -68,7 +68,7 @@ class Listed:
     def seconds(self) -> float:
         """Seconds of the compiled program; infinite if it does not fit or is not compiled."""
         line = self.report and self.report.timeline
-        return line.step_seconds if self.fits and line else float("inf")  # GPUs have a timeline of what does not fit.
+        return line.step_seconds if self.fits and line else float("inf")  # GPUs have one even if it does not fit.
 
 
 def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
@@ -77,7 +77,7 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
     Args:
         settings: the settings of the search.
         listed: the layouts.
-        both: whether to compile each layout under `blocking`, and again under `auto` if that loops any product:
+        both: whether to compile each layout under `blocking`, and again under `auto` if `auto` loops any product:
             programs show better than plans how much loops hide. If false, each is compiled only under the lowering with
             which it is listed.
 
@@ -101,12 +101,13 @@ def fastest(listed: Iterable[Listed]) -> list[Listed]:
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """Return a layout under `blocking`, for which it is planned, and also under `auto` if that loops any product."""
+    """Return a layout under `blocking`, for which it is planned, and also under `auto` if `auto` loops any product."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
         return [blocking]
-    # The prediction of what loops hide covers forward passes only: it predicted gains where training was slower.
+    # The predicted hidden seconds hold only for forward passes: for training, gains were predicted where programs were
+    # slower.
     return [blocking, replace(auto, hidden=looped.hidden_seconds if settings.phase != "train" else 0.0)]
 
 
@@ -158,7 +159,7 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
 
-    Without the compiler none is traced. A preset that the step refuses, for example because it cuts blocks of int8
+    Without the compiler no preset is traced. A preset that the step refuses, for example because it cuts blocks of int8
     moments, is not `usable`. Pipelines are not traced, because a trace counts the idle slots of their step differently
     from a plan.
     """

@@ -74,7 +74,7 @@ def _fits_smaller_batch(
 ) -> bool:
     """Return whether some layout may fit with a smaller batch: the state alone may be too large.
 
-    A batch of one sequence is tried. If no layout divides it, larger ones may still fit.
+    A batch of one sequence is tried. If no layout divides it, a larger batch may still fit.
     """
     if settings.batch == 1:
         return False
@@ -82,7 +82,7 @@ def _fits_smaller_batch(
     one = replace(settings, batch=1, microbatches=None if settings.microbatches is None else 1)
     try:
         return _some_fits(spaces(one)(target), limit) is not False
-    except (LayoutError, PlanError):  # For example experts in groups that do not divide one sequence.
+    except (LayoutError, PlanError):  # For example, groups of experts do not divide one sequence.
         return True
 
 

@@ -69,7 +69,7 @@ class _Frame:
 
 
 def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed], title: str) -> "Figure":
-    """Draw the cheapest layout for every amount of memory as a staircase, and shade where no layout can be.
+    """Draw the cheapest layout for every amount of memory as a staircase, and shade the area without any layout.
 
     Args:
         finding: the result of the search, whose answer is marked.

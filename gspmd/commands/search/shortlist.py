@@ -25,8 +25,8 @@ MORE = 0.15
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the cheapest layouts that differ from it, and the cheapest preset.
 
-    The layouts that differ have another option of one choice, or another mesh, choice of remat or number of
-    microbatches; each is the best of its kind.
+    Each of the layouts that differ is the best with another option of one choice, or with another mesh, choice of remat
+    or number of microbatches.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
@@ -93,7 +93,8 @@ def found(finding: SearchResult) -> Listed:
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
     """Return at most `count` layouts: the first, and each that differs by `APART` of a step from those chosen before.
 
-    If these are fewer than `count`, the first of the others follow, except those with the same cost as a chosen one.
+    If these are fewer than `count`, the first of the remaining layouts follow, except layouts with the same cost as a
+    chosen one.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -134,7 +135,7 @@ def _apart(one: Listed, other: Listed) -> float:
     """Return the difference of two layouts in parts of their cost or in hidden seconds, as a fraction of a step.
 
     The result is 0 if only axes are renamed. It is also 0 if both cost and hide the same seconds: such layouts differ
-    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made one program of them.
+    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made the same program of both.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):

@@ -16,7 +16,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""A part of the cost has no column of its own below this fraction of the slowest layout's seconds."""
+"""A part of the cost has its own column only if it is more than this fraction of the slowest layout's seconds."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
@@ -40,12 +40,12 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
     own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
     rows = [(own_name, finding.best, finding.best.named, finding.answer)]
     others = [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
-    rows += sorted(others, key=lambda row: (row[3].bytes > row[1].limit, row[3].seconds))  # What fits comes first.
+    rows += sorted(others, key=lambda row: (row[3].bytes > row[1].limit, row[3].seconds))  # Fitting layouts first.
     costs = [groups(candidate.unlimited.seconds_of(answer.picks)) for _, candidate, _, answer in rows]
     dearest = max(
         (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
     )
-    fitting = costs[: sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)]  # They come first.
+    fitting = costs[: sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)]  # These are first.
     own = [group for group in costs[0] if max(each.get(group, 0.0) for each in fitting) > _SMALL * dearest]
     trained = _trained(candidate for _, candidate, _, _ in rows)
     names = ("layout", "mesh", *trained, "a step", ratio_of, *own, "rest", "memory", "fits")
@@ -73,7 +73,8 @@ def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
         return f"equal within {NEAR:.2%}{', less memory' if less else ''}"
     if ratio > 1:
         return f"{ratio:.3f}"
-    # More microbatches have to gain `GAIN`; any other that fits is cheaper only than an answer chosen once compiled.
+    # A layout with more microbatches becomes the answer only if it gains `GAIN`. Any other cheaper layout that fits is
+    # cheaper only as planned: the answer was chosen among compiled programs.
     fitting = f"in {of.microbatches} microbatches" if of.microbatches > 1 else "as planned"
     return f"{ratio:.3f}, {fitting if fits else 'does not fit'}"
 

@@ -54,8 +54,8 @@ class Slice:
         return self.topology.slices * prod(self.torus)
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to be searched: those of whole torus axes; for GPUs all, because a switch has no rings."""
-        from gspmd.search.answers import factorings, meshes  # which imports JAX; flags are read without it
+        """Return the meshes to be searched: meshes of whole torus axes; on GPUs all, because a switch has no rings."""
+        from gspmd.search.answers import factorings, meshes  # this imports JAX, but flags are read without it
 
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 

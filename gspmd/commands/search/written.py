@@ -95,7 +95,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
 
 
 def beside(out: str) -> Path:
-    """Return the path of the file of the best pipeline, beside that of a layout.
+    """Return the path of the best pipeline's file, which is beside the file of a layout.
 
     >>> beside("layouts/found.toml").as_posix()
     'layouts/found-stages.toml'

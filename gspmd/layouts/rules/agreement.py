@@ -85,7 +85,7 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: str) -> Iterator[Fault]:
-    """Yield a fault if the lengths of keys and queries are sharded differently, or that of keys is sharded in serving.
+    """Yield a fault if the lengths of keys and queries are sharded differently, or if serving shards the keys' length.
 
     Args:
       line: the line of the keys.
@@ -159,7 +159,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if key_via and in_via bring the residual to different specs: it moves only once, for both."""
+    """Yield a fault if key_via and in_via bring the residual to different specs: one move has to serve both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
@@ -183,7 +183,7 @@ def _pinned_to(via: Any) -> Spec | None:
 def stages_faults(
     section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
 ) -> Iterator[Fault]:
-    """Yield a fault for every tensor sharded over the mesh axis of pipeline stages, and for stages over several axes.
+    """Yield a fault for every tensor sharded over the mesh axis of pipeline stages, or if stages are over several axes.
 
     Devices along this axis hold different layers, so they cannot hold shards of a tensor of one layer.
 
@@ -210,7 +210,7 @@ def stages_faults(
 
 
 def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every line of [moe] by which a product would move rows of dispatch `dropless`.
+    """Yield a fault for every line of [moe] that would make a product move rows of tokens under dispatch `dropless`.
 
     Rows are sorted by expert. The number of rows of an expert is decided by the router, so no collective of a fixed
     size can move the rows again, and C, the room for rows, must not be sharded.
@@ -236,7 +236,7 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
 
 
 def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
-    """Return a spec with its rows sharded as in `wanted`, whose mesh axes the other dimensions lose."""
+    """Return a spec with its rows sharded as in `wanted`; these mesh axes are removed from the other dimensions."""
     taken = {axis for dim in spec.dims for axis in wanted.get(dim, ())}
     rest = (tuple(axis for axis in axes if axis not in taken) for axes in spec.axes)
     return Spec(spec.dims, tuple(wanted.get(dim, axes) for dim, axes in zip(spec.dims, rest)))

@@ -1,4 +1,4 @@
-"""Keys with alternative specs, of which sizes and mesh choose one, such as a batch over as many axes as it fills."""
+"""Keys with alternative specs, one of which fits the sizes and the mesh: a batch over the axes that it fills, say."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,13 +18,13 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 
     All lists of a section have the same length, and the first position at which the mesh divides all sizes is chosen.
     In an overriding section, this is done separately for the keys of each part of the model. Lists in [prefill] and
-    [decode] are kept for the layout of that phase, which has the sizes for the choice.
+    [decode] are kept: they are resolved in the layout of the phase, for which the sizes are known.
 
     Args:
       layout: a layout, with lists or without.
       faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
-            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, for any
-            choice.
+            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, which no
+            choice can avoid.
 
     Returns:
       The layout, with the first spec of each list if no alternative fits, and the faults. `chosen` of the layout names
@@ -64,7 +64,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that must agree with a line of another section, but agree with none of its.
+    """Yield the faults of alternatives that agree with no alternative of a line in another section, although they must.
 
     Args:
       layout: a layout, with lists or without.

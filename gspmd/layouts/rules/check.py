@@ -73,7 +73,7 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a layout whose alternatives have been chosen, other than those of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen; lists in [prefill] and [decode] may remain."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
@@ -245,7 +245,7 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 
 
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    if layout.own:  # a custom model reports a missing line when it asks for it
+    if layout.own:  # a custom model reports a missing line when it looks it up
         return
     written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from gspmd.annotate import Fault, Spec
 from gspmd.annotate.errors import listed
 
-# Number of other tensors that a merged fault names; any further ones are counted.
+# Number of other tensors that a merged fault names; further tensors are counted.
 _NAMED = 3
 
 

@@ -26,8 +26,8 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters outside einsums, the activations over whose rows the gradient is summed; a model may use one of two,
-#: or both.
+#: #: For parameters outside einsums, the activations over whose rows the gradient is summed; of two activations, a
+#: model may use one or both.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),
@@ -103,7 +103,7 @@ def loss_specs(layout: LayoutTable, microbatches: int) -> Mapping[str, Spec]:
 
 def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
     """Return the mesh axes that shard the rows (tokens or slots) over which a parameter's gradient is summed."""
-    if key == "moe.choice_bias":  # it has no gradient
+    if key == "moe.choice_bias":  # this parameter has no gradient
         return set()
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
     if beside and key in ROWS:
@@ -122,7 +122,7 @@ def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
     specs = [layout.spec(name) for name in names]
     axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
     # A mesh axis that splits the rows of only some of these tensors is left out: the product may be computed in the
-    # sharding of another one, or a tied table may be used twice, and the gradient is then no partial sum over this
+    # sharding of another one, or a tied table may be used twice, and the gradient is then not a partial sum over this
     # axis.
     return set.intersection(*axes)
 
@@ -163,7 +163,8 @@ def row_faults(
 ) -> Iterator[Fault]:
     """Yield a fault for every gradient written as a partial sum over mesh axes that shard none of its rows.
 
-    A vector is moved to its activation; rows of a table are looked up as the tokens or the residual are sharded.
+    A vector is moved to the mesh axes of its activation. A table's rows are looked up with the sharding of the tokens
+    or of the residual.
 
     Args:
         layout, mesh, microbatches: see `partial_faults`.

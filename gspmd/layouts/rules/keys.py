@@ -14,7 +14,7 @@ from gspmd.annotate.errors import listed, shown, suggestion
 _NAMED = 4
 
 Text = str | tuple[str, ...]
-"""A spec, or alternatives of which sizes and mesh choose one."""
+"""A spec, or alternatives, one of which is chosen for the sizes and the mesh."""
 
 #: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
@@ -481,7 +481,7 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _same_name(section: str, name: str, known: Iterable[str]) -> str:
-    """Return a proposal of the key with this name in another, preferably similar section, or an empty string."""
+    """Return a proposal of a key with this name in another section, if possible a similar one, or an empty string."""
     sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
     near = get_close_matches(section, sections, n=1) or sections[:1]
     return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""
@@ -513,7 +513,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec with the dimensions `dims`, sharded as in `spec`; T is sharded like L, and others are not."""
+    """Return a spec with the dimensions `dims`, sharded as in `spec`; T is sharded like L, new ones are not sharded."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

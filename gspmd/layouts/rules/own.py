@@ -66,8 +66,7 @@ def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
     """Return whether a line belongs to a section `[encoder]` of a custom model, not to the overriding section.
 
     The keys of the overriding section have a dot, as in `"attention.w_q"`. A key without a dot is a mistake in a layout
-    that has the sections of a transformer's blocks, and in any other layout a line of a custom model.
-    the sections of a transformer's blocks; in any other layout it is a line of a custom model.
+    that has the sections of a transformer's blocks. In any other layout it is a line of a custom model.
 
     >>> is_own_encoder("encoder", "w_q", ["embedding", "head"]), is_own_encoder("encoder", "w_q", ["attention"])
     (True, False)
@@ -86,11 +85,11 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section that this section, with a known key, misspells, or an empty string.
+    """Return the known section whose name is misspelled as `section`, or an empty string.
 
-    Any name can be that of a custom section. Without this check, a slip such as `[fnn]` would silently declare a
-    section and leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a
-    custom model, sections may have any name.
+    A custom section may have any name. Without this check, a typo such as `[fnn]` would silently declare a section and
+    leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a custom model,
+    no name counts as a typo.
 
     Args:
       section, key: the section and the key of the line.

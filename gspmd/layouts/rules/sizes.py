@@ -1,4 +1,4 @@
-"""The sizes that specs are checked against: padded to multiples, and those of one microbatch on a mesh."""
+"""The sizes that specs are checked against: padded to multiples, and reduced to one microbatch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +51,8 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
     """
     result = {dim: _up(size, padding.get(dim, 1)) for dim, size in sizes.items()}
     if "H" in sizes and "K" in sizes and {"H", "K"} & set(padding) and sizes["K"]:
-        # At least as many query heads per key/value head as without padding, so that no query head changes its group.
+        # There are at least as many query heads per key/value head as without padding, so that no query head changes
+        # its group.
         enough = sizes["H"] // sizes["K"] * result["K"]
         result["H"] = _up(enough, lcm(padding.get("H", 1), result["K"]))
     return result
@@ -190,7 +191,8 @@ class GivenSizes:
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
     """Return the sizes, padded as the layout says, and the mesh, with every axis of the layout.
 
-    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, they become those of one.
+    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, the result has the sizes of
+    one microbatch.
     """
     # Undeclared axes are left out: they are reported once as faults of the mesh, not with every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}

@@ -169,7 +169,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return what identifies a device's shard: its index in each dimension, its summand, its position on `still`."""
+    """Return the identity of a device's shard: its index in each dimension, its summand, its position along `still`."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

@@ -17,7 +17,7 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """Runs a routine: first its moves, then each local einsum with the steps after it, then each sum likewise.
+    """Runs a routine: its moves, then each local einsum with the steps after it, then each sum with the steps after it.
 
     An executor is built once per program, and called while the program's shard_map is traced. Local products accumulate
     in float32 (or wider), and are sent in the wire dtypes of their tensors.
@@ -57,7 +57,7 @@ class Executor:
     def move_all(
         self, numbers: Iterable[int], pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None
     ) -> list[jax.Array]:
-        """Run the moves with these numbers, each until before step `stop(number)`; return their results in order.
+        """Run the moves with these numbers, each up to but without step `stop(number)`; return their results in order.
 
         Gathers over several axes run last. Gathers round each axis of a torus also wait for all moves before them, for
         the reason that `blocking.tpu.all_gather` gives.

@@ -10,8 +10,8 @@ It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), fo
 
 - everything that arrives along one axis is sent round the next axis as one block. If shards were sent separately, there
   would be more permutes than the compiler runs at a time, and it would not choose permutes that use different links;
-- all parts have the same size, even if axes have different sizes. With parts that would keep all links busy for the
-  same time, the permutes wait for one another (4x4x8: 11.8 ms instead of 9.8);
+- all parts have the same size, even if axes have different sizes. If the sizes were chosen to keep all links busy for
+  the same time, the permutes would wait for one another (4x4x8: 11.8 ms instead of 9.8);
 - blocks are written directly into the result. If they were stacked and joined at the end, they would be copied twice;
 - blocks begin and end at borders of tiles. Otherwise every block would be reordered when it arrives.
 """

@@ -1,4 +1,4 @@
-"""Collectives written so that the TPU compiler keeps them: some, if written plainly, it would rewrite.
+"""Collectives in forms that the TPU compiler keeps; it would rewrite some of them if they were written plainly.
 
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
 benchmarks/ledgers.py` shows the differences that remain. Each rule says what the compiler does, and what is written
@@ -12,15 +12,16 @@ instead:
   of many bytes is written as permutes round all axes at the same time (`blocking.torus`);
 - it keeps a reduce-scatter of two-byte elements along the last dimension if its shards are multiples of 256, two rows
   of lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
-  dimensions flattened it keeps these too; the transpose costs about as much as the bytes would. It keeps narrower
-  shards if another dimension fills the lanes;
+  dimensions flattened it keeps these too; the transpose takes about as long as the additional bytes of an all-reduce
+  would. It keeps narrower shards if another dimension fills the lanes;
 - it pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by permutes.
   If the shards have a separate dimension, it keeps the collective, at no cost. But then it also rewrites a product
   whose rows are split in this way: if the rows fill the lanes and the columns do not (16 columns of keys), it
   transposes the other operand first, of any size. A barrier between the product and the shards prevents this;
-- it decomposes an all-to-all that cuts one dimension and joins the parts along another only after it has chosen the
-  order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the padding by
-  sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads nothing;
+- it decomposes an all-to-all that cuts one dimension and joins the parts along another, but only after it has chosen
+  the order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the
+  padding by sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads
+  nothing;
 - rows of several experts arrive from one device after the other. If they are transposed, it copies them twice, since
   the rows of one expert from one device do not fill a tile. A gather of rows by constant indices moves each row once;
 - dimensions of size 1 (`L` of `[B, 1, E]`) prevent it from keeping any of these forms, so they are dropped in between;
@@ -51,16 +52,16 @@ CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """Return a zero computed from `x`: whatever has it added to an index waits for `x`.
+    """Return a zero that is computed from `x`: an operation whose index includes this zero waits for `x`.
 
-    A barrier would not do, because the compiler drops barriers before it orders instructions. It does not notice that
+    A barrier would not work, because the compiler drops barriers before it orders instructions. It does not notice that
     the bits of this number are always zero.
     """
     if not in_force.is_tpu():
         return 0
 
     def zero(x: jax.Array) -> jax.Array:
-        x = lax.optimization_barrier(x)  # otherwise the slice moves into the product that makes `x`
+        x = lax.optimization_barrier(x)  # otherwise the compiler moves the slice into the product that makes `x`
         first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
         bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
         return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
@@ -145,7 +146,7 @@ def all_gather(
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter a dimension over mesh axes, given major first; if in several parts, over the major part first.
+    """Reduce-scatter a dimension over mesh axes, given major first; of several parts, the major part is first.
 
     Over several slices it is the reverse of a gather: the shards are put in order, and scattered within the slices and
     then over the network.
@@ -226,7 +227,7 @@ def _gather_round_each_axis(
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
-    """Gather by a collective for each of `parts`, which are listed major first; the minor one runs first."""
+    """Gather by one collective for each of `parts`, which are listed major first and run in the opposite order."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -270,10 +271,10 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
         between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
         near = tuple(axis for axis in wide if axis not in away)
         return OverSlices(between, _parts(near, within, kind, size) if near else [], sizes)
-    # The places of an axis that is both over slices and within them are numbered slice by slice.
+    # The positions along an axis that is both over slices and within them are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
-    minor = 1 if whole else _ring(inner)  # as in `_parts`, two parts if over all devices
+    minor = 1 if whole else _ring(inner)  # like `_parts`, two parts if the collective is over all devices
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))
@@ -411,7 +412,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
     """Reduce-scatter along the first dimension, with the shards in a dimension of their own, as whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
-    if x.ndim > 2 and x.shape[-2] % _TILE:  # without whole tiles it becomes an all-reduce and slices
+    if x.ndim > 2 and x.shape[-2] % _TILE:  # otherwise the compiler makes it an all-reduce and slices
         rest = (prod(rest),)
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
     x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x

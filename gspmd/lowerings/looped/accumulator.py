@@ -69,7 +69,7 @@ class Accumulator:
         return None if self.other is None else part_of(self.other, self.other_dims, region)
 
     def _store(self, region: Region, value: jax.Array) -> None:
-        if not self.placed:  # then regions are static, and each has its own sum
+        if not self.placed:  # regions are then static, and each has its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return

@@ -35,9 +35,9 @@ compiled program they cost 18% of a step.
 """
 
 SUMMED_MARGIN = 0.12
-"""The same margin for rings whose chunks are cut along a contracted dimension. Nothing makes permutes wait for their
-sums, so the TPU compiler may send every chunk before it multiplies the first (second product of PaLM with 512 tokens: a
-predicted gain of 10%, and none in the compiled program).
+"""The same margin for rings whose chunks are cut along a contracted dimension. Nothing makes the permutes wait for the
+sums of these chunks, so the TPU compiler may send every chunk before it multiplies the first (second product of PaLM
+with 512 tokens: a predicted gain of 10%, and none in the compiled program).
 """
 
 
@@ -50,7 +50,7 @@ class OverlapChoice:
 
     @property
     def rank(self) -> float:
-        """The seconds by which choices are compared: `halves`, with twice as many products, adds the model's error."""
+        """The seconds by which choices are compared; those of `halves`, with twice the products, include a margin."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -97,7 +97,7 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds of all products and of all collectives that can be looped, if none of them is."""
+        """Return the seconds of all products and of all loopable collectives if no collective is looped."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
@@ -162,7 +162,7 @@ class _Chooser:
         scatters: dict[int, Ring] = {}
         done: list[Product] = []
         seconds = 0.0
-        # Tensors that send the most bytes come first, because a ring can bring only one operand of a product.
+        # Tensors that send the most bytes come first, because only one operand of a product can arrive in a ring.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
             others = {move for p in products for move in p.operands if move != number}

@@ -36,9 +36,9 @@ def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Arra
     """Prepare an operand from which `part_of` will slice several regions, along these dimensions.
 
     A TPU reorders one-byte elements before they are cut in a loop. The compiler makes one reordered copy for all
-    regions, but of the array from which the operand itself was sliced. In a scan over layers, every layer then copied
-    the weights of all layers: 450 ms instead of 10 for a step of PaLM 62B. With a barrier, only the operand itself is
-    copied.
+    regions, but it copies the array from which the operand itself was sliced. In a scan over layers, every layer then
+    copied the weights of all layers: 450 ms instead of 10 for a step of PaLM 62B. With a barrier, only the operand
+    itself is copied.
     """
     if in_force.is_tpu() and x.dtype.itemsize == 1 and not set(dims).isdisjoint(cut):
         return lax.optimization_barrier(x)
@@ -144,7 +144,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
-    """Gather one chunk, axis by axis: the (part of a) shard together with those along the axes `within`."""
+    """Gather one chunk, axis by axis: this device's shard (or part of it) and the shards along the axes `within`."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)

@@ -33,7 +33,7 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A function that returns a region of a product; the product is finished, or the call computes the region."""
+"""A function that returns a region of a product: it slices the finished product, or computes the region when called."""
 
 
 def lower(call: Call) -> Passes:
@@ -60,7 +60,7 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the operands for the gradient: as shards where a ring gathers them."""
+        """Return the shards of the outputs, and the operands for the gradient; those that a ring gathers are shards."""
         shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -101,7 +101,7 @@ class LoopedExecutor(Executor):
         If nothing is scattered, every stripe waits for the stripe two before it, because a compiler would otherwise
         send all stripes at once. Scattered stripes are ordered by their own permutes.
         """
-        done: list[list] = []  # by stripe and output
+        done: list[list] = []  # the outputs of each stripe
         start = 0
         for size in stripes.sizes:
             stripe = [part_of(x, self._dims_of(n), {stripes.dim: (start, size)}) for n, x in enumerate(shards)]

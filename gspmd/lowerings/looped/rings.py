@@ -3,7 +3,7 @@
 A walk is a tree of hops, whose root is a device's own shard. A hop sends the data of one node to the next neighbor
 along one mesh axis. Run forwards, the walk gathers: after a hop, a device holds the shard of the device at distance
 `offset` behind it. Run backwards, it reduce-scatters: at each node, a device adds its summand for the device at
-distance `offset` behind it, and sends the sum on towards the root.
+distance `offset` behind it, and sends the sum on toward the root.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` in each direction of each mesh axis, on which alone its time depends.
+    """Count the hops of a `walk` in each direction of each mesh axis; its time depends only on these counts.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]

@@ -66,7 +66,12 @@ class _Striping:
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _everywhere(self, dim: str) -> bool:
-        """Return whether all gathered operands and products have the dimension, and only sums are reduced."""
+        """Return whether stripes of the dimension can be computed one by one.
+
+        All gathered operands and products must have it, sharded alike. An output that sums several products may have
+        no steps after them. An output without the dimension may have no collective after its product, unless it is
+        scattered. An output with the dimension must have the same dimensions as its products.
+        """
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)

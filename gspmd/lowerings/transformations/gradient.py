@@ -1,9 +1,9 @@
 """A function with a planned gradient, made from its two passes, and rules for JAX's transformations of it.
 
 JAX 0.10.2 wrongly batches a `jax.custom_vjp` with several results if only some of them have a batch dimension: the
-cotangent of a result without one is summed over the batch before the backward pass, which broadcasts it over the batch
-and sums it again (N times the gradient for a batch of N). So either all results of a planned program get the batch
-dimension, or none.
+cotangent of a result without a batch dimension is summed over the batch before the backward pass, which broadcasts the
+sum over the batch and adds it up again (N times the gradient for a batch of N). So either all results of a planned
+program get the batch dimension, or none.
 
 A `jax.custom_vjp` cannot be differentiated in forward mode. JAX notices this only when it evaluates a tangent, after
 the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
@@ -55,7 +55,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     program.defvjp(residual_forward, backward)
 
     def checked(form, *arrays):
-        leaves, tree = jax.tree.flatten(arrays)  # without arrays that are None
+        leaves, tree = jax.tree.flatten(arrays)  # this drops arrays that are None
         try:
             return program(form, *jax.tree.unflatten(tree, _entering.bind(*leaves, title=title(form))))
         except TypeError as error:  # JAX's own error, for a tangent that vmap batches under jit
@@ -95,7 +95,7 @@ _tangent = Primitive("gspmd_tangent")
 """The primitive for tangents, which can only be batched and transposed: reverse mode transposes it before it runs."""
 
 ENTERING = "gspmd_entering"
-_entering = passing(ENTERING)  # One primitive for all arrays of a program; one for each would slow down JAX.
+_entering = passing(ENTERING)  # One primitive takes all arrays of a program; one for each array would slow down JAX.
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
     list(arrays),  # Without `_entering`: the derivative of this derivative may be in forward mode.
     [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],

@@ -50,8 +50,9 @@ def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[boo
     """Apply the primitive's rule for partial evaluation of a `jax.checkpoint`, or of a loop in one.
 
     Returns:
-        The equation that is computed now, if all operands are known; the equation that is recomputed; flags for the
-        results that are unknown, and for those of the recomputed equation; and the values to be kept for it.
+        The equation that is computed now, if all operands are known; the equation that is recomputed; a flag for each
+        result that is unknown; a flag for each result that the recomputed equation has; and the values to be kept for
+        the recomputation.
     """
     hoists = not equation.params["known"] and is_hoisted_from_checkpoint()
     waits, count = hoists or any(unknown), len(unknown)

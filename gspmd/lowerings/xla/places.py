@@ -42,7 +42,7 @@ class ProductPlaces:
 
 @dataclass(frozen=True)
 class Lift:
-    """For each mesh axis of partial sums in an equation, the letter of the dimension of summands that stands for it.
+    """The letters of the dimensions of summands that stand for the partial sums of an equation, by mesh axis.
 
     An array is *lifted* if its partial sums have been turned into dimensions of summands (see `summands`).
     """

@@ -56,7 +56,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     Args:
         routing: expert, slot and kept, [G, L, k]; a choice that is not kept has no row, or a row of zeros.
         experts, shards: the number of experts, X, and the number of devices over which X is sharded.
-        tokens: the number of tokens in each chunk; all together are L.
+        tokens: the number of tokens in each chunk; the sum is L.
 
     Returns:
         place: [G, L, k] int32, the row of each choice among the shards · C rows of its group; shards · C if it has
@@ -68,7 +68,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     start, base, places, counts = 0, 0, [], []
     for size, capacity in zip(tokens, capacities):
         expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
-        if len(tokens) > 1:  # each chunk has queues of its own
+        if len(tokens) > 1:  # every chunk has its own queues of the experts
             slot = queue(expert, kept, experts)
         count = rows_of_experts(expert, slot, experts)
         first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)
@@ -81,7 +81,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return rows like `place_rows` if nothing is sent: those of all groups together, by expert, [1, G · L, k]."""
+    """Do the same as `place_rows` if nothing is sent: the rows of all groups are sorted together, [1, G · L, k]."""
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
@@ -90,7 +90,7 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """Invert `place`, [G, L, k] to [G, rows] int32: for each row token · k + choice, or L · k if the row is empty."""
+    """Invert `place`, [G, L, k] to [G, rows] int32: for each row the number token · k + choice, or L · k for none."""
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
     return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)

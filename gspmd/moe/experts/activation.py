@@ -18,7 +18,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
-    del of_inputs.__wrapped__  # its signature may have options, such as gelu's
+    del of_inputs.__wrapped__  # otherwise its signature might have options, as that of gelu has
     kept = jax.custom_vjp(of_inputs)
 
     def forward(*inputs):
@@ -79,7 +79,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """Compute x · Φ(x), where Φ is the exact normal distribution; "gelu" approximates it by tanh."""
+    """Compute x · Φ(x), where Φ is the normal cumulative distribution; "gelu" approximates Φ by tanh."""
     return jax.nn.gelu(x, approximate=False)
 
 

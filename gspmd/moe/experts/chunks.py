@@ -21,8 +21,8 @@ CHUNKS = (1, 2, 4, 8)
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
     """Choose the sizes of the chunks into which C is cut.
 
-    There is one chunk under `blocking` and `xla`, if no slot leaves its device, for dropless rows with dropout, and if
-    C is too small to be cut. Otherwise the number of chunks, n, minimizes the seconds
+    There is a single chunk in four cases: under `blocking` and `xla`; if no slot leaves its device; for dropless rows
+    with dropout; and if C is too small to be cut. Otherwise the number of chunks, n, minimizes the seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 

@@ -34,9 +34,10 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts once the one before has arrived and the one before that has been multiplied.
+        """Send a chunk to the experts when the previous chunk has arrived and the one before it has been multiplied.
 
-        Without this order the compiler sent all chunks first and multiplied afterwards, so that nothing overlapped.
+        Without this order the compiler would send all chunks first and multiply afterwards, so that nothing would
+        overlap.
         """
         before, x = [*self.received[-1:], *self.answers[-2:-1]], self.chunks[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x

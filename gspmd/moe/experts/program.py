@@ -136,7 +136,7 @@ class _Program:
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """The specs of those of counts, scales and key that are among the inputs."""
+        """The specs of the counts of rows, the scales and the random key, as far as the program has them."""
         counts, key = (self.work.counts[0],) * (self.work.rows is not None), (KEY,) * (self.work.dropout is not None)
         return counts + self.work.scales + key
 
@@ -168,7 +168,7 @@ class _Program:
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """List the moves of weights in both equations: (number of the move, of the weight, spec, whether it moves)."""
+        """List the moves of weights in both equations: (index of the move, of its weight, spec, whether it moves)."""
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
@@ -279,7 +279,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; without `always`, only those that a move has changed."""
+    """Return slots, or hidden activations, after their moves; unless `always`, only those that a move has changed."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

@@ -20,7 +20,7 @@ Arrays = dict[int, jax.Array]
 
 @dataclass(frozen=True)
 class StageEquation:
-    """A routine with its tensors, and which of them all chunks share.
+    """A routine with its tensors, some of which are shared by all chunks.
 
     Attributes:
         routine: the routine.

@@ -112,7 +112,7 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the moves of rows after their arrival, during which they must not leave their device.
+    """Return the moves of rows after they have arrived at their experts; none of them may leave its device.
 
     Raises:
         PlanError: the rows would leave their device.

@@ -116,7 +116,7 @@ class ExpertWork:
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """Return the sizes of slots with this capacity; of rows, with X as the number of buffers."""
+        """Return the sizes of slots with this capacity, or of rows, in which X is the number of buffers."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -157,7 +157,7 @@ class ExpertWork:
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of buffers of rows under any sharding of the experts; in this work they must not be sharded."""
+        """The sizes of buffers of rows for any sharding of the experts, if the experts of this work are not sharded."""
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 

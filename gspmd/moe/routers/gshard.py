@@ -11,7 +11,7 @@ from gspmd.moe.routers.rule import one_per_token, router
 
 @router("gshard", one_per_token)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts while slots are free: first all first choices, then all second.
+    """Send each token to its two most probable experts while slots are free; all first choices come before second ones.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
         the second choice is kept with probability min(1, 2 · g2), where g2 is normalized

@@ -145,7 +145,7 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight of the output if the choice gets a slot.
-        logits: [G, L, X] float32, or `log_scores`; a token's largest is its confidence.
+        logits: [G, L, X] float32, or `log_scores`; a token's largest logit is its confidence.
         config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.
@@ -200,7 +200,7 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
     rest = _sum_in_any_order(jnp.exp(others - second))
     below = logits - best
     of_others = jnp.log(jnp.exp(second - best) * rest - jnp.expm1(below)) - below
-    # Not where `below` is 0: a compiler may compute scaled logits again here, unrounded, and then none is 0.
+    # The condition is not `below == 0`: a compiler may compute scaled logits again here, unrounded, and then none is 0.
     return jnp.where(is_best, second - best + jnp.log(rest), of_others)
 
 

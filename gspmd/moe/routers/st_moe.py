@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts, without a random draw, and penalise large logits.
+    """Send each token to its two most probable experts, without a random draw, and penalize large logits.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
         aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight

@@ -28,7 +28,7 @@ _MULTIPLES = 16, 128
 
 @dataclass(frozen=True)
 class Blocks:
-    """The size of a block: rows and queries, which blocks divide evenly, and keys, in which blocks may overlap."""
+    """The size of a block. Blocks divide the rows and the queries evenly, but may overlap in their keys."""
 
     rows: int
     queries: int
@@ -101,13 +101,13 @@ class Blocks:
             first = limits.first_place(query)
         else:
             # `ahead` does not say where chunks begin, so a chunk is treated as a window of its length. All blocks in
-            # reach are computed, so the first may not begin so late that the last would end after the keys.
+            # reach are computed, so the first must not begin so late that the last would extend beyond the keys.
             first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
         return (first // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return a length of equal blocks, at most about `most`; a multiple of `multiple` if there are several blocks."""
+    """Return the length of equal blocks, at most about `most`; if there are several, it is a multiple of `multiple`."""
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
@@ -142,7 +142,7 @@ class Form:
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention block by block: the output, and the largest logit and the denominator of every query.
+    """Compute attention block by block; return the output, and the largest logit and denominator of every query.
 
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
@@ -307,7 +307,8 @@ def _differentiate(operands, tangents, **form):
 def _batch(operands, dims, *, tree, batches, **form):
     count = tree.num_leaves
     size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
-    # All tangents get the batch dimension: JAX then adds up the gradients of operands that had none over the batch.
+    # All tangents get the batch dimension: JAX then adds up over the batch the gradients of operands that had no batch
+    # dimension.
     tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[count:], dims[count:])]
     dims = (*dims[:count], *(0 for _ in tangents))
     return _tangent.bind(*operands[:count], *tangents, tree=tree, batches=(*batches, dims), **form), 0

@@ -70,7 +70,7 @@ class Buckets:
             int32 of the same shape, in [0, R).
         """
         away = jnp.abs(relative) if self.bidirectional else jnp.maximum(-relative, 0)
-        # Compared with constants: backends round the logarithm of a float32 differently.
+        # Distances are compared with constants, because backends round the logarithm of a float32 differently.
         starts = jnp.asarray(_starts(self))
         bucket = jnp.searchsorted(starts, away, side="right", method="compare_all").astype(jnp.int32)
         return bucket + jnp.where(relative > 0, self.count // 2, 0) if self.bidirectional else bucket

@@ -186,7 +186,7 @@ def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], w
         first, real = _first_slots(form, slots, length, *numbers)
         here = first - shard_index(parts) * cache.shape[order[2]]
         cache = _written(cache, new, here, real, *order[1:3])
-        if form.ring and length > 1:  # the new keys may go on at the first slot
+        if form.ring and length > 1:  # the new keys may continue at the first slot
             cache = _written(cache, new, here - slots, real, *order[1:3])
         return cache
 
@@ -219,8 +219,8 @@ def _first_slots(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the slot of each row's first new token, and the range of the new tokens that are written.
 
-    In a ring at most `slots` tokens are written. The slot of the first of them is in [0, slots), and the slots of the
-    others may be beyond; tokens before them have no slot.
+    In a ring at most `slots` tokens are written. The first of these has a slot in [0, slots); the slots of the others
+    follow, possibly beyond the end. Earlier tokens have no slot.
     """
     end = jnp.full_like(lengths, length) if counts is None else jnp.clip(counts, 0, length)
     if not form.ring:

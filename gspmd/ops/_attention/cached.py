@@ -71,7 +71,7 @@ def cached_attention(
     batch, heads and length in any combination; the plan moves the queries to it, and the result back. If T is sharded,
     each device attends to its own part of the keys, and the results are combined as parts of one softmax: two
     all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
-    dtype, reduce-scattered straight to the placement of the result if that is cheaper. Mesh axes that the cache does
+    dtype, reduce-scattered directly to the placement of the result if that is cheaper. Mesh axes that the cache does
     not use still shard their dimension of `q` if sizes allow it; over the other axes the queries are gathered.
 
     Args:
@@ -90,10 +90,10 @@ def cached_attention(
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and sharded like the cache. They
             multiply logits and probabilities, so the cache is never converted to a wider dtype in memory.
         rest_scales: [B, K, T] more scales, for the entries of a key after the first `value_width`; `key_scales` are
-            then only for the first entries. A latent (both key and value) and the rotated key after it have a scale
-            each.
-        value_width: how many leading entries of a key are also its value, as in a latent; `v`, `cached_v` and
-            `value_scales` are then None. Values are not cut out of the cache, which would copy them.
+            then only for the first entries. In multi-head latent attention, the latent (both key and value) and the
+            rotated key after it have a scale each.
+        value_width: how many leading entries of a key are also its value, as in multi-head latent attention; `v`,
+            `cached_v` and `value_scales` are then None. Values are not cut out of the cache, which would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, and cached key t is at position t.
         window: the number of keys that a query sees, including its own, as in `attention`. The cache is then a ring:
@@ -257,8 +257,8 @@ class _CachedAttention:
         """
         near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
-            # The window or chunk of a query with at least reach - 1 new tokens before it begins at a new token, so such
-            # a query sees no cached key.
+            # If at least reach - 1 new tokens come before a query, its window or chunk begins at a new token, so the
+            # query sees no cached key.
             found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
             rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
             top = jnp.pad(found.top, rest, constant_values=LOW)
@@ -267,7 +267,7 @@ class _CachedAttention:
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.reach is None:
             keys, held = slots, slots < ended
-        else:  # a slot of a ring has the last token written to it, in this round or in the previous one
+        else:  # a slot of a ring holds the token last written to it, in this round or the previous one
             next_slot = ended % max(total, 1)
             keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
@@ -279,7 +279,7 @@ class _CachedAttention:
         return self.cut(found)
 
     def cut(self, found: Attended) -> Attended:
-        """Cut the weighted sum of keys to the entries that are values, if values are part of the keys."""
+        """If values are part of the keys, cut the weighted sum of keys to the entries that are values."""
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
@@ -481,7 +481,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
             # Without `ahead`, blocks of later keys can be skipped; this is possible if neither queries nor new keys are
             # sharded along the sequence.
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
-            # New keys that every part of the cache has may count on one of them only.
+            # If every part of the cache attends to the same new keys, they may be counted in one part only.
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
             keys, counting = positions(new[0].shape[1], first_new), of_heads._replace(mask=counted)
             terms = form.terms_of_new(counting, lengths, queries, keys, ahead)

@@ -21,7 +21,7 @@ Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
 
 
 class Gathered:
-    """Transport by gathers: of all chunks before the first is used, and of gradients by reduce-scatters after the last.
+    """Transport at once: gathers bring all chunks before the first is used, and reduce-scatters add up the gradients.
 
     Args:
         chains: the planned steps of the gathers and of the reduce-scatters.

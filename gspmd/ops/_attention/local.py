@@ -83,7 +83,8 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     visible, ahead = terms.visible(), terms.ahead
     mask = None if visible is None else visible[:, None]
     if causal and (mask is not None or ahead is not None):
-        # Positions in the whole sequence: JAX's `is_causal` takes the first query and key to be at one position.
+        # These are positions in the whole sequence: JAX's `is_causal` assumes that the first query and key are at one
+        # position.
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
@@ -101,10 +102,10 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
 
 
 def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
-    """Compute attention as JAX's function does, but for values of any width; the mean of the values if no key is seen.
+    """Compute attention as JAX's function does, but for values of any width; without a key, it is the values' mean.
 
-    `_attended` gives the same result, but for its gradient it keeps 1.5 times as many bytes: also the statistics, and
-    the weights before they are divided by the denominator.
+    `_attended` gives the same result, but keeps 1.5 times as many bytes for its gradient, because it also keeps the
+    statistics and the weights before they are divided by the denominator.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale

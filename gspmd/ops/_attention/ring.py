@@ -103,7 +103,7 @@ def attend(
     if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
         return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *more, name=cut.name), MIXED)
-    limits = replace(extras.limits, displaced=causal)  # in zigzag order
+    limits = replace(extras.limits, displaced=causal)  # causal sequences are in zigzag order
     return _attend(replace(cut, extras=replace(extras, limits=limits)), ctx, q, k, v, *more)
 
 
@@ -199,7 +199,8 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
             halves = half.queries(q), half.keys(k), half.keys(v), _in_halves(half, terms, q.shape[0])
             return found.merge(half.found(local_attended(*halves, False, cut.scale)))
 
-        # Also in zigzag order a device's own tokens are in the order of the text, so `causal` holds for them as stored.
+        # Even in zigzag order, a device stores its own tokens in the order of the text, so `causal` holds for their
+        # indices.
         own = local_attended(q, k, v, terms, cut.causal, cut.scale)
         found = circulation.visit(visit, own, (k, v)).with_sinks(sinks)
         return found.output(q.dtype), found.top + jnp.log(found.total)

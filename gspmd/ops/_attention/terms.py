@@ -79,7 +79,7 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return an index in the array of keys: the query at `place`, and all later queries, see no key before it."""
+        """Return an index in the array of keys: neither the query at `place` nor later queries see a key before it."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
@@ -130,7 +130,7 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same."""
+        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same ones."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
@@ -185,7 +185,7 @@ class Terms(NamedTuple):
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 in place of padding.
 
-        A probability of 0 hides only finite numbers, and padding may be NaN. So gradients of padding are 0, too.
+        Padding may be NaN, and a probability of 0 times NaN is NaN. With zeros, gradients of padding are 0, too.
         """
         if self.segments is not None:
             q = self.real(q)

@@ -39,9 +39,9 @@ def attend_together(
 
     The matrix unit reads each key head once, as for separate products; the additional terms of the sums are zeros. But
     a tile of the logits then has rows of several heads; with separate products it has one row of a head and seven rows
-    of padding, which all later operations would process too. The compiler estimates these µs per layer (libtpu 0.0.42;
-    96 rows, 2048 keys, 4 heads of 128), and those in parentheses for separate products of two rows each. bfloat16: v4
-    496 (577), v5e 740 (875), v5p 286 (352). int8: v4 302 (406), v5e 490 (647), v5p 212 (277).
+    of padding, which all later operations would process too. The compiler's estimates for one layer (libtpu 0.0.42; 96
+    rows, 2048 keys, 4 heads of 128) are in µs, with those for separate products of two rows each in parentheses: in
+    bfloat16 v4 496 (577), v5e 740 (875), v5p 286 (352); in int8 v4 302 (406), v5e 490 (647), v5p 212 (277).
 
     Args:
         q: [B, 1, H, D].

@@ -79,7 +79,8 @@ def attention(
 
     Args:
         q: [B, L, H, D].
-        k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
+        k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). Its spec may also say L instead
+            of T: `"BLKD"`.
         v: the shape of `k`, except that D may differ. For a ring and for the TPU's kernel, which need one D for all
             arrays, the narrower arrays are padded.
         query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
@@ -222,7 +223,7 @@ class _Core:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device needs, before it picks the head that it uses."""
+        """The spec of the keys that a device needs, before the device picks the head that it uses."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 

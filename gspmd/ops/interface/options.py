@@ -66,7 +66,7 @@ def refuse_precision(equation: Equation, precision: Any) -> None:
     Raises:
         PlanError: JAX does not accept `precision`; the message lists what it accepts.
     """
-    with suppress(TypeError, ValueError):  # from the hash, and from JAX
+    with suppress(TypeError, ValueError):  # raised by the hash, or by JAX
         _try_precision(precision)
         return
     raise PlanError(
@@ -119,7 +119,7 @@ def _travels(dtype: str) -> bool:
 
 def _available(doing: str, option: str, dtype: Any) -> str:
     name = dtype_name(dtype)
-    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
+    config: Any = jax.config  # in JAX 0.10 its type hints lack the options
     if name in ("float64", "int64", "uint64", "complex128") and not config.jax_enable_x64:
         raise PlanError(
             f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"

@@ -23,7 +23,7 @@ from gspmd.planner.steps import NumberedSteps, Step
 from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
-"""The bytes of an element of a statistic on the wire: for any operands, statistics are computed in float32."""
+"""The bytes of an element of a statistic on the wire; whatever the operands, statistics are computed in float32."""
 
 STATISTIC = "statistic"
 """The name by which `jax.checkpoint` can save statistics: they are small, but take collectives to recompute."""

@@ -1,7 +1,7 @@
 """The figure of a plan: specs in boxes, and a collective on every arrow, with its bytes and seconds.
 
 Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), figures 2 and 3.
-Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
+Differs: time runs downward, so that the figure fits the column of a paper and the screen of a telephone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Chain:
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
-        """Draw the chain from y downwards, centered at x; return the y at which it ends."""
+        """Draw the chain from y downward, centered at x; return the y at which it ends."""
         if self.title:
             canvas.text(x, y + 11, self.title, "small soft", "middle")
             y += _HEAD
@@ -84,7 +84,7 @@ def _box(canvas: Canvas, x: float, y: float, spec: Spec) -> float:
 
 
 def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
-    """Draw a plan: the steps of every operand up to the local einsum, and those of the result after it.
+    """Draw a plan: the steps of every operand up to the local einsum, and the steps of the result after it.
 
     Args:
         plan: the plan.
@@ -124,7 +124,7 @@ def as_html(plan: Plan) -> str:
 
 
 def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
-    """Draw one plan from y downwards, with its heading at the left; return the y at which the drawing ends."""
+    """Draw one plan from y downward, with its heading at the left; return the y at which the drawing ends."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
@@ -183,7 +183,7 @@ class _Routine:
         """
         products = self.routine.products
         uses = [sum(lane in product.operands for product in products) for lane in range(len(self.lanes))]
-        # The lanes of a product alone; if it has none, it stands below all its lanes.
+        # The lanes that only this product uses. A product without such lanes stands below all lanes that it uses.
         own = [[lane for lane in dict.fromkeys(p.operands) if uses[lane] == 1] or list(p.operands) for p in products]
         wide = [lane.width for lane in self.lanes]
         for product, lanes in enumerate(own):
@@ -219,7 +219,7 @@ class _Routine:
                 ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
 
     def draw(self, canvas: Canvas, left: float, y: float) -> float:
-        """Draw the whole routine from y downwards; return the y at which it ends."""
+        """Draw the whole routine from y downward; return the y at which it ends."""
         ends = [lane.draw(canvas, left + x, y) for lane, x in zip(self.lanes, self.middles)]
         met = max(ends) + 24
         for lanes, products in self._nodes():

@@ -110,7 +110,7 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each row, a number; rows have the same number if they differ only in the order of a dimension's axes."""
+        """A number for each row, the same for rows that differ only in the order of a dimension's axes."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
@@ -145,7 +145,7 @@ class ContractionTable:
         """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first by spec text."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
-            row = min(rows, key=lambda row: str(right.spec(row)))  # as `search` does for the left operand
+            row = min(rows, key=lambda row: str(right.spec(row)))  # the rule of `search` for the left operand
             spec, steps = right.spec(row), right.steps(row)
         paths, made, name = self.result.paths, int(self.result.nodes[row]), self.result.tensor.name
         result = paths.spec(self.dims, made)

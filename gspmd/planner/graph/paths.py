@@ -94,7 +94,7 @@ class ShortestPaths:
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each placement, a number that is shared by placements that differ only in the order of axes."""
+        """A number for each placement, the same for placements that differ only in the order of axes."""
         nodes = self.nodes
         return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
@@ -135,8 +135,8 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
-        Among paths of equal cost, the one is chosen whose early steps send nothing, or else little. Further ties are
-        decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
+        Among paths of equal cost, the first step is one that sends the fewest bytes, and so on for each step. Further
+        ties are decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
         """
         rows = self.nodes.rows
         while rest[number] != 0:
@@ -190,7 +190,7 @@ class ShortestPaths:
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Raise an error if a tensor has no path and steps that were left out as too large might be part of one."""
+        """Raise an error if a tensor has no path, but might have one with steps that were left out as too large."""
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(

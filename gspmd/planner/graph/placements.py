@@ -83,7 +83,7 @@ def too_many(mesh_sizes: Axes, fact: str) -> PlanError:
 
 
 def check_permutes(mesh_sizes: Axes, allowed: Sequence[frozenset[int]], partial: int) -> None:
-    """Refuse a tensor with too many permutes before its placements are listed, which may take minutes.
+    """Refuse a tensor with too many permutes: this check comes first, since listing the placements may take minutes.
 
     Placements are counted by the set of axes that they use. With n placements of s shapes there are at least n² / s
     permutes between placements of one shape.
@@ -137,7 +137,7 @@ def placements(
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
     """Extend every row by every choice of one more column that reuses no axis; return rows and their used axes."""
-    free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
+    free = (subsets[:, None] & masks == 0) & fits  # for each set of taken axes and each choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
     row = np.repeat(np.arange(len(table)), some)
@@ -147,7 +147,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers; it goes column by column, so that 64 bits are enough."""
+    """Number the distinct rows of a table of small numbers, column by column, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]

@@ -35,7 +35,7 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """Costs of a group of contractions by placement of one result, while the other results reach their targets."""
+    """Costs of a group of contractions by placement of one result; the other results are moved to their targets."""
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -78,7 +78,7 @@ def ranked(
     """Find the cheapest plan for each choice that `search` compares, and return the `count` cheapest, in order.
 
     A choice says which dimension each mesh axis shards during the einsums, regardless of the order of axes in a
-    dimension. With several contractions, it is about the left operand only, which they share.
+    dimension. With several contractions, a choice concerns only the left operand, which they share.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
     first, own = tables[0], _left_costs(tables[0], None)
@@ -123,7 +123,7 @@ def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequ
 def result_costs(
     environment: Environment, left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, aimed: int = 0
 ) -> ResultCosts:
-    """Find the cost of the cheapest group for every placement of one result: that of contraction `aimed`."""
+    """Find the cost of the cheapest group for every placement of the result of contraction `aimed`."""
     tables = [ContractionTable(environment, left, each, n == aimed) for n, each in enumerate(contractions)]
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):

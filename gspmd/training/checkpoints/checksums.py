@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written last, and compared with what is on disk before anything is read.
 
 The first line of the file `checksums` is the SHA-256 of all other lines, and these are `SHA256 BYTES PATH`, one for
-every other file. So a flipped byte in any file, this one included, is noticed. Orbax writes no such checksums, and
-TensorStore's format has CRCs for its indices, but not for the arrays.
+every other file. So a flipped byte in any file, including `checksums` itself, is noticed. Orbax writes no such
+checksums, and TensorStore's format has CRCs for its indices, but not for the arrays.
 """
 
 import hashlib

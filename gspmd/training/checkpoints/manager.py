@@ -23,7 +23,8 @@ from gspmd.training.checkpoints import checksums, restore, saved
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
-# Endings of folders that are no checkpoints: half written, half removed, or newer than the step resumed from.
+# Endings of folders that are not checkpoints: half written, half removed, or newer than the step from which a run
+# resumed.
 _PARTIAL, _ASIDE = ".partial", ".aside"
 
 # Orbax's messages, without the system's error number, for files that it has written and does not find again.
@@ -61,7 +62,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
         self._checked: int | None = None  # The step whose files have been compared with their checksums.
-        # Not read from disk again: processes other than the first could look before or after the last save ends.
+        # These are not read from disk again: processes other than the first could look before or after the last save
+        # ends.
         self._steps = set(saved.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
@@ -160,8 +162,9 @@ class Checkpoints:
             if not self._primary:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            # First contents, then checksums, then the name: whenever this process is killed, a folder named by a step
-            # is complete. Older checkpoints are removed last, once the new one would survive a loss of power.
+            # The contents come first, then the checksums, then the name: whenever this process is killed, a folder
+            # named by a step is complete. Older checkpoints are removed last, once the new one would survive a loss of
+            # power.
             checksums.write(folder)
             with saved.renaming:
                 if self._folder in saved.closed:
@@ -169,7 +172,7 @@ class Checkpoints:
                 folder.rename(self._folder / str(step))
                 sync(self._folder)
                 for old in saved.saved_steps(self._out)[: -self._keep]:
-                    # Renamed first: a removal that is killed leaves no checkpoint with files missing.
+                    # It is renamed first: a removal that is killed leaves no checkpoint with files missing.
                     (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
             self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")
             return f"{said}, {amount_of_bytes(size)}"

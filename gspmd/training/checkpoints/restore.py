@@ -78,7 +78,7 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     try:
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
-    except (ValueError, KeyError, TypeError) as error:  # Not damage: its files are as they were saved.
+    except (ValueError, KeyError, TypeError) as error:  # This is not damage, since the files match their checksums.
         remedy = f"Resume with the versions of jax and orbax that wrote it, from another step, or {ANEW}."
         raise ConfigError(doing, [_first_line(error), remedy]) from None
     if int(state.step) != step:  # Older checkpoints have their step only here.

@@ -18,7 +18,7 @@ closed: set[Path] = set()
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
-    """Return the folder with all checkpoints of a run, or that of the checkpoint of one step."""
+    """Return the folder of all checkpoints of a run or, given a step, of the checkpoint of this step."""
     # Like Path.resolve, which has an error of its own for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
@@ -29,7 +29,8 @@ def saved_steps(out: str | Path) -> list[int]:
     folder = folder_of(out)
     if not os.path.isdir(folder):  # Raises no error for a name that no file can have.
         return []
-    # Only names as a run writes them: `int` also reads 007 and digits of other scripts, and str.isdigit accepts ².
+    # Only names in the form that a run writes: `int` also reads 007 and digits of other scripts, and str.isdigit
+    # accepts ².
     return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 

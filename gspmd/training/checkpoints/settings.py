@@ -16,7 +16,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings that a resumed run needs, with absolute paths; those that hold for one start are left out."""
+    """Return the settings that a resumed run needs, with absolute paths, and without those of a single start."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):

@@ -84,7 +84,7 @@ class Corpus:
         after the last whole window are dropped. With an objective, a batch is a dictionary of int32 arrays (see
         `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
         epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
-        checkpoints. It does not depend on the number of processes.
+        checkpoints. This position does not depend on the number of processes.
 
         Args:
             batch: number of sequences in a batch, over all processes.
@@ -259,7 +259,7 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 class _Windows:
-    """Sequences of length + 1 tokens, each of which starts with the last token of the one before."""
+    """Sequences of length + 1 tokens, each of which starts with the last token of the sequence before it."""
 
     def __init__(self, tokens: np.ndarray | Tokens, length: int):
         self._tokens, self._length = tokens, length

@@ -3,7 +3,7 @@
 A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1]; for an
 encoder–decoder `tokens` is the row of the decoder, and there are also `source` [T] and `source_segments` [T]. Segments
 number the documents of a row from 1; padding, which comes last, has segment 0. Source segment s belongs to target
-segment s. A token is predicted from the one before if both are in the same segment.
+segment s. A token is predicted from the token before it if both are in the same segment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class Part:
 class PackedText:
     """Next-token prediction on documents, several of which are packed into a row.
 
-    A document longer than a row is cut into pieces; each piece begins with the last token of the one before.
+    A document longer than a row is cut into pieces; each piece begins with the last token of the piece before it.
     """
 
     borders: ClassVar[bool] = True
@@ -349,7 +349,7 @@ class _PairItems:
 
     def sizes(self, items: np.ndarray) -> np.ndarray:
         begin, middle, end = (self._starts[2 * items + each] for each in range(3))
-        return np.stack([middle - begin + 1, end - middle + 2], axis=1)  # with their start and end tokens
+        return np.stack([middle - begin + 1, end - middle + 2], axis=1)  # including start and end tokens
 
     def row(self, items: np.ndarray) -> Row:
         borders = (self._starts[2 * item : 2 * item + 3] for item in items)

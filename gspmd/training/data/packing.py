@@ -111,7 +111,7 @@ class PackedBatches(Iterator[Row]):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def get_state(self) -> dict[str, int]:
-        """Return the position: numbers of windows used up since the start, and of rows used up in the current one."""
+        """Return the position: the number of windows used up so far, and of rows used up in the current window."""
         return {"window": self._window, "row": self._row}
 
     def set_state(self, state: dict[str, int]) -> None:

@@ -96,7 +96,8 @@ def load(
     with Progress(console, "Reading the text") as progress:
         files = _files(stamps, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary, *([prompt] if prompt else [])]
-        # Only for objectives that need borders, so that tokens kept before objectives existed are still found.
+        # Part of the key only for objectives that need borders, so that tokens stored by earlier versions are still
+        # found.
         settings += ["borders"] if objective and objective.borders else []
         if rooms := (objective.source_length, length) if isinstance(objective, Pairs) else None:
             settings += ["pairs", source, *rooms]
@@ -264,7 +265,7 @@ class _PairedPart(_Part):
         self._rooms, self._faults = rooms, faults
 
     def add(self, piece: Piece, tokens: Any) -> None:
-        """Add one side of a pair; of the two, the target and its end token are predicted."""
+        """Add one side of a pair; only the target and its end token are predicted."""
         side, setting = ("source", "source-length") if piece.read else ("target", "length")
         room = self._rooms[0 if piece.read else 1]
         if len(tokens) + 1 > room:
@@ -284,7 +285,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """The size of texts under gzip -9, each compressed by itself; with a prompt, only the bytes that the text adds."""
+    """The size of texts under gzip -9, each compressed by itself; after a prompt, only the bytes that the text adds."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0

@@ -32,7 +32,8 @@ _SHOWN = 20
 OTHERS = "Name other files, or none for Python's standard library."
 FIELD = "text"
 """The field of a record that has its text, unless a different field is named."""
-# Cuts here do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
+# A cut at such a line feed does not change the tokens of GPT-2 and its successors, which split white space depending on
+# the text after it.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
@@ -191,7 +192,7 @@ def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: 
 
 
 def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterator[tuple[bytes, bytes]]:
-    """Yield the documents of a file of JSON lines or Parquet as UTF-8, without empty ones: their prompt and their text.
+    """Yield prompt and text of each document in a file of JSON lines or Parquet, as UTF-8; empty texts are left out.
 
     Args:
         path: the file.

@@ -96,10 +96,10 @@ def split(
 ) -> Split:
     """Read all texts once, without keeping them, and choose those that are held out.
 
-    Of files of text, the first whole files up to the given fraction of the bytes are held out; if these miss it by
-    half, the end of every file is held out instead. Of records, those whose hash is below a limit are held out, so that
-    all copies of a record are in the same part. With prompts, and for pairs, the hash is that of the prompt or source,
-    so that training never sees a held-out prompt or source with a different answer.
+    The first text files are held out as a whole, up to the given fraction of the bytes; if they miss the fraction by
+    half, the end of every file is held out instead. A record is held out if its hash is below a limit, so that all
+    copies of a record are in the same part. With prompts, and for pairs, the hash is that of the prompt or source, so
+    that training never sees a held-out prompt or source with a different answer.
 
     Args:
         paths: the files, in an order that depends only on their contents.
@@ -147,7 +147,7 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose the first whole files up to a fraction of all bytes or, if these miss it by half, the ends of all files.
+    """Choose the first whole files up to a fraction of all bytes or, if they miss it by half, the ends of all files.
 
     Args:
         sizes: bytes of the files, all positive.
@@ -172,7 +172,7 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return the number of first buckets whose bytes are nearest to the fraction: at least one, but not all.
+    """Return how many of the first buckets have bytes nearest to the fraction: at least one, but not all.
 
     Args:
         buckets: total bytes of the records in each bucket.

@@ -154,7 +154,7 @@ def with_model(
         values: the values of a settings file, or of a run; `class` in their table `model` names the model.
         given: the name of a custom model in the flags, which takes precedence.
         folder: the folder that contains the settings file.
-        again: whether a run is resumed, whose model must then be the same.
+        again: whether a run is resumed; its model must then be the same.
 
     Raises:
         ConfigError: there is no such model, for a reason that `find` gives, or the run has a different model.

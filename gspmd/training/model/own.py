@@ -203,7 +203,7 @@ class Own:
         return self._loss(layout, params, tokens, None, train=False)[1]["cross_entropy"]
 
     def _loss(self, layout, params, tokens, key, *, train: bool) -> tuple[jax.Array, Figures]:
-        assert not isinstance(tokens, Mapping), "a batch of such a model is one array"  # as `widths` says
+        assert not isinstance(tokens, Mapping), "a batch of such a model is one array"  # see `widths`
         found = self.model.loss(layout, self._taken(layout, params), tokens, key, train)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise self._error([f"loss must return a scalar and a mapping of figures, but returned {_shown(found)}."])

@@ -102,7 +102,7 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return the untrained parameters after a step, which may update them by a rule of its own, and its metrics.
+        """Return the untrained parameters after a step, and its metrics; a model may update them by a rule of its own.
 
         Args:
             layout: the layout that shards them.

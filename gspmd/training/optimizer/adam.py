@@ -74,5 +74,5 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
     if not limit:
         return gradients, size
     scale = jnp.minimum(1.0, limit / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
-    # In float32: a scale in bfloat16 would be off by up to 0.4%.
+    # Computed in float32: a scale in bfloat16 would be off by up to 0.4%.
     return jax.tree.map(lambda gradient: gradient.astype(jnp.float32) * scale, gradients), size

@@ -172,7 +172,7 @@ def _spread(scale: jax.Array, size: int) -> jax.Array:
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Wrap a step to work under Explicit axes too, where arrays cut into blocks would need types."""
+    """Wrap a step to work under Explicit axes too, where arrays that are cut into blocks would need sharded types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

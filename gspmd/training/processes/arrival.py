@@ -50,7 +50,7 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return a connection from this process to the first one, as soon as that one listens.
+    """Return a connection from this process to the first one, as soon as the first one listens.
 
     Args:
         at: the processes of the run, and the number of this one.
@@ -76,10 +76,10 @@ def knock(at: Processes, limit: float) -> socket.socket:
             if heard == WELCOME:
                 connection.settimeout(None)
                 return connection
-            if not words or not WELCOME.startswith(heard):  # For example JAX in a run that has all its processes.
+            if not words or not WELCOME.startswith(heard):  # JAX may answer, for a complete run.
                 raise OSError("something else answers there; name another port")
         except OSError as error:
-            if connection is None or not isinstance(error, TimeoutError):  # Otherwise the answer is still to come.
+            if connection is None or not isinstance(error, TimeoutError):  # Otherwise the answer may still come.
                 found = error.strerror or str(error)
                 if connection:
                     connection.close()
@@ -120,7 +120,7 @@ def _host_and_port(at: Processes) -> tuple[str, int]:
     name, _, port = at.address.rpartition(":")
     host, number = name.strip("[]"), whole_number(port) or 0
     try:
-        readable = bool(host.encode("idna"))  # In the encoding in which it is looked up.
+        readable = bool(host.encode("idna"))  # the encoding in which the host is looked up
     except UnicodeError:
         readable = False
     if not readable or not 0 < number < 2**16:

@@ -254,12 +254,12 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
         message: the fault.
         sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Only waiting is left.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The process only waits from now on.
     try:
         said = False if _watch else _come_to_tell(code, message)
         if _watch:
             _watch.fail(message, code, sure=sure, said=said)
-            time.sleep(0.2)  # Until the message has been sent.
+            time.sleep(0.2)  # The watch sends the message meanwhile.
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -288,7 +288,7 @@ def _come_to_tell(code: int, message: str) -> bool:
         at = _found(_expected)
         if at.processes > 1 and not (interrupted and at.process == 0):
             _come(at, _INTERRUPTING if interrupted else arrival.LIMIT)
-    except Exception:  # For example an unreadable address: the earlier fault is reported.
+    except Exception:  # For example, the address is unreadable; only the earlier fault is reported.
         pass
     late.cancel()
     if _watch is None:

@@ -31,8 +31,9 @@ _ANSWER = 10.0
 """Seconds for the first process to print another process's fault; after that, the other process prints it itself. Well
 over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
 _PROMPT = 10.0
-"""Seconds for a caller to say its process number, which our processes do at once. A stranger, such as a port scanner,
-is disconnected then, since it would keep a descriptor open."""
+"""Seconds for a caller to say its process number, which our processes do immediately. A stranger, such as a port
+scanner, is disconnected then, since it would keep a descriptor open.
+"""
 _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
 _END, _FAILED = re.compile("end ([0-9]{1,3})"), re.compile("failed ([0-9]{1,3}) ([01]) (.*)", re.DOTALL)
@@ -99,7 +100,7 @@ class Watch(threading.Thread):
         """Watch until this process leaves, or until another process fails or is lost."""
         try:
             self._watch()
-        except Exception:  # Nobody would notice: the processes would wait for one another for ever.
+        except Exception:  # Nobody would notice: the processes would wait for one another forever.
             error = traceback.format_exc().strip()
             self._end(f"The run failed: process {self._index} cannot watch the others:\n{error}")
 
@@ -115,7 +116,7 @@ class Watch(threading.Thread):
                     if key.fileobj is self._door:
                         self._let_in(ready)
                     elif key.data is None:
-                        if key.fileobj in self._callers:  # Or the door was closed a moment ago.
+                        if key.fileobj in self._callers:  # It is missing if the door was closed a moment ago.
                             self._greet(key.fileobj, ready)
                     else:
                         self._listen(key.data, ready)
@@ -145,7 +146,7 @@ class Watch(threading.Thread):
         self._tell("done")
 
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
-        """Let the first process print a fault of this one, once, and end all others.
+        """Let the first process print a fault of this process once, and end all processes.
 
         It returns only if this process has to end by itself; otherwise the process ends during the call.
 
@@ -280,7 +281,7 @@ class Watch(threading.Thread):
             self._told = _Told(peer, int(code), sure == "1", message, time.monotonic() + _GRACE)
 
     def _lose(self, peer: int, how: str) -> None:
-        if self._told and self._told.peer == peer:  # That process has reported the reason for its end.
+        if self._told and self._told.peer == peer:  # The other process has reported the reason for its end.
             self._end_told()
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 

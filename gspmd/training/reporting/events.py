@@ -53,7 +53,7 @@ class Events:
     def picture(self, step: int, name: str, png: Path) -> None:
         """Add a picture from a PNG file."""
         data = png.read_bytes()
-        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))  # From the header, IHDR.
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))  # read from the PNG header, IHDR
         image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=data)
         self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 

@@ -22,7 +22,7 @@ _LABEL = 0.055
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> None:
-    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labelled at its end.
+    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labeled at its end.
 
     Args:
         rows: the objects of metrics.jsonl.
@@ -54,7 +54,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
         top = min(bits.max(), 2.2 * np.median(bits))
         floor = min(bits.min(), *(value for value, *_ in ends))
         axes.set_ylim(floor - 0.06 * (top - floor), top + 0.03 * (top - floor))
-    # Points at the edges are drawn whole; points beyond are left out, since the layout would make room for them.
+    # Points at the edges are drawn whole; points beyond are left out, since matplotlib would make room for them.
     top = axes.get_ylim()[1]
     seen = [(row["step"], value) for row in tested if (value := row["val_bits_per_byte"]) <= top]
     dots = [step for step, _ in seen], [value for _, value in seen]

@@ -110,6 +110,6 @@ def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, 
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the mean of a rate over steps that do the same work each, that is the harmonic mean."""
+    """Return the mean of a rate over steps with equal work, which is the harmonic mean."""
     rates = [row[name] for row in rows if row.get(name)]
     return len(rates) / sum(1 / rate for rate in rates)

@@ -59,8 +59,8 @@ def choose_out(
 ) -> Path:
     """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
 
-    A run that ended before it saved a step cannot be resumed, and is begun again in its folder: a scheduler starts the
-    same command again. Its files, if there are any, are kept in a folder earlier-1, earlier-2 and so on.
+    A run that ended before it saved a step cannot be resumed, and is begun again in its folder, since a scheduler
+    starts the same command again. Its files, if there are any, are kept in a folder earlier-1, earlier-2 and so on.
 
     Args:
         out: the folder; "" for the newest run if a run is resumed, and otherwise for a new folder under runs/.
@@ -127,7 +127,7 @@ def _named(out: str, resume: bool) -> Path:
 
 
 def _check(path: Path, resume: bool, step: int | None) -> None:
-    """Raise an error if a folder does not hold a run, or holds one, or files of something else, as it should not."""
+    """Raise an error if a folder should hold a run but does not, or if it holds a run or other files but should not."""
     at = newest(path)
     if resume and at is None:
         fault = f"there is no checkpoint under {str(path)!r}."

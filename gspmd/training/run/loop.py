@@ -85,7 +85,7 @@ def fit(
             if config.resume:
                 with Progress(console, "Looking for the checkpoint"):
                     resumed_at = checkpoints.intact(config.resume_step, say)
-                # This comes before the model is built, since that takes longer.
+                # Lost metrics are reported before the model is built, because building takes longer.
                 figures = checkpoints.data(resumed_at).get("figures")
                 if processes.first() and (fault := lost(out, resumed_at, figures)):
                     say(fault)

@@ -23,7 +23,8 @@ class Program:
         state: the initial state; for a resumed run, the shapes and shardings of the state to be restored.
         step: a function (state, batch, key) -> (state, metrics), from `jit_step`; the metrics include `cross_entropy`
             and `non_finite`.
-        evaluate: a function (params, batch) -> mean cross-entropy in nats; if it is jitted, it is compiled ahead.
+        evaluate: a function (params, batch) -> mean cross-entropy in nats; if it is jitted, it is compiled once, before
+            its first use.
         place: a function that puts a batch, integers [B, L+1] or a dictionary of them, onto the devices; it gets only
             the rows that this process reads.
         key: the random key from which the key of each step is derived, so that a resumed run draws the same numbers.

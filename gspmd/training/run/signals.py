@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP during a run: deferred to the end of a step, where the run saves and stops.
 
-A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for background jobs of a
-script, for whose foreground it is meant. SIGTERM is always handled, because schedulers end jobs with it.
+A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for the background jobs of a
+script, since it is meant for the foreground. SIGTERM is always handled, because schedulers end jobs with it.
 """
 
 import os
@@ -88,7 +88,7 @@ class Stop:
 
         Every process must call this function.
         """
-        import jax  # which this module's exceptions do not need
+        import jax  # imported here, since the exceptions of this module do not need JAX
 
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils

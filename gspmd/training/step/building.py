@@ -196,7 +196,7 @@ def evaluation_step(
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """Return AdamW with weight decay for matrices only; N, along which layers are stacked, is not counted."""
+    """Return AdamW with weight decay for matrices only; the dimension N of stacked layers is not counted."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)

@@ -58,7 +58,7 @@ def plan_moves(
         parameters: the spec of each parameter.
         optimizer: the spec of each parameter's optimizer state, with the same dimensions.
         reshard: a function that moves an array by an equation, such as `gspmd.reshard`.
-        gradients: the spec that each gradient gets first, before it moves to that of the optimizer; None, or the
+        gradients: the spec that each gradient gets first, before it moves to the optimizer's spec; None, or the
             parameter's own spec, for a single move.
         loss: the spec in which the loss gets each parameter; None for the parameter's own.
 
@@ -93,7 +93,7 @@ def _mover(sources: Tree, targets: Tree, reshard: Reshard) -> Callable[[Tree], T
     def move(source: Spec, target: Spec, leaf: jax.Array) -> jax.Array:
         if source == target:
             return leaf
-        # A compiler may send a whole sum and then slice it, which is twice the bytes of reducing it into shards.
+        # A compiler may send a whole sum and then slice it, which sends twice the bytes of a reduce-scatter.
         options = {"lowering": "blocking"} if source.partial else {}
         return reshard(leaf, Equation.move(source, target), **options)
 

@@ -32,8 +32,9 @@ the compiler's schedules for v5p and v6e."""
 _WIDEST = 512
 """The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
 _STEP = 2**17
-"""The fixed cost of a step of the grid, as the number of logits that take the same time. By the schedules of the three
-kernels together it is 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p)."""
+"""The fixed cost of a step of the grid, as the number of logits that take the same time. According to the schedules of
+the three kernels together, a step costs 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p).
+"""
 _PRECISIONS = None, "default", "fastest", "bfloat16"
 """The names of JAX's default precision of products; the kernels do not compile for others."""
 _MOST = 64
@@ -49,7 +50,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
-    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
+    config: Any = jax.config  # in JAX 0.10 its type hints lack the options
     if config.jax_default_matmul_precision not in _PRECISIONS:
         return False
     if q.shape[1] != k.shape[1] or not q.dtype == k.dtype == v.dtype:
@@ -101,7 +102,7 @@ class _Schedule:
 
     @property
     def _first(self) -> list[int]:
-        """The first block of keys that each block of queries sees; the last has the number of the queries' block."""
+        """For each block `i` of the queries, the first block of keys that it sees; the last one is block `i`."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
@@ -213,7 +214,7 @@ def attended(
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
     if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(k.shape[2], -1), (q.shape[0], 1))  # as `by_key_head`: [B·K, Q]
+        sinks = jnp.tile(sinks.reshape(k.shape[2], -1), (q.shape[0], 1))  # [B·K, Q], in the order of `by_key_head`
     with schedule.work(q, k, products=2).scope():
         ids = schedule.segments(segments, k.shape[2])
         out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0], ids, sinks)
