@@ -1,14 +1,14 @@
 """A custom model as a `Trainable`, with checks of everything that the methods of the user's class return."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import LayoutError, listed
+from gspmd.annotate.errors import LayoutError, listed, suggestion
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
@@ -74,7 +74,7 @@ class Own:
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
             raise self._error([f"parameters must return a mapping of paths to Parameter, but returned {found!r:.200}."])
-        sizes, faults = self.fixed_sizes(), []
+        sizes, given, faults = self.fixed_sizes(), self._sizes(1, 1, least=0), []
         for path, each in found.items():
             if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
                 faults.append(f"a parameter's path must be names joined by dots, such as 'blocks.w_in', not {path!r}.")
@@ -86,7 +86,12 @@ class Own:
                 )
             elif missing := [dim for dim in each.dims if dim not in sizes]:
                 fact = f"parameter {path!r} has dimension {listed(missing)}"
-                faults.append(f"{fact}: sizes must give a size that does not depend on batch and length.")
+                if absent := [dim for dim in missing if dim not in given]:
+                    faults.append(
+                        f"{fact}: sizes returns no size for {absent[0]}; add one, such as {absent[0]!r}: 256."
+                    )
+                else:
+                    faults.append(f"{fact}: sizes must give a size that does not depend on batch and length.")
         if faults:
             raise self._error(faults)
         return dict(found)
@@ -98,11 +103,14 @@ class Own:
             LayoutError: the layout lacks lines, or their dimensions differ; the message lists all faults.
         """
         sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
-        for path, each in self.parameters(layout).items():
+        found = self.parameters(layout)
+        used = {each.line for each in found.values()}
+        for path, each in found.items():
             try:
                 spec = layout.spec(each.line)
             except LayoutError as error:
-                faults.append(f"parameter {path!r} has no line {each.line!r}: {error}")
+                absent = each.line not in layout.table
+                faults.append(_without_line(path, each, layout, used) if absent else f"parameter {path!r}: {error}")
                 missing.append(each.line)
                 continue
             if "".join(spec.dims) != each.dims:
@@ -352,6 +360,16 @@ class Own:
 
     def _error(self, faults: Sequence[str]) -> ConfigError:
         return ConfigError(f"cannot use the model {self.name}:", faults)
+
+
+def _without_line(path: str, given: Parameter, layout: Layout, used: Collection[str]) -> str:
+    """Return the fault of a parameter whose line the layout lacks; `used` has the lines of all parameters."""
+    section, _, name = given.line.partition(".")
+    alike = (line for line, dims in layout.own.items() if dims == given.dims and line not in used)
+    near = suggestion(given.line, alike)
+    add = f'add {name} = "{given.dims}" to [{section}], with the mesh axes that shard it.'
+    remedy = f"{near}Otherwise {add}" if near else f"{add[0].upper()}{add[1:]}"
+    return f"parameter {path!r} has no line {given.line!r} in the layout.\n  {remedy}"
 
 
 def _stacked(given: Parameter | Kept, spec: Spec) -> Spec:

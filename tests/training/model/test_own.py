@@ -177,7 +177,7 @@ SCALAR = jnp.float32(1)
         ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F: sizes must give"),
         ("sizes", lambda found: found | {"F": 0.5}, "sizes must return letters"),
         ("sizes", lambda found: {"B": 1, "L": 1, "V": 256, "E": 16},
-         "parameter 'blocks.w_in' has dimension F: sizes must give a size that does not depend"),
+         "parameter 'blocks.w_in' has dimension F: sizes returns no size for F; add one, such as 'F': 256."),
         ("parameters", lambda found: {"positions": Parameter("mixer.w_in", "LF", Normal(1.0))},
          "parameter 'positions' has dimension L: sizes must give a size that does not depend"),
         ("parameters", lambda found: {}, "parameters must return a mapping of paths to Parameter, but returned {}."),
@@ -230,7 +230,13 @@ def test_a_layout_that_lacks_lines_names_all_of_them(tmp_path):
     layout = Layout.load(tmp_path / "tiny.toml")
     with pytest.raises(LayoutError) as error:
         Own(Tiny()).rows(layout)
-    assert "parameter 'blocks.w_in' has no line 'mixer.w_in': the layout has no line 'mixer.w_in'." in str(error.value)
+    assert str(error.value).endswith(
+        ":\n  parameter 'blocks.w_in' has no line 'mixer.w_in' in the layout.\n"
+        '  Add w_in = "EF" to [mixer], with the mesh axes that shard it.'
+    )
+    (tmp_path / "tiny.toml").write_text(LAYOUT.replace('w_in = "EF_y"\n', 'w_im = "EF_y"\n'))
+    with pytest.raises(LayoutError, match=r"Did you mean 'mixer\.w_im'\? Otherwise add w_in = \"EF\" to \[mixer\]"):
+        Own(Tiny()).rows(Layout.load(tmp_path / "tiny.toml"))
     with pytest.raises(
         LayoutError, match=r"whose line is 'embedding.tokens':\n  the layout does not write embedding.tokens"
     ):
