@@ -297,9 +297,6 @@ def _declaration_faults(layout: LayoutTable) -> Iterator[Fault]:
     if not layout.axes:
         remedy = 'Write axes = ["x", "y", "z"] in [mesh].'
         yield Line("axes", "", "mesh").at_key("the layout declares no mesh axes.", remedy)
-    elif not layout.factor:
-        fact = "the layout does not say over which mesh axes devices are factored."
-        yield Line("factor", "", "mesh").at_key(fact, f'Write factor = ["{layout.axes[0]}"] in [mesh].')
     for axis in (axis for axis in layout.factor if axis not in layout.axes):
         remedy = f"{suggestion(axis, layout.axes)}It declares {listed(layout.axes)}."
         yield Line("factor", axis, "mesh").at_text(f"the layout declares no mesh axis {axis}.", remedy)
