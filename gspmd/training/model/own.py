@@ -110,7 +110,8 @@ class Own:
                 spec = layout.spec(each.line)
             except LayoutError as error:
                 absent = each.line not in layout.table
-                faults.append(_without_line(path, each, layout, used) if absent else f"parameter {path!r}: {error}")
+                what = f"parameter {path!r}"
+                faults.append(_without_line(what, each, layout, used) if absent else f"{what}: {error}")
                 missing.append(each.line)
                 continue
             if "".join(spec.dims) != each.dims:
@@ -263,7 +264,11 @@ class Own:
                 [f"kept must return a mapping of names to gspmd.training.model.Kept, but returned {given!r:.200}."]
             )
         sizes, found = {**self.sizes(batch, 1), "T": room}, {}
+        used = {each.line for each in self.parameters(layout).values()}
         for name, each in given.items():
+            if each.line not in layout.table:
+                what = f"cannot place what {self.name} keeps by layout '{layout.name}':\n  {name!r}"
+                raise LayoutError(_without_line(what, each, layout, used))
             spec = layout.spec(each.line)
             if "".join(spec.dims) != each.dims:
                 fact = f"{name!r}, which {self.name} keeps, has dimensions {listed(each.dims)}"
@@ -347,6 +352,9 @@ class Own:
         rows, found = self.rows(layout), self.parameters(layout)
         for path, each in found.items():
             shape = rows[path].shape[1:] if each.layers else rows[path].shape
+            if not callable(each.initialise):
+                fact = f"the initialiser of {path!r} is {each.initialise!r:.100}, not a function of a key and a shape"
+                raise self._error([f"{fact}; write Normal(deviation) or Constant(value)."])
             drawn = jax.eval_shape(lambda key, each=each, shape=shape: each.initialise(key, shape), key)
             if getattr(drawn, "shape", None) != shape:
                 raise self._error([f"the initialiser of {path!r} returned {_shown(drawn)}, not shape {shape}."])
@@ -362,14 +370,14 @@ class Own:
         return ConfigError(f"cannot use the model {self.name}:", faults)
 
 
-def _without_line(path: str, given: Parameter, layout: Layout, used: Collection[str]) -> str:
-    """Return the fault of a parameter whose line the layout lacks; `used` has the lines of all parameters."""
+def _without_line(what: str, given: Parameter | Kept, layout: Layout, used: Collection[str]) -> str:
+    """Return the fault of a tensor whose line the layout lacks; `used` has lines that are those of other tensors."""
     section, _, name = given.line.partition(".")
     alike = (line for line, dims in layout.own.items() if dims == given.dims and line not in used)
     near = suggestion(given.line, alike)
     add = f'add {name} = "{given.dims}" to [{section}], with the mesh axes that shard it.'
     remedy = f"{near}Otherwise {add}" if near else f"{add[0].upper()}{add[1:]}"
-    return f"parameter {path!r} has no line {given.line!r} in the layout.\n  {remedy}"
+    return f"{what} has no line {given.line!r} in the layout.\n  {remedy}"
 
 
 def _stacked(given: Parameter | Kept, spec: Spec) -> Spec:
