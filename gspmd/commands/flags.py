@@ -196,7 +196,7 @@ def parse_flags(
     except SystemExit as ended:
         if not ended.code:
             raise
-        raise FlagError(_in_short(said.getvalue(), name, _merged(cls))) from None
+        raise FlagError(_in_short(said.getvalue(), name, _merged(cls), argv)) from None
 
 
 class _LikeOutput(io.StringIO):
@@ -242,8 +242,14 @@ def _merged(cls: type[Dataclass]) -> list[str]:
     return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
 
 
-def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
+def _in_short(message: str, prog: str, merged: Collection[str], argv: Sequence[str] = ()) -> str:
     """Shorten an error message of tyro, a box with the help of similar flags, to a few lines with a remedy.
+
+    Args:
+        message: the message of tyro.
+        prog: the program's name.
+        merged: the tables of settings whose names are left out of their flags.
+        argv: the words of the command line.
 
     >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
     >>> print(_in_short(box, "gspmd train", []))
@@ -264,6 +270,9 @@ def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
         if near:
             return f"{first}\n  Did you mean {listed([*dict.fromkeys(near)], 'or')}? {remedy}"
         if not flags:
+            before = next((flag for flag, word in pairwise(argv) if word == words[0]), "")
+            if before.startswith("--") and "=" not in before:  # Had it taken a value, the word would not be left.
+                return f"{first}\n  {before} takes no value: write it alone, or leave it out. {remedy}"
             return f"{first}\n  Every value follows its flag, as in --flag value. {remedy}"
         return f"{first}\n  {remedy}"
     described = f"\n  {prog} --help-all describes it."

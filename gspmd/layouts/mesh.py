@@ -31,6 +31,12 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
         raise LayoutError(
             f"no mesh is factored over axis {shown(unknown[0])}: {has}.\n  Name it in axes of [mesh] too."
         )
+    if count > 1 and not order:
+        names = ", ".join(f'"{axis}"' for axis in axes or ("x",))
+        raise LayoutError(
+            f"no mesh is made for {count} devices: the layout does not say over which mesh axes they are factored.\n"
+            f"  Write factor = [{names}] in [mesh], or give the mesh."
+        )
     mesh = dict.fromkeys(axes, 1)
     # Dealt out in turn, so that axes have similar sizes, and no axis has all devices.
     for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):

@@ -37,7 +37,8 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
         elif section == "lowering":
             layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
         else:
-            _refuse_unreadable(key, text)
+            if "." in key:  # Of a key that no layout has, `check` says so, whatever its text.
+                _refuse_unreadable(key, text)
             layout = _with_line(layout, key, text)
     return layout
 

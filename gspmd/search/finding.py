@@ -213,7 +213,7 @@ class Found:
 
     def toml(self) -> str:
         """Return the layout as the text of a file that `Layout.load` reads."""
-        return document(str(self).splitlines(), self.mesh, self.lines)
+        return document(str(self).splitlines(), self.mesh, self.lines, base=self.layout)
 
     def write(self, path: str | Path) -> None:
         """Write the layout as a file."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import permutations
 from math import prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from gspmd.layouts.mesh import factorise
 from gspmd.layouts.rules.keys import is_override
+
+if TYPE_CHECKING:
+    from gspmd.layouts import Layout
 
 
 def document(
@@ -17,6 +22,7 @@ def document(
     lines: Mapping[str, str],
     lowering: str = "blocking",
     comments: Mapping[str, str] = MappingProxyType({}),
+    base: Layout | None = None,
 ) -> str:
     """Return the text of a layout file, with sections and lines in the given order.
 
@@ -26,6 +32,8 @@ def document(
         lines: every line by its key; an overriding line has its section in front, as in `"optimizer.ffn.w_in"`.
         lowering: the lowering that the layout sets.
         comments: the comment after each line, by key.
+        base: the layout whose program was searched. Its [dimensions] are written too, and so are its custom lines that
+            the program does not use, unsharded: a different program of the model may use them, such as decoding.
 
     Example:
         >>> print(document(["found"], {"x": 4}, {"ffn.w_in": "EF_x", "optimizer.ffn.w_in": "E_xF"}))
@@ -45,9 +53,16 @@ def document(
         "ffn.w_in" = "E_xF"
         <BLANKLINE>
     """
+    spare = {} if base is None else {
+        key: dims for key, dims in base.own.items() if dims and isinstance(dims, str) and key not in lines
+    }  # fmt: skip
+    lines = {**lines, **spare}
+    comments = {**comments, **dict.fromkeys(spare, "not in the program that was searched")}
+    letters = [] if base is None else [f"{letter} = {json.dumps(text)}" for letter, text in base.dimensions.items()]
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
         "\n".join(["[mesh]", *mesh_lines(mesh)]),
+        *(["\n".join(["[dimensions]", *letters])] if letters else []),
         f'[lowering]\ndefault = "{lowering}"',
         *(block(name, lines, keys, comments) for name, keys in _sections(lines)),
     ]

@@ -105,6 +105,7 @@ def test_the_sizes_of_a_configuration_and_a_number_of_devices_are_checked(capsys
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["check", "zero-3", "--set", "ffn.w_in"], "--set reads KEY=SPEC, such as ffn.w_in=E_xF_y, not 'ffn.w_in'."),
+    (["check", "zero-3", "--set", "foo=bar"], "no section of a layout is called 'foo'."),
     (["check", "zero-3", "--mesh", "x=2", "--devices", "2"],
      "--mesh already gives the number of devices; leave --devices out."),
     (["check", "zero-3", "--batch", "2"], "--batch and --length are for --config; write --sizes B=8,L=128."),

@@ -173,7 +173,12 @@ def test_its_layout_is_searched_for_the_devices_and_stays_with_the_run(folder, c
         ("class Mixer: pass", "{name}:Mixer", "it is not a dataclass; write @dataclass(frozen=True) above the class"),
         ("@dataclass(frozen=True)\nclass Mixer:\n    def sizes(self): pass", "{name}:Mixer",
          "it is not a model: it lacks parameters and loss of the protocol gspmd.training.model.Model."),
-        ("@dataclass\nclass Mixer:\n    width: int\n    def sizes(self): pass\n    parameters = loss = sizes",
+        ("@dataclass(frozen=True)\nclass Mixer:\n    def sizes(self, *sizes): pass\n    parameters = sizes\n"
+         "    def loss(self, params, tokens): pass\n    @staticmethod\n    def kept(layout): pass", "{name}:Mixer",
+         "Mixer':\n  its loss must be loss(self, layout, params, tokens, key, train), "
+         "but is loss(self, params, tokens).\n"
+         "  its kept must be kept(), but is kept(layout)."),
+        ("@dataclass\nclass Mixer:\n    width: int\n    def sizes(*a): pass\n    parameters = loss = sizes",
          "{name}:Mixer", "its settings could change; write @dataclass(frozen=True).\n  field 'width' has no default"),
         ("", "json:Mixer", "has no 'Mixer'"),
     ],

@@ -170,6 +170,8 @@ def test_a_flag_without_its_value_is_refused(resumed):
     ("--frobnicate", "Unrecognized options: --frobnicate\n  PROG --help-all lists all flags."),
     ("7", "Unrecognized options: 7\n  Every value follows its flag, as in --flag value. PROG --help-all lists all "
      "flags."),
+    ("--pack full", "Unrecognized options: full\n  --pack takes no value: write it alone, or leave it out. PROG "
+     "--help-all lists all flags."),
     ("--batch 4.5", "--batch must be a whole number, but is '4.5'.\n  PROG --help-all describes it."),
     ("--noise-density x", "--noise-density must be a number, but is 'x'.\n  PROG --help-all describes it."),
 ])  # fmt: skip

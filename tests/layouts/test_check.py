@@ -94,6 +94,16 @@ def test_a_section_with_a_value(section, value, tmp_path):
             {"cache__attention__key": "BLKD"},
             "attention.key must have dimensions B, T, K and D, but this has B, L, K and D.",
         ),
+        (
+            {"attention__w_o": "H_yzDE_?"},
+            "attention.w_o = H_yzDE_?\n                         ^^^\n"
+            "  dimension E of attention.w_o is left to the compiler, "
+            "which places activations only.\n  Name its mesh axes, or leave it unsharded: 'H_yzDE'.",
+        ),
+        (
+            {"optimizer__ffn__w_in": "E_?F"},
+            "[optimizer] ffn.w_in = E_?F\n                           ^^^\n  dimension E",
+        ),
         ({"decode__ffn__residual": "BLE"}, "[decode] ffn.residual = BLE\n                            ^\n  dimension B"),
         ({"lowering__ffn": "blokcing"}, "no lowering is called 'blokcing'.\n  Did you mean 'blocking'?"),
         (

@@ -160,6 +160,11 @@ def test_devices_are_dealt_out_by_prime_factors(devices, mesh):
             lambda: factorise(4, ("x", "y"), ("z",)),
             "no mesh is factored over axis 'z': it has x, y.\n  Name it in axes",
         ),
+        (
+            lambda: factorise(4, ("x", "y"), ()),
+            "no mesh is made for 4 devices: the layout does not say over which mesh axes they are factored.\n"
+            '  Write factor = ["x", "y"] in [mesh], or give the mesh.',
+        ),
         (lambda: factorise(4, (), ("z",)), "no mesh is factored over axis 'z': it has none."),
         (lambda: Layout.load(None), "cannot load a layout from None.\n  Give the path of a TOML file, or the name"),
         (lambda: Layout.load(b"zero-3"), "cannot load a layout from b'zero-3'."),

@@ -104,6 +104,17 @@ def test_the_lines_where_operands_meet_are_written():
     assert again["mine.in_via"] == found.layout["mine.in_via"]
 
 
+def test_what_is_written_has_the_dimensions_and_the_lines_that_the_program_does_not_use(tmp_path):
+    base = replace(own(x="BI", w_in="IF", y="BF", state="B_xI"), dimensions={"I": 'the "inputs" of a product'})
+    found = gspmd.search(one_product, base, {"x": 4}, chip=CHIP)
+    found.write(tmp_path / "found.toml")
+    layout = Layout.load(tmp_path / "found.toml").check()
+    assert (layout.dimensions, layout["mine.state"]) == (base.dimensions, "BI")
+    assert 'state  = "BI"' in found.toml()
+    assert found.toml().count("# not in the program that was searched") == 1
+    assert gspmd.search(one_product, layout, {"x": 4}, chip=CHIP).seconds == found.seconds
+
+
 def test_fixed_lines_stay_as_they_are():
     found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "BE_x", "mine.y": "B_xF"})
     assert (found.layout["mine.x"], found.layout["mine.y"]) == ("BE_x", "B_xF")

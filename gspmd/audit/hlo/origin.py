@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ OURS = f"{Path(__file__).parents[2]}{os.sep}"
 
 _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
 """The directory of JAX's kernels, whose lines are not the user's either."""
+
+LAUNCHERS = ("<frozen ", f"{Path(sys.executable).parent / 'gspmd'}")
+"""The beginnings of the names of files that only start the command: Python's `-m`, and the console script."""
 
 _RANGE = re.compile(r"\{\[(\d+):(\d+)\]\}")
 _RESHAPES = ("bitcast", "reshape", "copy", "transpose")
@@ -60,7 +64,7 @@ def origin(
     equation, step = max(
         (innermost(each.op_name) for each in own), key=lambda scopes: (bool(scopes[1]), bool(scopes[0]))
     )
-    sources = (module.source(each, (ours, _KERNELS)) for each in own + _producers(computation, scheduled))
+    sources = (module.source(each, (ours, _KERNELS, *LAUNCHERS)) for each in own + _producers(computation, scheduled))
     return Origin(equation, step, next(filter(None, sources), ""))
 
 

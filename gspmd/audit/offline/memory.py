@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from rich.markup import escape
 
 from gspmd.audit.hlo.module import Array, Instruction, Module
-from gspmd.audit.hlo.origin import OURS
+from gspmd.audit.hlo.origin import LAUNCHERS, OURS
 from gspmd.audit.ledgers.entries import short
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
@@ -95,7 +95,7 @@ def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
 def _line(equation: Any) -> str:
     """Return the source line that computes a value: the innermost stack frame outside of this package and of JAX."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    ours = (OURS, str(Path(jax.__file__).parent))
+    ours = (OURS, *LAUNCHERS, str(Path(jax.__file__).parent))
     line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
     return short(line) or str(equation.primitive)
 
@@ -136,7 +136,7 @@ def _inlined(instruction: Instruction) -> Sequence[str]:
 
 
 def _temporary(module: Module, instruction: Instruction, array: Array, size: int) -> AllocatedArray:
-    name = short(module.source(instruction, (OURS,))) or instruction.name
+    name = short(module.source(instruction, (OURS, *LAUNCHERS))) or instruction.name
     return AllocatedArray("temporary", name, array, size, _SMALLER)
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from gspmd.annotate import LayoutError
+from gspmd.annotate import LayoutError, Spec, SpecError, parse_via
+from gspmd.annotate.errors import listed
 from gspmd.commands import configs, files, flags
 from gspmd.commands.file import File, checked_source, file_of, group_faults, is_own, source_length_of
 from gspmd.commands.search.slice import Slice
@@ -278,6 +279,8 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
             elif not is_own(settings) and not _is_known(key.strip()):
                 yield f"--{flag} {asked}: {' '.join(unknown_key(key.strip(), KEYS))}"
+            elif flag == "fixed" and (fault := _fault_of_spec(settings, key.strip(), spec.strip())):
+                yield f"--fixed {asked}: {fault}"  # A wrong --why loses no answer, and is explained after it.
     if settings.layout and not is_own(settings):
         yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
     for name in settings.beside:
@@ -287,6 +290,23 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             yield f"--beside {name}: {error}"
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
+
+
+def _fault_of_spec(settings: SearchSettings, key: str, text: str) -> str:
+    """Return why a line cannot have a spec or via in any layout of this search, or "" if nothing is known before it."""
+    from gspmd.search.answers.meshes import AXES  # which imports numpy
+
+    try:
+        specs = parse_via(text).specs if key.endswith("_via") else (Spec.parse(text),)
+    except SpecError as error:
+        return str(error)
+    dims = KEYS[key].dims if key in KEYS and KEYS[key].kind != "via" else ""
+    if dims and specs[0].dims != tuple(dims):
+        return f"{key} has the dimensions {dims}, not {''.join(specs[0].dims)}."
+    axes = parse_mesh(settings.mesh) if settings.mesh else AXES
+    if missing := sorted({axis for spec in specs for axis in spec.used}.difference(axes)):
+        return f"no mesh of this search has an axis {missing[0]}; write {listed(axes, 'or')}."
+    return ""
 
 
 def _is_known(key: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
+from gspmd.annotate.parser import OPEN
 from gspmd.layouts.rules import own
 from gspmd.layouts.rules.agreement import (
     disagreements,
@@ -179,6 +180,13 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     if spec.reduced:
         fact = f"{key.name} is reduced, which is said in [gradients], by a gradient that is a partial sum."
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
+    # Arrays that outlive a step are placed when they are made, before anything is compiled.
+    if key.kind == "parameter" or line.section in ("gradients", "optimizer", "cache"):
+        for dim in (dim for dim in spec.dims if OPEN in spec.axes_of(dim)):
+            fact = f"dimension {dim} of {key.name} is left to the compiler, which places activations only."
+            yield line.at_dim(
+                spec, dim, fact, f"Name its mesh axes, or leave it unsharded: '{spec.with_axes(dim, ())}'."
+            )
     # Plain JAX code between einsums needs these whole: a head's scores and rotation take all of D, and a router all
     # tokens of a group.
     for dim in key.local:
@@ -289,9 +297,6 @@ def _declaration_faults(layout: LayoutTable) -> Iterator[Fault]:
     if not layout.axes:
         remedy = 'Write axes = ["x", "y", "z"] in [mesh].'
         yield Line("axes", "", "mesh").at_key("the layout declares no mesh axes.", remedy)
-    elif not layout.factor:
-        fact = "the layout does not say over which mesh axes devices are factored."
-        yield Line("factor", "", "mesh").at_key(fact, f'Write factor = ["{layout.axes[0]}"] in [mesh].')
     for axis in (axis for axis in layout.factor if axis not in layout.axes):
         remedy = f"{suggestion(axis, layout.axes)}It declares {listed(layout.axes)}."
         yield Line("factor", axis, "mesh").at_text(f"the layout declares no mesh axis {axis}.", remedy)

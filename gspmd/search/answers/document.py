@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from gspmd.display.units import amount_of_seconds
+from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS, PIPELINE
 from gspmd.search import Answer, writing
 from gspmd.search.answers.candidate import Candidate
@@ -119,7 +120,8 @@ def document(
     """
     case = candidate.phase.case
     lines = candidate.phase.lines(answer.picks)
-    return of_lines(lines, case, header, said, lowering or lowering_of(candidate.phase.phase))
+    base = candidate.phase.question.lines.layout
+    return of_lines(lines, case, header, said, lowering or lowering_of(candidate.phase.phase), base=base)
 
 
 def of_lines(
@@ -129,6 +131,7 @@ def of_lines(
     said: Mapping[str, LineCost] = MappingProxyType({}),
     lowering: str = PRICED,
     mesh: Mapping[str, int] = MappingProxyType({}),
+    base: Layout | None = None,
 ) -> str:
     """Return the text of a layout file from its lines alone, for answers that have no `Candidate`, such as pipelines.
 
@@ -138,11 +141,11 @@ def of_lines(
         header, said: as in `document`.
         lowering: the lowering that the file sets.
         mesh: sizes of the mesh axes, if they differ from those of the case.
+        base: as in `gspmd.search.writing.document`.
     """
     kept = ordered(lines)
-    return writing.document(
-        header, mesh or case.mesh, {line.name: line.text for line in kept}, lowering, dict(_comments(kept, said))
-    )
+    texts = {line.name: line.text for line in kept}
+    return writing.document(header, mesh or case.mesh, texts, lowering, dict(_comments(kept, said)), base)
 
 
 def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:

@@ -215,19 +215,20 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
     Raises:
         ConfigError: the text is too short; the message states its length and the length that is needed.
     """
-    faults, unit = [], "tokens" if corpus.tokenizer else "bytes"
+    faults, unit = [], "token" if corpus.tokenizer else "byte"
+    trained, held_out = (count_of(len(part), unit) for part in (corpus.train, corpus.validation))
     if corpus.objective is not None:
         if (rows := corpus.training_rows(length, batch)) < batch:
             faults.append(f"the training text is {count_of(rows, 'sequence')}, but a batch needs {batch}.")
         if not corpus.validation_count(batch, length):
-            faults.append(f"the held-out text has {len(corpus.validation)} {unit}, less than one sequence needs.")
+            faults.append(f"the held-out text has {held_out}, less than one sequence needs.")
     else:
         if len(corpus.train) < batch * length + 1:
             needs = f"a batch of {batch} sequences of {length} needs {batch * length + 1}."
-            faults.append(f"the training text has {len(corpus.train)} {unit}, but {needs}")
+            faults.append(f"the training text has {trained}, but {needs}")
         if len(corpus.validation) < length + 1:
             needs = f"a sequence of {length} needs {length + 1}."
-            faults.append(f"the held-out text has {len(corpus.validation)} {unit}, but {needs}")
+            faults.append(f"the held-out text has {held_out}, but {needs}")
     if faults:
         # The shortest window is a token and its successor.
         enough = corpus.objective is not None or min(len(corpus.train), len(corpus.validation)) >= 2

@@ -1,11 +1,12 @@
 """Finding a custom model by its name, such as `mixer:Mixer`: its module is imported, and its class checked."""
 
 import dataclasses
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +18,14 @@ from gspmd.training.toml import ConfigError, Dataclass
 
 T = TypeVar("T", bound=Dataclass)
 
-METHODS = ("sizes", "parameters", "loss")
-"""Methods that a class needs to be a `gspmd.training.model.Model`."""
+METHODS = {
+    "sizes": ("batch", "length"),
+    "parameters": ("layout",),
+    "loss": ("layout", "params", "tokens", "key", "train"),
+}
+"""Methods that a class needs to be a `gspmd.training.model.Model`, with the arguments that each is called with."""
+_MORE = {"flops_per_token": ("length",), "kept": (), "step": ("layout", "params", "tokens", "position", "kept")}
+"""Methods that a class may have besides."""
 _NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 
 
@@ -112,6 +119,7 @@ def _faults(found: Any) -> list[str]:
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
         faults.append(f"it is not a model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
+    faults += [fault for name, given in (METHODS | _MORE).items() if (fault := _fault_of_call(found, name, given))]
     # The standard library has no function for this, and its type stubs lack the attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
@@ -121,6 +129,23 @@ def _faults(found: Any) -> list[str]:
         if each.init and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
     ]
     return faults
+
+
+def _fault_of_call(found: type, name: str, given: Sequence[str]) -> str:
+    """Return why a method of a class cannot be called with these arguments, or "" if it can, or if it has none."""
+    method = getattr(found, name, None)
+    if not callable(method):
+        return ""
+    bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*(() if bound else ("self",)), *given)
+    except ValueError:  # A callable whose arguments are not known.
+        return ""
+    except TypeError:
+        wanted = ", ".join((*(() if bound else ("self",)), *given))
+        return f"its {name} must be {name}({wanted}), but is {name}{signature}."
+    return ""
 
 
 def beside(name: str, folder: Path) -> str:

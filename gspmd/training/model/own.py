@@ -1,14 +1,14 @@
 """A custom model as a `Trainable`, with checks of everything that the methods of the user's class return."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import LayoutError, listed
+from gspmd.annotate.errors import LayoutError, listed, suggestion
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
@@ -74,7 +74,7 @@ class Own:
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
             raise self._error([f"parameters must return a mapping of paths to Parameter, but returned {found!r:.200}."])
-        sizes, faults = self.fixed_sizes(), []
+        sizes, given, faults = self.fixed_sizes(), self._sizes(1, 1, least=0), []
         for path, each in found.items():
             if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
                 faults.append(f"a parameter's path must be names joined by dots, such as 'blocks.w_in', not {path!r}.")
@@ -86,7 +86,12 @@ class Own:
                 )
             elif missing := [dim for dim in each.dims if dim not in sizes]:
                 fact = f"parameter {path!r} has dimension {listed(missing)}"
-                faults.append(f"{fact}: sizes must give a size that does not depend on batch and length.")
+                if absent := [dim for dim in missing if dim not in given]:
+                    faults.append(
+                        f"{fact}: sizes returns no size for {absent[0]}; add one, such as {absent[0]!r}: 256."
+                    )
+                else:
+                    faults.append(f"{fact}: sizes must give a size that does not depend on batch and length.")
         if faults:
             raise self._error(faults)
         return dict(found)
@@ -98,11 +103,15 @@ class Own:
             LayoutError: the layout lacks lines, or their dimensions differ; the message lists all faults.
         """
         sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
-        for path, each in self.parameters(layout).items():
+        found = self.parameters(layout)
+        used = {each.line for each in found.values()}
+        for path, each in found.items():
             try:
                 spec = layout.spec(each.line)
             except LayoutError as error:
-                faults.append(f"parameter {path!r} has no line {each.line!r}: {error}")
+                absent = each.line not in layout.table
+                what = f"parameter {path!r}"
+                faults.append(_without_line(what, each, layout, used) if absent else f"{what}: {error}")
                 missing.append(each.line)
                 continue
             if "".join(spec.dims) != each.dims:
@@ -255,7 +264,11 @@ class Own:
                 [f"kept must return a mapping of names to gspmd.training.model.Kept, but returned {given!r:.200}."]
             )
         sizes, found = {**self.sizes(batch, 1), "T": room}, {}
+        used = {each.line for each in self.parameters(layout).values()}
         for name, each in given.items():
+            if each.line not in layout.table:
+                what = f"cannot place what {self.name} keeps by layout '{layout.name}':\n  {name!r}"
+                raise LayoutError(_without_line(what, each, layout, used))
             spec = layout.spec(each.line)
             if "".join(spec.dims) != each.dims:
                 fact = f"{name!r}, which {self.name} keeps, has dimensions {listed(each.dims)}"
@@ -339,6 +352,9 @@ class Own:
         rows, found = self.rows(layout), self.parameters(layout)
         for path, each in found.items():
             shape = rows[path].shape[1:] if each.layers else rows[path].shape
+            if not callable(each.initialise):
+                fact = f"the initialiser of {path!r} is {each.initialise!r:.100}, not a function of a key and a shape"
+                raise self._error([f"{fact}; write Normal(deviation) or Constant(value)."])
             drawn = jax.eval_shape(lambda key, each=each, shape=shape: each.initialise(key, shape), key)
             if getattr(drawn, "shape", None) != shape:
                 raise self._error([f"the initialiser of {path!r} returned {_shown(drawn)}, not shape {shape}."])
@@ -352,6 +368,16 @@ class Own:
 
     def _error(self, faults: Sequence[str]) -> ConfigError:
         return ConfigError(f"cannot use the model {self.name}:", faults)
+
+
+def _without_line(what: str, given: Parameter | Kept, layout: Layout, used: Collection[str]) -> str:
+    """Return the fault of a tensor whose line the layout lacks; `used` has lines that are those of other tensors."""
+    section, _, name = given.line.partition(".")
+    alike = (line for line, dims in layout.own.items() if dims == given.dims and line not in used)
+    near = suggestion(given.line, alike)
+    add = f'add {name} = "{given.dims}" to [{section}], with the mesh axes that shard it.'
+    remedy = f"{near}Otherwise {add}" if near else f"{add[0].upper()}{add[1:]}"
+    return f"{what} has no line {given.line!r} in the layout.\n  {remedy}"
 
 
 def _stacked(given: Parameter | Kept, spec: Spec) -> Spec:

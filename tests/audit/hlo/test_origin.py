@@ -12,17 +12,20 @@ HEADER = """HloModule m
 FileNames
 1 "/lib/gspmd/collectives/lower.py"
 2 "/home/me/model.py"
-3 "/lib/jax/lax.py"
+3 "<frozen runpy>"
 
 FileLocations
 1 {file_name_id=1 line=16}
 2 {file_name_id=2 line=40}
 3 {file_name_id=2 line=50}
+4 {file_name_id=3 line=88}
 
 StackFrames
 1 {file_location_id=2 parent_frame_id=1}
 2 {file_location_id=1 parent_frame_id=2}
 3 {file_location_id=3 parent_frame_id=1}
+4 {file_location_id=4 parent_frame_id=1}
+5 {file_location_id=1 parent_frame_id=5}
 
 """
 ENTRY = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
@@ -87,6 +90,7 @@ def test_the_line_is_the_first_that_is_not_ours():
     assert found(gather("f", 2)).source == "/home/me/model.py:40"
     assert found(gather("f", 3)).source == "/home/me/model.py:50"
     assert found(gather("f", 0)).source == ""
+    assert found(gather("f", 5)).source == "", "Python's own lines start a command, and ask for nothing"
 
 
 def test_without_a_line_that_of_what_it_moves_is_taken():

@@ -134,8 +134,10 @@ def test_too_small(folder):
     with pytest.raises(ConfigError) as error:
         data.check_size(corpus, batch=8, length=256)
     message = str(error.value)
-    assert f"the training text has {len(corpus.train)} bytes, but a batch of 8 sequences of 256 needs 2049." in message
-    assert f"the held-out text has {len(corpus.validation)} bytes, but a sequence of 256 needs 257." in message
+    assert (
+        f"the training text has {len(corpus.train):,} bytes, but a batch of 8 sequences of 256 needs 2049." in message
+    )
+    assert f"the held-out text has {len(corpus.validation):,} bytes, but a sequence of 256 needs 257." in message
     assert message.endswith("Give more text with --data, or lower --batch or --length.")
 
 

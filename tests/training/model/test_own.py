@@ -12,7 +12,7 @@ import gspmd
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.training import ConfigError, OptimizerConfig
-from gspmd.training.model import Constant, Normal, Own, Parameter, mean, next_tokens
+from gspmd.training.model import Constant, Kept, Normal, Own, Parameter, mean, next_tokens
 from gspmd.training.step import Update, abstract_program, building, jit_step
 
 LAYOUT = """
@@ -177,7 +177,7 @@ SCALAR = jnp.float32(1)
         ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F: sizes must give"),
         ("sizes", lambda found: found | {"F": 0.5}, "sizes must return letters"),
         ("sizes", lambda found: {"B": 1, "L": 1, "V": 256, "E": 16},
-         "parameter 'blocks.w_in' has dimension F: sizes must give a size that does not depend"),
+         "parameter 'blocks.w_in' has dimension F: sizes returns no size for F; add one, such as 'F': 256."),
         ("parameters", lambda found: {"positions": Parameter("mixer.w_in", "LF", Normal(1.0))},
          "parameter 'positions' has dimension L: sizes must give a size that does not depend"),
         ("parameters", lambda found: {}, "parameters must return a mapping of paths to Parameter, but returned {}."),
@@ -206,6 +206,11 @@ def test_an_initialiser_of_another_shape_is_named(layout, make_mesh):
     with pytest.raises(ConfigError) as error:
         Own(changed("parameters", lambda found: wrong)).initial(layout, make_mesh({"x": 1, "y": 1}), jax.random.key(0))
     assert str(error.value) == only("the initialiser of 'w' returned an array float32[3], not shape (16, 32).")
+    wrong = {"w": Parameter("mixer.w_in", "EF", 0.1)}
+    with pytest.raises(ConfigError) as error:
+        Own(changed("parameters", lambda found: wrong)).initial(layout, make_mesh({"x": 1, "y": 1}), jax.random.key(0))
+    fact = "the initialiser of 'w' is 0.1, not a function of a key and a shape; "
+    assert str(error.value) == only(f"{fact}write Normal(deviation) or Constant(value).")
 
 
 @pytest.mark.parametrize(
@@ -230,11 +235,27 @@ def test_a_layout_that_lacks_lines_names_all_of_them(tmp_path):
     layout = Layout.load(tmp_path / "tiny.toml")
     with pytest.raises(LayoutError) as error:
         Own(Tiny()).rows(layout)
-    assert "parameter 'blocks.w_in' has no line 'mixer.w_in': the layout has no line 'mixer.w_in'." in str(error.value)
+    assert str(error.value).endswith(
+        ":\n  parameter 'blocks.w_in' has no line 'mixer.w_in' in the layout.\n"
+        '  Add w_in = "EF" to [mixer], with the mesh axes that shard it.'
+    )
+    (tmp_path / "tiny.toml").write_text(LAYOUT.replace('w_in = "EF_y"\n', 'w_im = "EF_y"\n'))
+    with pytest.raises(LayoutError, match=r"Did you mean 'mixer\.w_im'\? Otherwise add w_in = \"EF\" to \[mixer\]"):
+        Own(Tiny()).rows(Layout.load(tmp_path / "tiny.toml"))
     with pytest.raises(
         LayoutError, match=r"whose line is 'embedding.tokens':\n  the layout does not write embedding.tokens"
     ):
         Own(Tiny()).batch_spec(layout)
+
+
+def test_what_a_model_keeps_needs_its_line(layout):
+    keeping = type("Tiny", (Tiny,), {"kept": lambda self: {"state": Kept("mixer.state", "BF")}})
+    with pytest.raises(LayoutError) as error:
+        Own(keeping()).kept(layout, 2, 4)
+    assert str(error.value) == (
+        f"cannot place what Tiny keeps by layout '{layout.name}':\n  'state' has no line 'mixer.state' in the layout.\n"
+        '  Add state = "BF" to [mixer], with the mesh axes that shard it.'
+    )
 
 
 def test_flops_are_the_models_own_or_six_for_a_parameter(layout):
