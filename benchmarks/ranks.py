@@ -6,8 +6,9 @@
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
 of them, each on the mesh, with the remat and in the microbatches that the search gave it. The table has Kendall's rank
-correlation of planned and compiled seconds over the presets, the ratios of planned to compiled seconds and, over all
-programs, of planned to compiled bytes, and the compiled seconds of the layout that was found and of the best preset.
+correlation of planned and compiled seconds over the presets (with programs within 0.1% of each other as ties, and
+without ties), the ratios of planned to compiled seconds and, over all programs, of planned to compiled bytes, and the
+compiled seconds of the layout that was found and of the best preset.
 Figures are kept in the folder, and not made again: take a new folder if plans or programs have changed. Needs the
 compilers for TPUs and for GPUs, but no TPU or GPU.
 """
@@ -48,6 +49,8 @@ STEPS = {
 SEARCHED = {"llama-8b-train-h100": "--remat full --microbatches 1"}
 """Further flags of `gspmd search`; without them it searches every choice of remat and number of microbatches."""
 FOUND = "found"
+TIE = 0.001
+"""The relative difference up to which two programs count as equally fast: a plan does not rank them."""
 MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
 
 
@@ -138,11 +141,17 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
     }
 
 
-def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Return Kendall's rank correlation (tau-b) of two quantities; ties count neither as in order nor as out of it."""
+def kendall(pairs: list[tuple[float, float]], tie: float = 0.0) -> float:
+    """Return Kendall's rank correlation (tau-b) of two quantities; ties count neither as in order nor as out of it.
+
+    Args:
+        pairs: the two quantities of each item.
+        tie: the relative difference up to which two items are tied.
+    """
     agree = apart = ties = others = 0
+    order = lambda a, b: 0 if abs(a - b) <= tie * min(a, b) else (a > b) - (a < b)  # noqa: E731
     for (a, b), (c, d) in combinations(pairs, 2):
-        one, two = (a > c) - (a < c), (b > d) - (b < d)
+        one, two = order(a, c), order(b, d)
         agree += one * two
         apart += 1
         ties += not one
@@ -169,19 +178,21 @@ def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Yield the table."""
-    yield "| step | programs | rank correlation | planned / compiled | memory | found | best preset | found / preset |"
-    yield f"|:--|{'--:|' * 7}"
+    names = "step", "programs", "rank correlation", "without ties", "planned / compiled", "memory", "found"
+    yield f"| {' | '.join(names)} | best preset | found / preset |"
+    yield f"|:--|{'--:|' * 8}"
     for step, programs in found.items():
         presets = [each for each in programs if each["name"] != FOUND and each["compiled"]]
         ours = next(each for each in programs if each["name"] == FOUND)
         best = min(presets, key=lambda each: each["compiled"])
         seconds = [each["planned"] / each["compiled"] for each in presets]
         held = [each["memory"] for each in programs]
-        tau = kendall([(each["planned"], each["compiled"]) for each in presets])
+        pairs = [(each["planned"], each["compiled"]) for each in presets]
         cells = [
             step,
             str(len(presets)),
-            f"{tau:.2f}",
+            f"{kendall(pairs, TIE):.2f}",
+            f"{kendall(pairs):.2f}",
             *(f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" for ratios in (seconds, held)),
             amount_of_seconds(ours["compiled"]) if ours["compiled"] else "does not fit",
             f"{amount_of_seconds(best['compiled'])}, {best['name']}",

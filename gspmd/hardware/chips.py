@@ -48,6 +48,7 @@ class Chip(Printed):
     network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, one way, in bytes/s
     network_seconds: float = 0.0  #: latency of one step over the network between nodes in seconds
     tf32_flops: float = 0.0  #: FLOP/s of float32 matrix products in TF32; 0 if the chip lacks TF32
+    multiplies_in_tf32: bool = False  #: whether XLA multiplies float32 in TF32 by default
     stream_efficiency: float = 1.0  #: fraction of `hbm_bandwidth` that a kernel with little computation reaches
     attention_efficiency: float = 1.0  #: fraction of `bf16_flops` that fused attention reaches
     kernel_seconds: float = 0.0  #: seconds between the end of one kernel and the start of the next
@@ -103,14 +104,40 @@ class Chip(Printed):
         """Return whether a mesh axis of `size` chips along one torus axis is a ring, with wrap-around links."""
         return size % self.wrap_multiple == 0
 
-    def flops(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a matrix product whose operands have this dtype, given by name.
+    def flops(self, arithmetic: str) -> float:
+        """Return the peak FLOP/s of a matrix product in this arithmetic: a dtype, or a result of `arithmetic`.
 
-        `float32` means full precision, and `tensorfloat32` is JAX's default for float32 on a GPU.
+        `float32` means full precision; see `arithmetic` for the precision that JAX chooses by default.
         """
-        if dtype == "tensorfloat32" and self.tf32_flops:
+        if arithmetic == "tensorfloat32" and self.tf32_flops:
             return self.tf32_flops
-        return self.float32_flops if dtype in ("float32", "float64", "tensorfloat32") else self.bf16_flops
+        if arithmetic == "bfloat16_3x":
+            return self.bf16_flops / 3
+        return self.float32_flops if arithmetic in ("float32", "float64", "tensorfloat32") else self.bf16_flops
+
+    def arithmetic(self, dtype: str, precision: str = "default") -> str:
+        """Return the arithmetic in which XLA multiplies operands of this dtype, for `flops`.
+
+        Only float32 has a choice. A TPU multiplies it in one pass of bfloat16, in three passes at precision `high`
+        (`bfloat16_3x`), and at full precision only at `highest`. An NVIDIA GPU multiplies it in TF32 unless the
+        precision is `highest`, and an AMD GPU always at full precision.
+
+        Args:
+            dtype: the wider dtype of the operands, given by name.
+            precision: `default`, `high` or `highest`, as `jax.lax.Precision` has them.
+
+        Example:
+            >>> [CHIPS[name].arithmetic("float32") for name in ("tpu-v4", "h100", "mi300x")]
+            ['bfloat16', 'tensorfloat32', 'float32']
+
+        Source: JAX documentation, `jax.lax.Precision`; for GPUs openxla/xla, `GetBlasComputationType` of
+        `stream_executor/gpu/gpu_blas_lt.cc`, which chooses TF32 on CUDA only (pull request 46177 would on ROCm).
+        """
+        if dtype != "float32" or precision == "highest":
+            return dtype
+        if self.is_switch:
+            return "tensorfloat32" if self.multiplies_in_tf32 else dtype
+        return "bfloat16_3x" if precision == "high" else "bfloat16"
 
     def _figures(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("name", "source")}

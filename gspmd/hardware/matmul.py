@@ -54,7 +54,7 @@ class Efficiency:
     depth: int
 
     def seconds(
-        self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool
+        self, sizes: tuple[int, int, int, int], moved: Traffic, arithmetic: str, chip: Chip, accumulate: bool
     ) -> float:
         """Return the predicted seconds of one product [batch, left, contracted] x [batch, contracted, right].
 
@@ -62,7 +62,7 @@ class Efficiency:
         """
         batch, left, contracted, right = sizes
         flops = 2 * batch * self._padded(left, right) * _round_up(contracted, self.depth)
-        matrix = flops / (chip.flops(dtype) * self.matrix_efficiency)
+        matrix = flops / (chip.flops(arithmetic) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
         drain = batch * left * right / (self.accumulate_rate if accumulate else self.drain_rate)
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
@@ -103,6 +103,7 @@ def product_seconds(
     batch: int = 1,
     dtype: str = "bfloat16",
     chip: Chip,
+    precision: str = "default",
     accumulate: bool = False,
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
@@ -125,6 +126,7 @@ def product_seconds(
         batch: product of the sizes of all batch dimensions.
         dtype: the dtype of operands and result.
         chip: the hardware.
+        precision: the precision of a product of float32, which `Chip.arithmetic` explains.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], which is read and
             written.
         read_bytes: bytes of operands that are read from main memory. By default each operand is read once. Give fewer
@@ -153,19 +155,19 @@ def product_seconds(
     """
     sizes = (batch, left, contracted, right)
     moved = traffic(sizes, dtype, accumulate, read_bytes, accumulator_bytes)
-    return seconds_with_traffic(sizes, moved, dtype, chip, accumulate)
+    return seconds_with_traffic(sizes, moved, chip.arithmetic(dtype, precision), chip, accumulate)
 
 
 def seconds_with_traffic(
-    sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool = False
+    sizes: tuple[int, int, int, int], moved: Traffic, arithmetic: str, chip: Chip, accumulate: bool = False
 ) -> float:
     """Return the predicted seconds of a product with sizes (batch, left, contracted, right) that moves these bytes.
 
-    See `product_seconds`.
+    See `product_seconds`; `arithmetic` is a dtype or a result of `Chip.arithmetic`.
     """
     if row := EFFICIENCIES.get(chip.name):
-        return row.seconds(sizes, moved, dtype, chip, accumulate)
-    return einsum_seconds(2 * prod(sizes), moved.bytes, dtype, chip) + FALLBACK_OVERHEAD
+        return row.seconds(sizes, moved, arithmetic, chip, accumulate)
+    return einsum_seconds(2 * prod(sizes), moved.bytes, arithmetic, chip) + FALLBACK_OVERHEAD
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
@@ -185,17 +187,21 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 
 
 def local_einsum_seconds(
-    sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
+    sizes: Mapping[str, int],
+    operands: Sequence[tuple[Sequence[str], int]],
+    dtype: str,
+    chip: Chip,
+    precision: str = "default",
 ) -> float:
     """Return the predicted seconds of a local einsum: by the fit for a product, by the bytes for any other kernel.
 
     Args:
         sizes: the size of each dimension on one device.
         operands: the dimensions and bytes per element of one or two operands and, last, of the result.
-        dtype: the dtype that decides the speed of the product; float32 is multiplied as JAX does by default, in TF32
-            on GPUs that have it.
+        dtype: the dtype that decides the speed of the product.
         chip: the hardware. For a chip without a row in matmul.toml, the time of a product is the roofline plus
             `FALLBACK_OVERHEAD`.
+        precision: the precision of a product of float32, which `Chip.arithmetic` explains.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -217,8 +223,8 @@ def local_einsum_seconds(
         return einsum_seconds(flops, sum(read) + written, dtype, chip)
     parts = given[0] & given[1] & made, (given[0] - given[1]) & made, summed, (given[1] - given[0]) & made
     batch, left, contracted, right = (prod(sizes[dim] for dim in part) for part in parts)
-    at = "tensorfloat32" if dtype == "float32" and chip.tf32_flops else dtype
-    return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), at, chip)
+    arithmetic = chip.arithmetic(dtype, precision)
+    return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), arithmetic, chip)
 
 
 def traffic(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import jax
+
 from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
@@ -47,7 +49,7 @@ class Call:
         """The plan that the program runs."""
         ctx, result = self.context, self.result_dtype
         asked = self.equation, self.sizes, ctx.axes, self.dtypes, ctx.chip, ctx.lowering
-        return make_plan(*asked, self.via, self.wire_dtype, result)
+        return make_plan(*asked, self.via, self.wire_dtype, result, precision_name(self.precision))
 
 
 class Passes(NamedTuple):
@@ -74,14 +76,42 @@ def make_plan(
     via: Via | None = None,
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
+    precision: str = "default",
 ) -> Plan:
     """Return the plan of an equation, as `gspmd.plan` does, from resolved and hashable arguments.
 
     `wire_dtype` and `result_dtype` are those of `gspmd.einsum`; by default they follow from the dtypes of the operands.
+    `precision` is a `precision_name`.
     """
     return plan_equation(
-        equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype
+        equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype, precision
     )
+
+
+def default_precision() -> Any:
+    """Return the precision that `jax.default_matmul_precision` or JAX's configuration sets, or None."""
+    config: Any = jax.config  # its type hints in JAX 0.10 leave out the options
+    return config.jax_default_matmul_precision
+
+
+def precision_name(precision: Any) -> str:
+    """Return the precision of products as plans know it, `default`, `high` or `highest`.
+
+    Args:
+        precision: a precision that `jax.lax.dot` accepts; of a pair, one for each operand, the higher counts.
+
+    Example:
+        >>> precision_name(None), precision_name(("high", "highest")), precision_name("BF16_BF16_F32_X3")
+        ('default', 'highest', 'high')
+    """
+    if precision is None:
+        return "default"
+    if isinstance(precision, (tuple, list)):
+        return max(map(precision_name, precision), key=("default", "high", "highest").index)
+    name = getattr(precision, "name", str(precision)).lower()
+    if name in ("highest", "float32", "f32_f32_f32", "f64_f64_f64") or name.endswith(("_x6", "_x9")):
+        return "highest"
+    return "high" if name in ("high", "bfloat16_3x", "tensorfloat32") or name.endswith("_x3") else "default"
 
 
 def overlapping(lowering: str) -> Overlapping:

@@ -84,6 +84,11 @@ def is_tpu() -> bool:
     return device_kind().startswith("TPU")
 
 
+def is_gpu() -> bool:
+    """Return whether the devices are GPUs."""
+    return device_kind().startswith(("NVIDIA", "AMD"))
+
+
 def is_host() -> bool:
     """Return whether the devices are host devices, which share CPU cores and have no links or matrix units."""
     return device_kind() == "cpu"

@@ -11,7 +11,7 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import After
 from gspmd.lowerings.blocking.executor import Executor, Pieces
-from gspmd.lowerings.call import Call, Passes, make_plan
+from gspmd.lowerings.call import Call, Passes, make_plan, precision_name
 from gspmd.lowerings.marks import marked
 from gspmd.lowerings.program import run
 from gspmd.planner.plan import Plan, spread_over_groups
@@ -55,7 +55,8 @@ def _product(call: Call, via: Via) -> Passes:
         left, right, result = specs
         summed = tuple(axis for dim in at.dims if dim not in result.dims for axis in at.axes_of(dim))
         kinds = first.dtype, second.dtype, made.dtype
-        return UnknownProduct((left, right, result.with_partial(summed)), kinds, tuple(call.sizes))
+        results = left, right, result.with_partial(summed)
+        return UnknownProduct(results, kinds, tuple(call.sizes), precision_name(call.precision))
 
     class Forward(Executor):
         def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
@@ -193,7 +194,9 @@ def _planned(call: Call) -> Passes:
     """Lower an equation without a via, with marks that stand for the plan it will have."""
     if _is_move(call):
         return _moved(call)
-    arguments = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype
+    precision = precision_name(call.precision)
+    asked = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype
+    arguments = *asked, precision
 
     class Forward(Executor):
         backward = False
@@ -215,14 +218,14 @@ def _planned(call: Call) -> Passes:
 
 
 def planned_steps(
-    equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, backward: bool
+    equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, precision, backward: bool
 ) -> dict[str, tuple[Step, ...]]:
     """Return the steps of an equation's plan or of its gradient's plan, by moved tensor and by output.
 
     A tensor that moves to several placements has all its moves in one entry. Products are in the entry of their output.
     """
     via = None if via is None else Via(via)  # `placed` has made a plain tuple of it
-    plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype)
+    plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype, precision)
     found: dict[str, tuple[Step, ...]] = {}
     routine = plan.backward if backward else plan.routine
     for move in routine.moves:

@@ -9,7 +9,7 @@ import jax
 from gspmd.annotate.arrays import check_type, refuse_elsewhere
 from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import SpecError
-from gspmd.lowerings.call import Call
+from gspmd.lowerings.call import Call, default_precision
 from gspmd.lowerings.dispatch import program_of_call
 from gspmd.lowerings.program import context
 from gspmd.ops.interface.operands import flat_operands, of_one_kind
@@ -36,7 +36,8 @@ def einsum(
             floating-point numbers may be sent in a different dtype, which must be floating-point too. Narrower dtypes
             round: float16 overflows above 65504, float8_e4m3fn above 448, and 8-bit dtypes keep a mantissa of two or
             three bits. Not available under lowering `"xla"`.
-        precision: the precision of the local products, as in `jax.lax.dot`.
+        precision: the precision of the local products, as in `jax.lax.dot`; by default that of
+            `jax.default_matmul_precision`.
         preferred_element_type: the dtype of the result; by default the dtype to which JAX promotes the operands. In
             either case local products accumulate in float32 (int32 for integers), and partial sums are sent in the
             dtype of the result.
@@ -73,6 +74,8 @@ def einsum(
         result = result_dtype(equation, joint, preferred_element_type)
         wire = wire_name(equation, names, result, wire_dtype)
         refuse_precision(equation, precision)
+    if precision is None:  # Part of the call, since plans and programs are kept by call.
+        precision = default_precision()
     via = None if via is None else parse_via(via)
     call = Call(equation, tuple(sizes.items()), ctx, names, via, wire, precision, result)
     program = program_of_call(call)

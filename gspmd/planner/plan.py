@@ -48,6 +48,7 @@ class Plan:
         asked: the lowering that was requested; under `"auto"` each gradient chooses its own.
         overlapping: the function that chooses the collectives that overlap with einsums; it is also applied to the
             gradients.
+        precision: the precision of float32 products, which `Chip.arithmetic` explains.
     """
 
     equation: Equation
@@ -64,6 +65,7 @@ class Plan:
     hidden_seconds: float = 0.0
     asked: str = "auto"
     overlapping: Overlapping = nothing_overlaps
+    precision: str = "default"
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -98,8 +100,8 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """The sizes, mesh and chip on which the costs depend."""
-        return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
+        """The sizes, mesh, chip and precision on which the costs depend."""
+        return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip, self.precision)
 
     @cached_property
     def backward(self) -> Routine:
@@ -327,6 +329,7 @@ def plan_equation(
     via: Via | None = None,
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
+    precision: str = "default",
 ) -> Plan:
     """Plan an equation under a lowering, with the function that chooses what this lowering overlaps."""
     for spec in equation.specs:
@@ -338,7 +341,7 @@ def plan_equation(
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
-    environment = Environment.of(sizes, mesh, chip)
+    environment = Environment.of(sizes, mesh, chip, precision)
     pinned: Sequence[Spec | None] = [None] * len(inputs)
     if via is not None:
         pinned = pinned_specs(equation, via, dict(sizes), dict(mesh))
@@ -359,6 +362,7 @@ def plan_equation(
         hidden,
         lowering,
         overlapping,
+        precision,
     )
 
 

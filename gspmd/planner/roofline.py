@@ -41,7 +41,7 @@ def roofline(plan: Plan) -> Roofline:
 
     Source: Williams, Waterman and Patterson 2009, *Roofline*; with the links as a third roof, the scaling book, part 1.
     """
-    routine, chip = plan.routine, plan.environment.chip
+    routine, chip, precision = plan.routine, plan.environment.chip, plan.precision
     sizes, mesh = dict(plan.environment.sizes), dict(plan.environment.mesh)
     held = lambda spec, dtype: itemsize(dtype) * prod(local_shape(spec, sizes, mesh).values())  # noqa: E731
     made = {product: plan.outputs[n].dtype for n, output in enumerate(routine.outputs) for product in output.products}
@@ -50,7 +50,7 @@ def roofline(plan: Plan) -> Roofline:
         if product.passes_through:
             continue
         dtypes = [plan.inputs[routine.moves[move].source].dtype for move in product.operands]
-        compute += product.einsum.flops / chip.flops(max(dtypes, key=itemsize))
+        compute += product.einsum.flops / chip.flops(chip.arithmetic(max(dtypes, key=itemsize), precision))
         touched = [*zip(product.einsum.sources, dtypes), (product.einsum.after, made[number])]
         memory += sum(held(spec, dtype) for spec, dtype in touched) / chip.hbm_bandwidth
     return Roofline(compute, memory, sum(step.seconds for step in routine.steps if step.is_collective))

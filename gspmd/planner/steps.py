@@ -159,19 +159,26 @@ def picoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
+    """Everything that costs depend on: the sizes, the mesh without axes of size 1, the chip, and the precision."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
     chip: Chip
+    precision: str = "default"
 
     @classmethod
-    def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
+    def of(
+        cls,
+        sizes: tuple[tuple[str, int], ...],
+        mesh: tuple[tuple[str, int], ...],
+        chip: Chip,
+        precision: str = "default",
+    ) -> "Environment":
         """Return the environment of a mesh, without its axes of size 1.
 
         Sharding over these axes costs nothing, and each would multiply the number of placements to search.
         """
-        return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
+        return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip, precision)
 
 
 @dataclass(frozen=True)

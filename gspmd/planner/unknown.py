@@ -55,11 +55,13 @@ class UnknownProduct:
         specs: the specs of both operands and of the result, which may be a partial sum.
         dtypes: the dtypes in which these three are read or written.
         sizes: the sizes of all dimensions.
+        precision: the precision of a product of float32, which `Chip.arithmetic` explains.
     """
 
     specs: tuple[Spec, Spec, Spec]
     dtypes: tuple[str, str, str]
     sizes: tuple[tuple[str, int], ...]
+    precision: str = "default"
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,8 @@ class Prices:
         seconds = []
         for row in kinds.tolist():
             local = {dim: sizes[dim] // cut for dim, cut in zip(axes, row)}
-            seconds.append(picoseconds(local_einsum_seconds(local, arrays, widest, self.chip)) * 1e-12)
+            taken = local_einsum_seconds(local, arrays, widest, self.chip, what.precision)
+            seconds.append(picoseconds(taken) * 1e-12)
         return np.array(seconds)[kind]
 
     # -- what operations plan by themselves ----------------------------------------------------------------------------

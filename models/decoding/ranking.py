@@ -193,7 +193,7 @@ def _attention(
         operations = 2 * rows * read * heads * (seen + min(length, reach)) * each
         scales = 4 if config.latent is None else 8  # a latent and its rotated key have one scale each
         moved = arrays * rows * seen * (size * kind.itemsize + scales * (kind == jax.numpy.int8))
-        seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
+        seconds += max(operations / chip.flops(chip.arithmetic(str(dtype))), moved / chip.hbm_bandwidth)
     return seconds
 
 

@@ -104,7 +104,8 @@ def predicted(
     typed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * mesh.devices.ndim)
     rows: list[Recomputation] = []
     with jax.set_mesh(typed), gspmd.lowering("blocking"):
-        rate = context().chip.flops(jnp.dtype(dtype).name)
+        chip = context().chip
+        rate = chip.flops(chip.arithmetic(jnp.dtype(dtype).name))
         for remat in REMATS:
             of = replace(config, remat=remat)
             program, kept, first = _backward(of, layout, typed, batch // microbatches, length, dtype)

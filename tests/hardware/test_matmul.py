@@ -114,11 +114,34 @@ def test_a_planned_float32_product_is_in_tf32_on_gpus(name):
     assert 2 * size**3 / gpu.tf32_flops < planned < 0.5 * 2 * size**3 / gpu.float32_flops
 
 
+@pytest.mark.parametrize("name", TPUS)
+def test_a_planned_float32_product_is_in_passes_of_bfloat16_on_tpus(name):
+    size, tpu, times = 8192, chip(name), {}
+    for width, dtype in ((2, "bfloat16"), (4, "float32")):
+        arrays = [(dims, width) for dims in ("BE", "EF", "BF")]
+        for precision in ("default", "high", "highest"):
+            planned = local_einsum_seconds(dict.fromkeys("BEF", size), arrays, dtype, tpu, precision)
+            times[dtype, precision] = planned / (2 * size**3 / tpu.bf16_flops)
+    assert len({times["bfloat16", precision] for precision in ("default", "high", "highest")}) == 1
+    # One pass, which still reads and writes four bytes per number; then three, then six.
+    assert 1 < times["bfloat16", "default"] < times["float32", "default"] < 1.7
+    assert 3 < times["float32", "high"] < 3.5
+    assert 6 < times["float32", "highest"] < 6.5
+
+
+def test_float32_on_amd_is_at_full_precision():
+    mi300x, arrays = chip("mi300x"), [("BE", 4), ("EF", 4), ("BF", 4)]
+    planned = local_einsum_seconds(dict.fromkeys("BEF", 8192), arrays, "float32", mi300x)
+    assert planned > 2 * 8192**3 / mi300x.float32_flops
+
+
 def test_float32_takes_longer():
-    slow, fast = (
-        product_seconds(2048, 2048, 2048, dtype=dtype, chip=chip("tpu-v4")) for dtype in ("float32", "bfloat16")
+    slow, middle, fast = (
+        product_seconds(2048, 2048, 2048, dtype=dtype, precision=precision, chip=chip("tpu-v4"))
+        for dtype, precision in (("float32", "highest"), ("float32", "default"), ("bfloat16", "highest"))
     )
-    assert slow > 4 * fast
+    assert slow > 3 * middle
+    assert middle > fast
 
 
 def test_a_chip_without_constants_has_its_roofline():

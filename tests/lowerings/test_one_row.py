@@ -1,4 +1,4 @@
-"""Products of one row on TPUs: two rows as compiled, and one in values, plans and gradients."""
+"""Products of one row on TPUs and GPUs: two rows as compiled, and one in values, plans and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,21 @@ def test_a_lone_row_goes_with_a_second_and_nothing_else_changes(letters):
     want = np.einsum(letters, *arrays)
     np.testing.assert_allclose(local_einsum(letters, *arrays), want, rtol=1e-5, atol=1e-6)
     assert made(letters, *arrays) == want.size * (2 if letters in LONE else 1)
+
+
+@pytest.mark.turns(6)
+@pytest.mark.parametrize("letters", [*LONE, *SEVERAL])
+def test_on_a_gpu_a_lone_narrow_row_of_one_matrix_goes_with_a_second(letters, monkeypatch):
+    monkeypatch.setattr(in_force, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    jax.clear_caches()
+    arrays = operands(letters)
+    narrow = [jnp.asarray(each, jnp.bfloat16) for each in arrays]
+    want = np.einsum(letters, *(np.asarray(each, np.float32) for each in narrow))
+    np.testing.assert_allclose(local_einsum(letters, *narrow), want, rtol=1e-5, atol=1e-6)
+    batched = letters == "XCE,XEF->XCF"
+    assert made(letters, *narrow) == want.size * (2 if letters in LONE and not batched else 1)
+    assert made(letters, *arrays) == want.size
+    jax.clear_caches()
 
 
 def test_on_other_devices_it_stays_alone():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gspmd
+from gspmd.hardware.chips import CHIPS
 from tests.references import compiled
 from tests.references.random_equations import Case, check
 
@@ -166,6 +167,26 @@ def test_precision_reaches_the_local_product(operands):
     jaxpr = _jaxpr(operands, precision=jax.lax.Precision.HIGHEST)
     (dot,) = _primitives(jaxpr.jaxpr, "dot_general")
     assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "looped"])
+def test_plans_price_the_precision_of_the_local_product(lowering, make_mesh):
+    square, options = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), {"lowering": lowering}
+
+    def seconds(precision=None, default=None):
+        loss = lambda *args: gspmd.einsum("B_xE, E_xF -> B_xF", *args, precision=precision, **options).sum()  # noqa: E731
+        with jax.default_matmul_precision(default), jax.set_mesh(make_mesh({"x": 8})):
+            args = [gspmd.annotate(square, spec) for spec in ("B_xE", "E_xF")]
+            return gspmd.trace(jax.grad(loss, argnums=(0, 1)), *args).seconds
+
+    fast, middle, slow = map(seconds, (None, "high", jax.lax.Precision.HIGHEST))
+    assert seconds("BF16_BF16_F32") == seconds("default") == fast
+    # The products of both gradients on a device, in one, three and six passes of bfloat16; memory hides a part.
+    one = 2 * 2 * 4096**3 / 8 / CHIPS["tpu-v4"].bf16_flops
+    assert middle - fast > 1.2 * one
+    assert slow - middle > 2 * one
+    assert seconds(default="highest") == seconds(("high", "highest")) == slow
+    assert seconds("default", default="highest") == fast
 
 
 # -- a transformer block against the same by hand ----------------------------------------------------------------------

@@ -521,6 +521,20 @@ def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():
     assert placed.answer.seconds == min(costs) < max(costs)
 
 
+def test_on_several_nodes_a_preset_shows_its_axes_in_the_order_of_its_price():
+    """`--mesh` with the shown sizes fills nodes in this order, and has to cost what the table says."""
+    two_nodes = replace(CHIPS["h100"], node_devices=2)
+    phase = problem_of(Workload(GATED, two_nodes, BATCH, LENGTH), {"x": 2, "y": 2})
+    held = Candidate(phase, two_nodes.hbm_bytes)
+    shown = {each.name: each for each in placed_presets([held]) if each.answer}
+    assert any([*each.mesh] != sorted(each.mesh) for each in shown.values())
+    for name, placed in shown.items():
+        axes = [axis for axis, size in placed.mesh.items() if size > 1]
+        layout = Layout.load(name).resolved(GATED.sizes(BATCH, LENGTH), placed.mesh)
+        again = picks_of(held, Search(held.unlimited), layout, dict(zip(axes, held.phase.case.mesh)))
+        assert again.seconds == placed.answer.seconds
+
+
 def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
     held = candidate()
     with pytest.raises(LayoutError, match=r"pipeline\.layers = 'N_p' is not in the space"):

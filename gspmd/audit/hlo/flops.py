@@ -16,8 +16,8 @@ ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 _MASKS = ("NO_MASK", "CAUSAL")
 """Masks under which the number of pairs of a query and a key is known. Under a mask of padding it is not, because the
 lengths are computed values."""
-_EXACT = re.compile(r"high|dot_f32", re.IGNORECASE)
-"""A pattern for the precisions HIGH and HIGHEST, and for algorithms that compute in float32."""
+_EXACT = re.compile(r"highest|dot_f32", re.IGNORECASE)
+"""The precision HIGHEST, or an algorithm that computes in float32; at the precision HIGH a GPU multiplies in TF32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
@@ -53,7 +53,8 @@ class Product:
     Attributes:
         sizes: the sizes of batch, left, contracted and right on one device.
         dtype: for operands in float32, `tensorfloat32`, or `float32` if that precision was requested; for operands in
-            float64, `float64`; for operands of every other dtype, `bfloat16`.
+            float64, `float64`; for operands of every other dtype, `bfloat16`. TPUs have no TF32; for them see
+            `gspmd.audit.simulation.roofline`.
     """
 
     sizes: tuple[int, int, int, int]
@@ -68,7 +69,8 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
         computation: the computation that contains the instruction.
         instruction: any instruction.
 
-    Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'.
+    Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'; at the precision HIGH too:
+    openxla/xla, `GetBlasComputationType` of `stream_executor/gpu/gpu_blas_lt.cc`.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]

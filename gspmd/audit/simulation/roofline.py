@@ -29,6 +29,7 @@ SCATTER_EFFICIENCY = 0.11
 
 Source: benchmarks/results/device-h200.json, `scatter-add`: 650 us, of which two copies take 147 us.
 """
+_PRECISION = re.compile(r"\w+")
 _ALIASED = re.compile(r": \((\d+),")
 
 
@@ -78,11 +79,11 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         bound = work.bytes / chip.hbm_bandwidth > work.flops / chip.flops("bfloat16")
         return Cost(seconds, work.flops, work.bytes, bound)
     flops, moved = product_flops(module, computation, instruction), traffic(module, computation, instruction)
-    dtype = _dtype(computation, instruction)
-    products, memory = flops / chip.flops(dtype), moved.bytes / chip.hbm_bandwidth
+    arithmetic = _arithmetic(module, computation, instruction, chip)
+    products, memory = flops / chip.flops(arithmetic), moved.bytes / chip.hbm_bandwidth
     seconds = instruction.cycles / chip.clock or max(products, memory)
     if instruction.cycles_overflowed and (found := product(module, computation, instruction)):
-        seconds = seconds_with_traffic(found.sizes, moved, dtype, chip)
+        seconds = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
     return Cost(seconds, flops, int(moved.bytes), memory > products)
 
 
@@ -103,9 +104,12 @@ def _on_gpu(module: Module, computation: Computation, kernel: Instruction, chip:
     """Return the cost of a GPU kernel."""
     flops, moved = product_flops(module, computation, kernel), traffic(module, computation, kernel)
     found = product(module, computation, kernel)
-    memory_bound = moved.bytes / chip.hbm_bandwidth > flops / chip.flops(found.dtype if found else "bfloat16")
+    arithmetic = found.dtype if found else "bfloat16"
+    if arithmetic == "tensorfloat32":
+        arithmetic = chip.arithmetic("float32")  # On AMD's GPUs XLA does not use it.
+    memory_bound = moved.bytes / chip.hbm_bandwidth > flops / chip.flops(arithmetic)
     if found:
-        seconds = seconds_with_traffic(found.sizes, moved, found.dtype, chip)
+        seconds = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
     elif kernel.target in ATTENTION:
         rate = chip.bf16_flops * chip.attention_efficiency
         seconds = flops / rate + kernel_seconds(0, moved.bytes, chip)
@@ -122,10 +126,13 @@ def _scatters(module: Module, kernel: Instruction) -> bool:
     return kernel.opcode == "scatter"
 
 
-def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """Return the dtype whose peak applies: float32 if the first operand is float32 or float64, otherwise bfloat16."""
+def _arithmetic(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> str:
+    """Return the arithmetic whose peak applies on a TPU, from the first operand's dtype and the products' precision."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
-    return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
+    dtype = {"f32": "float32", "f64": "float64"}.get(first[0].dtype, "bfloat16") if first else "bfloat16"
+    inner = module.computations[instruction.called[0]].instructions if instruction.opcode == "fusion" else [instruction]
+    asked = {each for one in inner for each in _PRECISION.findall(one.attribute("operand_precision"))}
+    return chip.arithmetic(dtype, next((name for name in ("highest", "high") if name in asked), "default"))
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:

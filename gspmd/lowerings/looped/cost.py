@@ -44,6 +44,7 @@ class Costs:
     def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs
         self.sizes, self.mesh, self.chip = dict(environment.sizes), dict(environment.mesh), environment.chip
+        self.precision = environment.precision
 
     def local(self, dim: str) -> int:
         """Return the size of a dimension on one device during the einsums."""
@@ -226,6 +227,7 @@ class Costs:
             right,
             batch=batch,
             dtype=dtype,
+            precision=self.precision,
             chip=self.chip,
             accumulate=adds,
             read_bytes=read if self.chip.is_switch else 0,

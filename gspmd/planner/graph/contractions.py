@@ -163,4 +163,5 @@ class ContractionTable:
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)
-        return flops, local_einsum_seconds(local, self._touched, self._dtype, self.environment.chip)
+        chip, precision = self.environment.chip, self.environment.precision
+        return flops, local_einsum_seconds(local, self._touched, self._dtype, chip, precision)

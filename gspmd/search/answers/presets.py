@@ -112,10 +112,16 @@ def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> floa
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield every assignment of a layout's axes to those of the mesh: the sizes of its axes, and their order."""
-    mesh = of.phase.case.mesh
+    """Yield every assignment of a layout's axes to those of the mesh: the sizes of its axes, and their order.
+
+    Devices fill nodes in the order of the mesh, so on several nodes the sizes are in that order: the mesh that is shown
+    has the prices of this assignment.
+    """
+    mesh, chip = of.phase.case.mesh, of.phase.case.chip
     for names in permutations(layout.axes, len(mesh)):
-        yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
+        sizes = dict(zip(names, mesh.values()))
+        shown = dict.fromkeys((*names, *layout.axes)) if chip.nodes(mesh) > 1 else layout.axes
+        yield {axis: sizes.get(axis, 1) for axis in shown}, names
 
 
 def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[Placed]:
