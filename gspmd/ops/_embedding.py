@@ -1,11 +1,11 @@
 """Lookups of rows in a sharded table, with the cheapest combination of moves of ids, table and rows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations, product
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, sizes_of
-from gspmd.planner.graph.resharding import move
-from gspmd.planner.steps import Step, total_cost
+from gspmd.planner.graph.resharding import cost, move
+from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 
@@ -189,37 +189,35 @@ def route(
     Raises:
         PlanError: the sizes cannot be divided evenly over the mesh axes.
     """
-    bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
-    price, routes = _backward_route if backward else _forward_route, []
+    on = {"sizes": dict(sizes), "mesh": dict(mesh), "chip": chip}
+    costs: dict[Lookup, tuple[float, float]] = {}
     for division in _divisions(given, dict(sizes), dict(mesh)):
-        with suppress(PlanError):  # no even chain of collectives makes this move
-            routes.append(price(given, division, bring, *widths))
-    if not routes:
+        with suppress(PlanError):  # a tensor has too many placements
+            moves = _moves(given, division, backward, widths)
+            total = sum(cost(*ends, itemsize=width, by=by, **on) for *ends, width, by, _ in moves)
+            costs[division] = total.real, total.imag
+    least = min(costs.values(), default=(inf, 0.0))
+    if least[0] == inf:  # no even chain of collectives makes some move
         raise PlanError(f"cannot look up '{given}': the mesh axes cannot divide the sizes evenly.")
-    return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
+    best = min((division for division, total in costs.items() if total == least), key=str)
+    moves = _moves(given, best, backward, widths)
+    return Route(best, *(move(*ends, itemsize=width, operand=name, **on) for *ends, width, _, name in moves))
 
 
-def _forward_route(
-    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int, *scale: int
-) -> Route:
-    return Route(
-        division,
-        bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(given.table, division.table, itemsize=table_bytes, operand="table"),
-        bring(division.rows, given.rows, itemsize=row_bytes, operand="result"),
-        *(bring(given.scales, division.scales, itemsize=width, operand="scales") for width in scale),
-    )
-
-
-def _backward_route(
-    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int
-) -> Route:
-    return Route(
-        division,
-        bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(division.partial_table, given.table.cotangent, itemsize=table_bytes, operand="gradient of table"),
-        bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
-    )
+def _moves(
+    given: Lookup, division: Lookup, backward: bool, widths: Sequence[int]
+) -> Iterator[tuple[Spec, Spec, int, str, str]]:
+    """Yield the moves of ids, table, rows and scales: source, target, bytes of an element, the given end, and name."""
+    id_bytes, table_bytes, row_bytes, *scale = widths
+    yield given.ids, division.ids, id_bytes, "source", "ids"
+    if backward:
+        yield division.partial_table, given.table.cotangent, table_bytes, "target", "gradient of table"
+        yield given.rows, division.rows.without_partial(), row_bytes, "source", "cotangent"
+    else:
+        yield given.table, division.table, table_bytes, "source", "table"
+        yield division.rows, given.rows, row_bytes, "target", "result"
+        for width in scale:
+            yield given.scales, division.scales, width, "source", "scales"
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:

@@ -42,6 +42,9 @@ from gspmd.tracing.compilers import compiler_for
 LARGEST = 20_000_000
 """The largest number of entries of a table."""
 
+MOST_PLANNED = 50_000
+"""The largest number of placements for which one step is planned: a plan takes about a millisecond."""
+
 _MESHES = 2
 """Number of meshes, with their choices, whose tables are kept for further programs, such as a different choice of
 remat."""
@@ -166,11 +169,7 @@ class Prices:
         """
         of, once = self.choices_in(what), times if once is None else once
         if self._is_too_large(of):
-            lines = "; ".join(self.choices[each].name for each in of)
-            raise PlanError(
-                f"cannot price a step that depends on so many lines: {lines}.\n"
-                "  Give some of them a spec, with fixed= (--fixed)."
-            )
+            raise self._too_large(of)
         if isinstance(what, UnknownShared):
             seconds = -self._shared(what, of, times, once)
         elif isinstance(what, UnknownReduction):
@@ -207,6 +206,8 @@ class Prices:
         if ends := ends_of(what):
             return self._of_sum(what, ends, of)
         every, kind = self._placements(unknowns_in(what), of)
+        if len(every) > MOST_PLANNED:
+            raise self._too_large(of)
         planned = [self._planned_steps(what, known) for known in every]
         return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
 
@@ -224,6 +225,13 @@ class Prices:
 
     def _is_too_large(self, of: tuple[int, ...]) -> bool:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
+
+    def _too_large(self, of: tuple[int, ...]) -> PlanError:
+        lines = "; ".join(self.choices[each].name for each in of)
+        return PlanError(
+            f"cannot price a step that depends on so many lines: {lines}.\n"
+            "  Give some of them a spec, with fixed= (--fixed)."
+        )
 
     def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
         """Return the choice of an unknown, or None if it shards nothing, and a bit mask of its mesh axes by option."""

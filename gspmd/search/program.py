@@ -476,11 +476,12 @@ def _resolved(message: str, lines: Lines) -> bool:
         for has, needs in wanted:
             lines.tie(has, needs) if has and needs else lines.hold(has or needs)
         return True
-    for one, other in _pairs(message):
-        if one and other:
-            lines.tie(one, other)
-            return True
-        lines.hold(one or other)
+    pairs = [*_pairs(message)]
+    # Operands that broadcast may differ where one of them has size 1, and have to be alike where both are sharded.
+    pairs = [pair for pair in pairs if all(pair)] if "for broadcasting" in message else pairs[:1]
+    for one, other in pairs:
+        lines.tie(one, other) if one and other else lines.hold(one or other)
+    if pairs:
         return True
     names = list(dict.fromkeys(_NAME.findall(message)))
     if len(names) == 1:
@@ -572,20 +573,17 @@ def _less_meshes(message: str) -> str:
 
 
 def _pairs(message: str) -> Iterator[tuple[str, str]]:
-    """Yield, for each dimension, the two unknowns that differ between the types or specs that an error compares.
-
-    Pairs with an unknown on both sides come first: operands that broadcast may differ elsewhere, where one of them has
-    size 1.
-    """
+    """Yield, for each dimension, the two unknowns that differ between the types or specs that an error compares."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
     specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache
     for text in filter(_NAME.search, _SPEC.findall(message)):
         specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
-    for first, *rest in filter(None, (types, *specs.values(), written)):
-        alike = [other for other in rest if len(other) == len(first)]
-        differ = [pair for other in alike for pair in zip(first, other) if pair[0] != pair[1]]
-        yield from sorted(differ, key=lambda pair: not all(pair))
+    for found in (types, *specs.values(), written):
+        for first, *rest in [found] if found else []:
+            for second in rest:
+                if len(first) == len(second):
+                    yield from ((one, other) for one, other in zip(first, second) if one != other)
 
 
 def _named_dims(text: str) -> list[str]:

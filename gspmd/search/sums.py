@@ -26,9 +26,9 @@ def ends_of(what: Unknown) -> tuple[Spec, Spec] | None:
     """Return the specs of a tensor before it is summed and after, with unknowns, or None for other steps."""
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return None
-    equation, *_, backward = what.arguments
+    equation, _, _, _, via, *_, backward = what.arguments
     (first, *terms), (result, *results) = equation.terms, equation.outputs
-    if terms or results or len(first.operands) > 1 or len(first.operands[0].specs) > 1:
+    if via is not None or terms or results or len(first.operands) > 1 or len(first.operands[0].specs) > 1:
         return None
     ends = first.operands[0].specs[0], result
     if any(spec.partial or spec.reduced for spec in ends) or not {*result.dims} < {*ends[0].dims}:
@@ -60,9 +60,9 @@ class SumPrices:
             mesh, chip: the mesh, and the chip whose seconds are assumed.
             ends: the placements before, and after.
         """
-        equation, sizes, _, dtypes, via, wire_dtype, result_dtype, backward = arguments
+        equation, sizes, _, dtypes, _, wire_dtype, result_dtype, backward = arguments
         # On one device, for the tensors' dtypes and names.
-        plan = make_plan(placed(equation, {}), sizes, (), dtypes, chip, "blocking", via, wire_dtype, result_dtype)
+        plan = make_plan(placed(equation, {}), sizes, (), dtypes, chip, "blocking", None, wire_dtype, result_dtype)
         (left,), (target,) = plan.inputs, plan.outputs
         if backward:
             (left, *_), (target,) = backward_tensors(plan.routine, plan.inputs, plan.outputs, ())

@@ -184,10 +184,7 @@ class Region:
         if equation.primitive.name not in _LOOPS or has_effects(equation):
             return region._new()
         what = expression(equation)
-        captured = self._captured(equation, operands)
-        # A device's position in the mesh is invariant in all loops, but each loop captures it from the loop around it.
-        apart = (captured,) if region.is_loop and "axis_index" in what[1] else ()
-        number, barrierless = (self.numbering.of(*what, id(region), *apart, *side) for side in _sides(operands, region))
+        number, barrierless = (self.numbering.of(*what, id(region), *side) for side in _sides(operands, region))
         return Value(number, barrierless, region, barrierless)
 
     def _region_of_call(self, equation: Any) -> "Region":

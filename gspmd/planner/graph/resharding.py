@@ -12,7 +12,7 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
-from gspmd.planner.graph.paths import shortest_paths
+from gspmd.planner.graph.paths import FAR, shortest_paths
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownMove, UnknownStep, is_unknown
 
@@ -59,10 +59,35 @@ def move(
     if is_unknown(mesh):
         shape = tuple(sizes[dim] for dim in src.dims)
         return (UnknownStep.of(UnknownMove((src,), dst, shape, itemsize, reduce), src, dst, operand),)
+    return chain(*_on_mesh(src, dst, sizes, mesh), itemsize, chip, operand, reduce)
+
+
+def cost(
+    src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, *, by: str
+) -> complex:
+    """Return the cost of `move` in the units of `paths`, infinite if there is no move, without its steps.
+
+    Args:
+        by: `"source"` or `"target"`: the end that is the same in most calls, from which paths are searched once.
+    """
+    src, target, shape, real = _on_mesh(src, dst, sizes, mesh)
+    if not set(target.partial) <= set(src.partial):
+        return FAR
+    paths = shortest_paths(shape, real, itemsize, chip, frozenset(src.partial))
+    here, there = paths.number(src), paths.number(target)
+    if min(here, there) < 0:
+        return FAR
+    return complex(paths.costs_from(here)[there] if by == "source" else paths.costs_to(there)[here])
+
+
+def _on_mesh(
+    src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> tuple[Spec, Spec, tuple[int, ...], tuple[tuple[str, int], ...]]:
+    """Return both specs without mesh axes of size 1, with the dimensions of `src`; its shape; and the mesh likewise."""
     src, dst = src.without_trivial(mesh), dst.without_trivial(mesh)
     target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
     real = tuple((axis, size) for axis, size in mesh.items() if size > 1)
-    return chain(src, target, tuple([sizes[dim] for dim in src.dims]), real, itemsize, chip, operand, reduce)
+    return src, target, tuple([sizes[dim] for dim in src.dims]), real
 
 
 @lru_cache(maxsize=1 << 14)
