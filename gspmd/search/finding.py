@@ -8,12 +8,13 @@ from functools import cached_property
 from itertools import combinations
 from math import inf, prod
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from gspmd.annotate import LayoutError, PlanError, Spec
+from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate.errors import shown
 from gspmd.annotate.parser import NAME
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
@@ -28,7 +29,7 @@ from gspmd.search.held import Held, HeldArray
 from gspmd.search.lines import Lines, choices_of
 from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
-from gspmd.search.program import Build, TracedProgram, Use, read
+from gspmd.search.program import Build, TracedProgram, Use, on_mesh, read
 from gspmd.search.solver import Search
 from gspmd.search.writing import document
 from gspmd.tracing.trace import trace
@@ -43,7 +44,7 @@ MOST = 2
 def search(
     build: Build,
     layout: Layout | str,
-    mesh: Mapping[str, int] | Sequence[Mapping[str, int]],
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | jax.sharding.Mesh,
     *,
     chip: Chip | str = "tpu-v4",
     memory: float | None = None,
@@ -97,7 +98,12 @@ def search(
     """
     chip = chip if isinstance(chip, Chip) else chip_called(chip)
     limit = USABLE * chip.hbm_bytes if memory is None else memory
-    meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh]
+    if not callable(build):
+        raise PlanError(
+            f"cannot search {shown(build)}: build is not a function.\n"
+            "  Give a function of a layout and a mesh that returns a function and its abstract arguments."
+        )
+    meshes = _meshes(mesh)
     _check_numbers(limit, microbatches, meshes)
     lines = Lines.of(Layout.load(layout).check(), dict(fixed or {}))
     program = read(build, lines)
@@ -145,6 +151,21 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
             f"{limit} that it may hold.\n  Use more devices, or a chip with more memory."
         )
     return NothingFits(error.nearest, error.limit, message)
+
+
+def _meshes(mesh: Any) -> list[Mapping[str, int]]:
+    """Return the meshes to search: one mesh or several, each a mapping or a `jax.sharding.Mesh`.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    several = mesh if isinstance(mesh, list | tuple) else [mesh]
+    found = [each if isinstance(each, Mapping) else getattr(each, "shape", None) for each in several]
+    if not all(isinstance(each, Mapping) for each in found):
+        raise PlanError(
+            f"cannot read a mesh from {shown(mesh)}.\n  Write {{'x': 4, 'y': 2}}, or a list of such meshes."
+        )
+    return found
 
 
 def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:
@@ -438,9 +459,26 @@ def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip:
     """Return the seconds of a program's planned steps under a layout, by `gspmd.trace`."""
     axes = mesh or {"x": 1}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-    with jax.sharding.use_abstract_mesh(abstract), lowering("blocking"), planned_for(chip):
+    with on_mesh(abstract), lowering("blocking"), planned_for(chip):
         function, *arguments = build(layout, abstract)
-        return trace(function, *arguments).seconds
+        try:
+            return trace(function, *arguments).seconds
+        except SpecError as error:
+            # While unknowns are read, the mesh axes have size 1, and an array without a sharding fits every spec.
+            if (bare := _unplaced(arguments)) is None:
+                raise
+            raise PlanError(
+                f"build returned an argument without a sharding, {bare}, but the program needs one.\n"
+                "  Place each abstract argument by its line: gspmd.annotate(argument, layout.spec('ffn.w_in'))."
+            ) from error
+
+
+def _unplaced(arguments: Sequence[Any]) -> str | None:
+    """Return the type of the first argument that has dimensions but no sharding, as in `bfloat16[64,128]`."""
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape and leaf.sharding is None:
+            return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return None
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:

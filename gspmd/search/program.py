@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -233,10 +234,18 @@ def _tie_operands(what: Unknown, lines: Lines) -> bool:
     return tied
 
 
+@contextmanager
+def on_mesh(mesh: AbstractMesh) -> Iterator[None]:
+    """Trace on this abstract mesh, also within `jax.set_mesh` of another one."""
+    # JAX replaces a mesh only by one of the same size; from the empty mesh it goes to any.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def _traced(build: Build, lines: Lines) -> TracedProgram:
     axes = lines.mesh()
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-    with jax.sharding.use_abstract_mesh(mesh), in_force.lowering("blocking"):
+    with on_mesh(mesh), in_force.lowering("blocking"):
         built = build(unknown_layout(lines), mesh)
         if not (isinstance(built, tuple) and built and callable(built[0])):
             remedy = "Return a function and its abstract arguments: return function, x, w."

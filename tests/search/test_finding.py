@@ -583,6 +583,9 @@ def test_a_cache_by_lines_of_one_s_own_lies_with_its_heads_on_the_devices():
         ({"memory": -1.0}, "memory is -1.0.\n  Give the bytes"),
         ({"mesh": {"X": 2}}, "a mesh axis is called 'X'.\n  Use a lowercase letter"),
         ({"mesh": {"x": 0}}, "mesh axis x has size 0"),
+        ({"mesh": (2, 2)}, "cannot read a mesh from (2, 2).\n  Write {'x': 4, 'y': 2}"),
+        ({"mesh": "x=2"}, "cannot read a mesh from 'x=2'"),
+        ({"build": 3}, "cannot search 3: build is not a function"),
         ({"build": lambda layout, mesh: 3}, "build returned 3.\n  Return a function and its abstract arguments"),
     ],
 )
@@ -592,6 +595,52 @@ def test_a_wrong_argument_is_one_message(arguments, message):
     with pytest.raises(gspmd.PlanError) as caught:
         gspmd.search(**asked, chip=CHIP)
     assert message in str(caught.value)
+
+
+def test_arguments_without_a_sharding_are_named():
+    def build(layout, mesh):
+        at = layout.section("mine")
+        arguments = jax.ShapeDtypeStruct((64, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 8192), "bfloat16")
+        return lambda x, w: at.einsum("x, w_in -> y", x, w), *arguments
+
+    with pytest.raises(gspmd.PlanError, match=r"without a sharding, bfloat16\[64,4096\]") as caught:
+        gspmd.search(build, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "B_xE"})
+    assert "gspmd.annotate(argument, " in str(caught.value)
+
+
+def test_a_search_is_the_same_within_a_mesh_of_jax():
+    alone = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        within = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+        assert jax.sharding.get_mesh() == mesh
+    assert (within.lines, within.seconds) == (alone.lines, alone.seconds)
+    assert gspmd.search(one_product, PRODUCT, mesh, chip=CHIP).mesh == {"x": 2, "y": 2}
+
+
+def test_a_gradient_that_jax_cannot_keep_as_a_partial_sum_is_reduced_at_once():
+    """JAX has no rule for partial sums in `-exp(w)`, which state-space models have; other gradients may stay sums."""
+    layout, mesh = own(x="BE", w_in="EF", log_a="EF"), {"x": 4}
+    weights = "mine.w_in", "mine.log_a"
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+
+        def loss(params, x):
+            a = -jnp.exp(params["mine.log_a"])
+            return gspmd.einsum("BE, EF -> BF", x, params["mine.w_in"]).sum() + (a * a).sum()
+
+        def gradients(params, x):
+            held = {key: Spec.parse(layout.gradient(key)) for key in weights}
+            params = {key: gspmd.reshard(w, f"{layout[key]} -> {held[key].cotangent}") for key, w in params.items()}
+            found = jax.grad(loss)(params, x)
+            return {key: gspmd.reshard(g, f"{held[key]} -> {layout[key]}") for key, g in found.items()}
+
+        return gradients, {key: lies(layout, mesh, key, 64, 64) for key in weights}, lies(layout, mesh, "mine.x", 8, 64)
+
+    lines = Lines.of(layout.check(), {})
+    read(build, lines)
+    assert {key: lines.may_owe(key) for key in weights} == {"mine.w_in": True, "mine.log_a": False}
 
 
 def test_sizes_that_do_not_agree_are_the_error_of_the_program_itself():
