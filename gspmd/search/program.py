@@ -139,8 +139,8 @@ def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
     If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error remains whichever
-    mesh axis shards a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on a parameter
-    whose gradient is a partial sum, that gradient is reduced where it is computed.
+    mesh axis shards a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on a
+    parameter whose gradient is a partial sum, that gradient is reduced where it is computed.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.

@@ -620,12 +620,10 @@ def test_a_search_is_the_same_within_a_mesh_of_jax():
 
 def test_a_gradient_that_jax_cannot_keep_as_a_partial_sum_is_reduced_at_once():
     """JAX has no rule for partial sums in `-exp(w)`, which state-space models have; other gradients may stay sums."""
-    layout, mesh = own(x="BE", w_in="EF", log_a="EF"), {"x": 4}
+    layout = own(x="BE", w_in="EF", log_a="EF")
     weights = "mine.w_in", "mine.log_a"
 
     def build(layout, mesh):
-        at = layout.section("mine")
-
         def loss(params, x):
             a = -jnp.exp(params["mine.log_a"])
             return gspmd.einsum("BE, EF -> BF", x, params["mine.w_in"]).sum() + (a * a).sum()

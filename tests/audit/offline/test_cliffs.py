@@ -1,7 +1,7 @@
 """A decoding step with few rows takes no longer than one with many, and copies no stack of layers in its loop.
 
-XLA for GPUs copies each layer's weights out of their stack before it multiplies them (docs/decoding.md), so for GPUs the
-second half holds for blocks with weights of their own.
+XLA for GPUs copies each layer's weights out of their stack before it multiplies them (docs/decoding.md), so for GPUs
+the second half holds for blocks with weights of their own.
 """
 
 import random
