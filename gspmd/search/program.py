@@ -152,11 +152,11 @@ def read(build: Build, lines: Lines) -> TracedProgram:
     for _ in range(ROUNDS):
         try:
             found = _traced(build, lines)
-        except NotImplementedError as error:
-            if "unreduced" not in str(error) or not _reduced_at_once(build, lines):
+        except (NotImplementedError, *_REFUSALS) as error:
+            if _needs_whole_gradient(error) and _reduced_at_once(build, lines):
+                continue
+            if isinstance(error, NotImplementedError):
                 raise
-            continue
-        except _REFUSALS as error:
             text = _less_meshes(str(error))
             # JAX's own errors show types, `f32[8@unknown1]`, or `P('unknown1')`; all other errors of a program are
             # raised unchanged.
@@ -524,6 +524,15 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
     return False
 
 
+def _needs_whole_gradient(error: BaseException) -> bool:
+    """Return whether JAX cannot differentiate an operation because a gradient is a partial sum there.
+
+    A training step raises its own error, with JAX's as the cause.
+    """
+    cause = error if isinstance(error, NotImplementedError) else error.__cause__
+    return isinstance(cause, NotImplementedError) and "unreduced" in str(cause)
+
+
 def _reduced_at_once(build: Build, lines: Lines) -> bool:
     """Let the fewest gradients be reduced where they are computed, so that JAX differentiates the program.
 
@@ -541,10 +550,8 @@ def _reduced_at_once(build: Build, lines: Lines) -> bool:
             trial.hold(name)
         try:
             _traced(build, trial)
-        except NotImplementedError as error:
-            return "unreduced" not in str(error)
-        except _REFUSALS:
-            pass  # `read` handles it later, and JAX has differentiated nothing yet.
+        except (NotImplementedError, *_REFUSALS) as error:
+            return not _needs_whole_gradient(error)  # `read` handles all other errors.
         return True
 
     def refused(some: Sequence[str]) -> list[str]:

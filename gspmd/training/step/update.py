@@ -1,5 +1,6 @@
 """The update: loss and gradients, the optimizer in its own layout, and the new state."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.stages import Wrapped
 
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.training.optimizer import Norm, clip
 from gspmd.training.state import TrainState
@@ -62,10 +64,15 @@ def make_step(
         params = moves.to_loss(params)
         of_all = None if total is None else total(batch)
         of_part = loss if of_all is None else partial(loss, total=of_all)
-        if microbatches is None or microbatches.count == 1:
-            figures, gradients = jax.value_and_grad(of_part, has_aux=True)(params, batch, key)
-        else:
-            figures, gradients = microbatches.value_and_gradients(of_part, moves.loss, params, batch, key)
+        try:
+            if microbatches is None or microbatches.count == 1:
+                figures, gradients = jax.value_and_grad(of_part, has_aux=True)(params, batch, key)
+            else:
+                figures, gradients = microbatches.value_and_gradients(of_part, moves.loss, params, batch, key)
+        except NotImplementedError as error:
+            if not (moves.partial and "unreduced" in str(error)):
+                raise
+            raise _no_partial_sum(error, moves) from error
         with jax.named_scope("optimizer"):
             return figures, moves.gradients_to_optimizer(gradients)
 
@@ -94,6 +101,19 @@ def make_step(
         return TrainState(state.step + 1, params, optimizer), metrics
 
     return step
+
+
+def _no_partial_sum(error: NotImplementedError, moves: Moves) -> PlanError:
+    """Return an error with the parameters among which one is computed with in a way that JAX cannot differentiate."""
+    operation = re.search(r"rule for (\w+)", str(error))
+    named = f"the operation {operation[1]}" if operation else "an operation of the model"
+    specs = jax.tree_util.tree_flatten_with_path(moves.loss, is_leaf=lambda leaf: isinstance(leaf, Spec))[0]
+    partial_sums = [jax.tree_util.keystr(path, simple=True, separator=".") for path, spec in specs if spec.reduced]
+    return PlanError(
+        f"cannot differentiate the loss: JAX has no rule for partial sums in {named}.\n"
+        "  In [gradients], write the parameter on which the model computes it without partialsum-. It is one of: "
+        f"{', '.join(partial_sums)}."
+    )
 
 
 def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Wrapped:

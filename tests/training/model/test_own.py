@@ -107,6 +107,20 @@ def test_specs_of_optimizer_and_gradients_are_those_of_the_line(layout, make_mes
     assert comparison.agrees, str(comparison)
 
 
+def test_a_partial_sum_that_jax_cannot_differentiate_is_named(layout, make_mesh):
+    """JAX has no rule for partial sums in `-x`, which state-space models compute on a parameter."""
+
+    class Negative(Tiny):
+        def loss(self, layout, params, *given, **more):
+            return super().loss(layout, params | {"norm": -params["norm"]}, *given, **more)
+
+    mesh = make_mesh({"x": 2, "y": 2})
+    traced(layout, mesh, Negative())
+    with pytest.raises(gspmd.PlanError, match="no rule for partial sums in the operation neg") as error:
+        traced(layout.override({"gradients.mixer.norm": "E partialsum-x"}), mesh, Negative())
+    assert str(error.value).endswith("without partialsum-. It is one of: norm.")
+
+
 def test_matrices_are_stored_and_computed_as_the_settings_say(layout, make_mesh):
     mesh = make_mesh({"x": 2, "y": 2})
     _, state, _, _ = program(
