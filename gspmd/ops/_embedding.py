@@ -189,19 +189,20 @@ def route(
     Raises:
         PlanError: the sizes cannot be divided evenly over the mesh axes.
     """
-    on = {"sizes": dict(sizes), "mesh": dict(mesh), "chip": chip}
+    bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
+    price = partial(cost, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
     costs: dict[Lookup, tuple[float, float]] = {}
     for division in _divisions(given, dict(sizes), dict(mesh)):
         with suppress(PlanError):  # a tensor has too many placements
             moves = _moves(given, division, backward, widths)
-            total = sum(cost(*ends, itemsize=width, by=by, **on) for *ends, width, by, _ in moves)
+            total = sum(price(src, dst, itemsize=width, by=by) for src, dst, width, by, _ in moves)
             costs[division] = total.real, total.imag
     least = min(costs.values(), default=(inf, 0.0))
     if least[0] == inf:  # no even chain of collectives makes some move
         raise PlanError(f"cannot look up '{given}': the mesh axes cannot divide the sizes evenly.")
     best = min((division for division, total in costs.items() if total == least), key=str)
     moves = _moves(given, best, backward, widths)
-    return Route(best, *(move(*ends, itemsize=width, operand=name, **on) for *ends, width, _, name in moves))
+    return Route(best, *(bring(src, dst, itemsize=width, operand=name) for src, dst, width, _, name in moves))
 
 
 def _moves(
