@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from math import inf, prod
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from gspmd.annotate import LayoutError, PlanError, Spec
-from gspmd.annotate.errors import shown
+from gspmd.annotate.errors import article, shown
 from gspmd.annotate.parser import NAME
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
@@ -40,6 +42,17 @@ MOST = 2
 """The largest number of mesh axes for which the set of axes of the global norm is a choice; three axes have 8 sets."""
 
 
+@contextmanager
+def _without_mesh() -> Iterator[None]:
+    """Leave the mesh of `jax.set_mesh`, if one is in force: the search traces the program on meshes of its own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), dtype=object), ())):
+        yield
+
+
+@_without_mesh()
 def search(
     build: Build,
     layout: Layout | str,
@@ -97,7 +110,8 @@ def search(
     """
     chip = chip if isinstance(chip, Chip) else chip_called(chip)
     limit = USABLE * chip.hbm_bytes if memory is None else memory
-    meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh]
+    meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh] if isinstance(mesh, list | tuple) else [mesh]
+    _check_types(build, meshes)
     _check_numbers(limit, microbatches, meshes)
     lines = Lines.of(Layout.load(layout).check(), dict(fixed or {}))
     program = read(build, lines)
@@ -145,6 +159,23 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
             f"{limit} that it may hold.\n  Use more devices, or a chip with more memory."
         )
     return NothingFits(error.nearest, error.limit, message)
+
+
+def _check_types(build: Any, meshes: Sequence[Any]) -> None:
+    """Raise an error if the builder is not a function, or a mesh has no sizes by name.
+
+    Raises:
+        PlanError: one of these is of a wrong type.
+    """
+    if not callable(build):
+        raise PlanError(
+            f"cannot search {article(type(build).__name__)}: it is not a function.\n"
+            "  Pass a function of a layout and a mesh, which returns a program and its abstract arguments."
+        )
+    if wrong := [mesh for mesh in meshes if not isinstance(mesh, Mapping)]:
+        raise PlanError(
+            f"cannot read a mesh from {shown(wrong[0])}.\n  Write {{'x': 4, 'y': 2}}, or a list of such meshes."
+        )
 
 
 def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:

@@ -108,6 +108,24 @@ def test_what_is_written_has_the_dimensions_and_the_lines_that_the_program_does_
     assert gspmd.search(one_product, layout, {"x": 4}, chip=CHIP).seconds == found.seconds
 
 
+def test_the_mesh_in_force_does_not_matter(make_mesh):
+    alone = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+    mesh = make_mesh({"x": 2, "y": 2})
+    with jax.set_mesh(mesh):
+        assert gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP).lines == alone.lines
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+
+
+@pytest.mark.parametrize(("build", "mesh", "message"), [
+    (3, {"x": 2}, r"cannot search an int: it is not a function\.\n  Pass a function of a layout and a mesh"),
+    (one_product, (2, 2), r"cannot read a mesh from 2\.\n  Write \{'x': 4, 'y': 2\}, or a list of such meshes\."),
+    (one_product, "x=2", r"cannot read a mesh from 'x=2'\."),
+])  # fmt: skip
+def test_what_is_no_program_and_no_mesh(build, mesh, message):
+    with pytest.raises(gspmd.PlanError, match=message):
+        gspmd.search(build, PRODUCT, mesh, chip=CHIP)
+
+
 def test_fixed_lines_stay_as_they_are():
     found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "BE_x", "mine.y": "B_xF"})
     assert (found.layout["mine.x"], found.layout["mine.y"]) == ("BE_x", "B_xF")
