@@ -110,7 +110,7 @@ def search(
     """
     chip = chip if isinstance(chip, Chip) else chip_called(chip)
     limit = USABLE * chip.hbm_bytes if memory is None else memory
-    meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh] if isinstance(mesh, list | tuple) else [mesh]
+    meshes: list[Any] = [*mesh] if isinstance(mesh, list | tuple) else [mesh]  # Their types are checked below.
     _check_types(build, meshes)
     _check_numbers(limit, microbatches, meshes)
     lines = Lines.of(Layout.load(layout).check(), dict(fixed or {}))
