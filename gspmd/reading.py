@@ -362,7 +362,13 @@ def similar_file(path: str) -> str:
         there = [each.name for each in os.scandir(folder or ".") if each.is_file()]
     except (OSError, ValueError):  # There is no such folder, or none could have this name.
         return ""
-    near = get_close_matches(name, there, n=1, cutoff=0.7)
+    # Names of one kind of file are alike in their endings, so the rest of the name has to be alike too.
+    stem, ending = os.path.splitext(name)
+    stems = [rest for rest, end in map(os.path.splitext, there) if end == ending]
+    near = [f"{rest}{ending}" for rest in get_close_matches(stem, stems, n=1, cutoff=0.6)]
+    near = near or get_close_matches(
+        name, [each for each in there if os.path.splitext(each)[1] != ending], n=1, cutoff=0.7
+    )
     return f"Did you mean {os.path.join(folder, near[0])!r}? " if near else ""
 
 

@@ -163,4 +163,7 @@ def test_a_missing_file_is_answered_with_the_most_similar_name_of_its_folder(tmp
         Layout.load(str(tmp_path / "layuot.toml"))
     monkeypatch.chdir(tmp_path)
     assert similar_file("layot.toml") == "Did you mean 'layout.toml'? "
-    assert [similar_file(name) for name in ("other.txt", "none/layout.toml", "", "a" * 300, "\0/x")] == [""] * 5
+    (tmp_path / "o.toml").write_text("")
+    assert [similar_file(name) for name in ("nofile.toml", "other.txt", "none/layout.toml", "", "a" * 300, "\0/x")] == [
+        ""
+    ] * 6

@@ -172,8 +172,8 @@ def refuse_with_beams(settings: GenerateSettings) -> None:
     Raises:
         ConfigError: such flags are given; the message names them.
     """
-    usual, plain = GenerateSettings(), decoding.Sampling()
-    changed = [name for name, value in settings.sampling.given.items() if value != getattr(plain, name)]
+    usual = GenerateSettings()
+    changed = [*settings.sampling.given]
     changed += [name for name in ("samples", "seed") if getattr(settings, name) != getattr(usual, name)]
     if settings.beams and changed:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)

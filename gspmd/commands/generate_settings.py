@@ -156,4 +156,7 @@ def parse(argv: Sequence[str], script: str = "") -> GenerateSettings:
     settings = flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog, COMMON)
     if not settings.checkpoint:
         raise ConfigError(DOING, ["--checkpoint is missing; it names the folder of the model."])
+    counts = {name: getattr(settings, name) for name in ("tokens", "samples", "burst", "chunk")}
+    if faults := [f"--{name} must be at least 1, but is {count}." for name, count in counts.items() if count < 1]:
+        raise ConfigError(DOING, faults)
     return settings

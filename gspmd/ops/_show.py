@@ -48,7 +48,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
     Differs: `jax.debug.visualize_array_sharding` draws arrays of one and two dimensions, but no partial sums.
     """
     if isinstance(array, (str, Spec, jax.sharding.PartitionSpec)):
-        spec = Spec.parse(array)
+        spec = Spec.parse(array)  # type: ignore[arg-type]  # It refuses a PartitionSpec.
         if sizes is None or isinstance(sizes, str) or mesh is None:
             raise SpecError(
                 f"cannot show '{spec}' without sizes and a mesh.\n  Write gspmd.show('B_xE', (8, 6), {{'x': 2}})."

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
-from gspmd.annotate.errors import shown
+from gspmd.annotate.errors import article, shown
 from gspmd.annotate.parser import NAME
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
@@ -100,8 +100,8 @@ def search(
     limit = USABLE * chip.hbm_bytes if memory is None else memory
     if not callable(build):
         raise PlanError(
-            f"cannot search {shown(build)}: build is not a function.\n"
-            "  Give a function of a layout and a mesh that returns a function and its abstract arguments."
+            f"cannot search {article(type(build).__name__)}: it is not a function.\n"
+            "  Pass a function of a layout and a mesh, which returns a program and its abstract arguments."
         )
     meshes = _meshes(mesh)
     _check_numbers(limit, microbatches, meshes)
@@ -161,10 +161,11 @@ def _meshes(mesh: Any) -> list[Mapping[str, int]]:
     """
     several = mesh if isinstance(mesh, list | tuple) else [mesh]
     found = [each if isinstance(each, Mapping) else getattr(each, "shape", None) for each in several]
-    if not all(isinstance(each, Mapping) for each in found):
-        raise PlanError(
-            f"cannot read a mesh from {shown(mesh)}.\n  Write {{'x': 4, 'y': 2}}, or a list of such meshes."
-        )
+    for given, sizes in zip(several, found):
+        if not isinstance(sizes, Mapping):
+            raise PlanError(
+                f"cannot read a mesh from {shown(given)}.\n  Write {{'x': 4, 'y': 2}}, or a list of such meshes."
+            )
     return found
 
 

@@ -202,7 +202,8 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     if fault := folder_fault(folder):
         raise CheckpointError(doing, [f"{fault}. Name the folder of a checkpoint, or its {FILE}."])
     if not os.path.lexists(folder / file):
-        raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
+        instead = _instead(folder) if file == FILE else f"give the path of a {FILE}."
+        raise CheckpointError(doing, [f"{file} is missing; {instead}"])
     text, backend = _backend(folder / file, doing)
     settings = special.read_settings(folder, doing)
     files = {name: special.optional(folder / name, doing) for name in (GENERATION, "config.json")}

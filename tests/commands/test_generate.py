@@ -289,11 +289,20 @@ def test_explain_shows_the_encoder(capsys, translator):
             "GenerationError: seed is 4294967295, and the last of 3 texts has seed 4294967297; a seed must be less "
             "than 2**32",
         ),
-        (["--samples", "0"], "GenerationError: samples is 0; it must be at least 1"),
-        (["--burst", "0"], "GenerationError: burst is 0; it must be at least 1"),
+        (
+            ["--samples", "0", "--tokens", "-1"],
+            "ConfigError: cannot generate text:\n  --tokens must be at least 1, but is -1.\n  "
+            "--samples must be at least 1, but is 0.",
+        ),
+        (["--burst", "0"], "ConfigError: cannot generate text:\n  --burst must be at least 1, but is 0."),
         (["--stop", ""], "--stop is empty; give it a value, or leave it out."),
         (["--prompt", "a\udcff"], "ConfigError: cannot read the flags:\n  'a\\udcff' is not UTF-8."),
-        (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
+        (["--chunk", "0"], "ConfigError: cannot generate text:\n  --chunk must be at least 1, but is 0."),
+        (
+            ["--beams", "2", "--temperature", "1"],
+            "ConfigError: cannot generate text:\n  --beams finds the likeliest text and draws none; leave out "
+            "--temperature.",
+        ),
         (
             ["--beams", "4", "--top-p", "0.9", "--samples", "2"],
             "ConfigError: cannot generate text:\n  --beams finds the likeliest text and draws none; leave out --top-p, "

@@ -115,6 +115,24 @@ def test_what_is_written_has_the_dimensions_and_the_lines_that_the_program_does_
     assert gspmd.search(one_product, layout, {"x": 4}, chip=CHIP).seconds == found.seconds
 
 
+def test_the_mesh_in_force_does_not_matter(make_mesh):
+    alone = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+    mesh = make_mesh({"x": 2, "y": 2})
+    with jax.set_mesh(mesh):
+        assert gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP).lines == alone.lines
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+
+
+@pytest.mark.parametrize(("build", "mesh", "message"), [
+    (3, {"x": 2}, r"cannot search an int: it is not a function\.\n  Pass a function of a layout and a mesh"),
+    (one_product, (2, 2), r"cannot read a mesh from 2\.\n  Write \{'x': 4, 'y': 2\}, or a list of such meshes\."),
+    (one_product, "x=2", r"cannot read a mesh from 'x=2'\."),
+])  # fmt: skip
+def test_what_is_no_program_and_no_mesh(build, mesh, message):
+    with pytest.raises(gspmd.PlanError, match=message):
+        gspmd.search(build, PRODUCT, mesh, chip=CHIP)
+
+
 def test_fixed_lines_stay_as_they_are():
     found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "BE_x", "mine.y": "B_xF"})
     assert (found.layout["mine.x"], found.layout["mine.y"]) == ("BE_x", "B_xF")
@@ -583,9 +601,6 @@ def test_a_cache_by_lines_of_one_s_own_lies_with_its_heads_on_the_devices():
         ({"memory": -1.0}, "memory is -1.0.\n  Give the bytes"),
         ({"mesh": {"X": 2}}, "a mesh axis is called 'X'.\n  Use a lowercase letter"),
         ({"mesh": {"x": 0}}, "mesh axis x has size 0"),
-        ({"mesh": (2, 2)}, "cannot read a mesh from (2, 2).\n  Write {'x': 4, 'y': 2}"),
-        ({"mesh": "x=2"}, "cannot read a mesh from 'x=2'"),
-        ({"build": 3}, "cannot search 3: build is not a function"),
         ({"build": lambda layout, mesh: 3}, "build returned 3.\n  Return a function and its abstract arguments"),
     ],
 )
@@ -608,13 +623,8 @@ def test_arguments_without_a_sharding_are_named():
     assert "gspmd.annotate(argument, " in str(caught.value)
 
 
-def test_a_search_is_the_same_within_a_mesh_of_jax():
-    alone = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+def test_a_mesh_of_jax_is_read():
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        within = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
-        assert jax.sharding.get_mesh() == mesh
-    assert (within.lines, within.seconds) == (alone.lines, alone.seconds)
     assert gspmd.search(one_product, PRODUCT, mesh, chip=CHIP).mesh == {"x": 2, "y": 2}
 
 

@@ -84,8 +84,16 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
                         Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
         server = Server(config)
-        # Answers that are pending when the page ends are canceled on purpose; uvicorn would log this as an error.
-        logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
+
+        def tells(record: logging.LogRecord) -> bool:
+            """Return whether a record is for the user.
+
+            Answers that are pending when the page ends are canceled on purpose, and a WebSocket is a stranger's.
+            """
+            about = record.getMessage()
+            return not (server.should_exit or "upgrade request" in about or "WebSocket" in about)
+
+        logging.getLogger("uvicorn.error").addFilter(tells)
         server.run(sockets=[listening])
     return 0
 

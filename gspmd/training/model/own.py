@@ -217,7 +217,8 @@ class Own:
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise self._error([f"loss must return a scalar and a mapping of figures, but returned {_shown(found)}."])
         value, figures = found
-        faults = [] if _is_scalar(value) else [f"loss must return a float32 scalar, but returned {_shown(value)}."]
+        good = _is_scalar(value) and value.dtype == jnp.float32
+        faults = [] if good else [f"loss must return a float32 scalar, but returned {_shown(value)}."]
         if "cross_entropy" not in figures:
             names = listed(map(repr, figures)) or "none"
             faults.append(f"the figures of loss must have 'cross_entropy', but have {names}.")

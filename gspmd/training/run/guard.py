@@ -44,6 +44,10 @@ class Guard:
         if self.skipped <= allowed:
             self._console.print(f"{fact.capitalize()}; the update is skipped, {self.skipped} of at most {allowed}.")
             return None
+        if step == 1:
+            return (
+                f"{fact}, before any update: look at the loss, the initial parameters and the data (JAX_DEBUG_NANS=1)."
+            )
         if allowed == 0:
             return f"{fact}: lower --learning-rate, or raise --warmup."
         return f"{fact}, after {allowed} skipped updates: lower --learning-rate, or raise --warmup or --non-finite."

@@ -130,6 +130,8 @@ def test_a_missing_or_broken_tokenizer_is_one_message(tmp_path):
         tokenizer(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; download it with"):
         tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"mine\.json is missing; give the path of a tokenizer\.json\."):
+        tokenizer(tmp_path / "mine.json")
     (tmp_path / "sentencepiece.bpe.model").touch()
     (tmp_path / "vocab.json").touch()
     with pytest.raises(CheckpointError, match=r"the files of M2M-100, which transformers does not convert"):

@@ -201,6 +201,8 @@ SCALAR = jnp.float32(1)
          "parameter 'w' has dims 'NEF': write letters, without N, which layers= adds."),
         ("loss", lambda found: found[0], "loss must return a scalar and a mapping of figures, but returned an array"),
         ("loss", lambda found: (jnp.ones(3), found[1]), "loss must return a float32 scalar, but returned an array f"),
+        ("loss", lambda found: (found[0].astype(jnp.float16), found[1]),
+         "loss must return a float32 scalar, but returned an array float16[]."),
         ("loss", lambda found: (found[0], {"entropy": found[0]}),
          "the figures of loss must have 'cross_entropy', but have 'entropy'."),
         ("loss", lambda found: (found[0], {}), "the figures of loss must have 'cross_entropy', but have none."),

@@ -84,10 +84,12 @@ def test_skipped_updates_are_counted_over_a_resume_and_shown(make_poisoned, corp
 
 @pytest.mark.parametrize(("allowed", "poisoned", "step", "said"), [
     (0, [6], 4, "the loss is nan at step 6: lower --learning-rate, or raise --warmup. Step 4 is saved."),
+    (0, [1], None, "the loss is nan at step 1, before any update: look at the loss, the initial parameters and the "
+     "data (JAX_DEBUG_NANS=1). No step is saved."),
     (0, [2], None, "the loss is nan at step 2: lower --learning-rate, or raise --warmup. No step is saved."),
     (2, [6, 7, 10], 8, "the loss is nan at step 10, after 2 skipped updates: lower --learning-rate, or raise --warmup "
      "or --non-finite. Step 8 is saved."),
-], ids=["after-a-save", "before-a-save", "after-skips"])  # fmt: skip
+], ids=["after-a-save", "at-first", "before-a-save", "after-skips"])  # fmt: skip
 def test_too_many_end_the_run(make_poisoned, corpus, tmp_path, allowed, poisoned, step, said):
     program = make_poisoned(dict.fromkeys(poisoned, "loss"))
 
