@@ -60,9 +60,9 @@ class SumPrices:
             mesh, chip: the mesh, and the chip whose seconds are assumed.
             ends: the placements before, and after.
         """
-        equation, sizes, _, dtypes, _, wire_dtype, result_dtype, backward = arguments
+        equation, sizes, _, dtypes, _, *numbers, backward = arguments
         # On one device, for the tensors' dtypes and names.
-        plan = make_plan(placed(equation, {}), sizes, (), dtypes, chip, "blocking", None, wire_dtype, result_dtype)
+        plan = make_plan(placed(equation, {}), sizes, (), dtypes, chip, "blocking", None, *numbers)
         (left,), (target,) = plan.inputs, plan.outputs
         if backward:
             (left, *_), (target,) = backward_tensors(plan.routine, plan.inputs, plan.outputs, ())
