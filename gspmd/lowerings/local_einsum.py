@@ -97,9 +97,9 @@ def _einsum_on_gpu(
 ) -> jax.Array:
     """Compute an einsum; if a single row multiplies a matrix of a narrow dtype, append a row of zeros.
 
-    cuBLAS has no product of a vector and a matrix in bfloat16 with a result in float32, so XLA converts the whole matrix
-    to float32: on an H100, [1, 4096] x [4096, 16384] takes 250 µs, and with two rows 49 µs. Batches of such products are
-    kernels of XLA's own, which convert nothing in memory.
+    cuBLAS has no product of a vector and a matrix in bfloat16 with a result in float32, so XLA converts the whole
+    matrix to float32: on an H100, [1, 4096] x [4096, 16384] takes 250 µs, and with two rows 49 µs. Batches of such
+    products are kernels of XLA's own, which convert nothing in memory.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     narrow = len(operands) == 2 and all(x.dtype.itemsize < 4 for x in operands)
