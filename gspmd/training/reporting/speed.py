@@ -52,14 +52,14 @@ def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
         The peak, or None for fake devices, which share the cores of one host, and for chips that chips.toml lacks.
     """
     chip = chip_of_device(devices[0].device_kind)
-    return None if chip is None else len(devices) * chip.flops(chip.arithmetic(dtype))
+    return None if chip is None else len(devices) * chip.flops(dtype)
 
 
 def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
     """Return a line that states the peak that MFU refers to, or the reason why there is no MFU."""
     chip = chip_of_device(devices[0].device_kind)
     if chip is not None:
-        return f"{amount_of_flops(chip.flops(chip.arithmetic(dtype)))}/s per device in {dtype} ({chip.name})"
+        return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"
     if host.is_fake(devices):
         return "none, and so no MFU: fake devices share the cores of one host"
     return f"unknown, and so is the MFU: chips.toml has no {devices[0].device_kind!r}"

@@ -31,6 +31,6 @@ def test_float32_is_multiplied_in_as_many_passes_as_the_compiler_takes(name):
     for precision, passes in PASSES.items():
         planned = product_seconds(SIZE, SIZE, SIZE, dtype="float32", precision=precision, chip=target.chip)
         assert taken[precision] > 0.99 * passes * 2 * SIZE**3 / target.chip.bf16_flops
-        # In one pass bytes count most; the rates fitted to bfloat16 are too low for them on v5e and v6e.
-        assert 0.8 < planned / taken[precision] < (2 if precision == "default" else 1.2)
+        # Fewer passes, more weight of bytes, whose rates on v5e and v6e are too low: fitted to bfloat16.
+        assert 0.8 < planned / taken[precision] < {1: 2, 3: 1.35, 6: 1.2}[passes]
     assert taken["highest"] > 3 * taken["default"]
