@@ -5,8 +5,8 @@
 
 Every step is a preset on a mesh, with its remat and number of microbatches, at a reduced depth: blocks are computed in
 a loop, so more of them would compile in the same time. *Planned* is the memory that `gspmd search` gives for the
-layout. *Compiled* is the compiler's sum of arguments, results and temporaries, also where it is more than the chip has.
-`--ledger` prints the largest arrays that the plan counts, and the largest that the compiled program makes. Needs the
+layout. *Compiled* is the largest sum of arguments, results and temporaries at one time, as the compiler assigns their
+buffers. `--ledger` prints the largest arrays that the plan counts, and the largest that the compiled program makes. Needs the
 compiler for TPUs, but no TPU.
 """
 
@@ -110,7 +110,8 @@ def compiled(settings: command.CompileSettings) -> dict[str, Any]:
     """Return the bytes of a step as compiled, and its largest arrays."""
     report = command.compiled(settings, topology(settings.topology))
     return {
-        "compiled": report.bytes_per_device,
+        # A program that the compiler refuses is not compiled, and its message says what it would need.
+        "compiled": report.peak_bytes or report.bytes_per_device,
         "room": report.hbm_bytes,
         "largest compiled": [(each.bytes, f"{each.array} {each.name}") for each in report.buffers],
     }
