@@ -6,8 +6,8 @@
 Every step is a preset on a mesh, with its remat and number of microbatches, at a reduced depth: blocks are computed in
 a loop, so more of them would compile in the same time. *Planned* is the memory that `gspmd search` gives for the
 layout. *Compiled* is the largest sum of arguments, results and temporaries at one time, as the compiler assigns their
-buffers. `--ledger` prints the largest arrays that the plan counts, and the largest that the compiled program makes. Needs the
-compiler for TPUs, but no TPU.
+buffers. `--ledger` prints the largest arrays that the plan counts, and the largest that the compiled program makes.
+Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse

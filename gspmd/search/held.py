@@ -417,7 +417,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
     when: Moment = ()
 
     def held(values: Iterable[HeldValue]) -> Iterator[HeldArray]:
-        return (moved.get(value, value.array) for value in values)
+        return (array for value in values if (array := moved.get(value, value.array)) is not None)
 
     for number, each in enumerate(straight.operations):
         asked = moment is not None and moment[:1] == (number,)
@@ -520,15 +520,16 @@ def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue
         moved: set[int] = set()
     elif program_of(operation.equation) is not None and not _flops_in(operation.equation):
         marks = _marks_in(operation)
-        if not all(isinstance(mark, UnknownMove) for mark in marks):
+        moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
+        if len(moves) < len(marks):
             return set()
-        moved = {prod(mark.shape) * mark.itemsize for mark in marks}
+        moved = {prod(move.shape) * move.itemsize for move in moves}
     else:
         return set()
     free = Counter(value.array for value in done)
     found = set()
     for value in operation.outputs:
-        if value in made and free[value.array] and value.array.size not in moved:
+        if value in made and value.array and free[value.array] and value.array.size not in moved:
             free[value.array] -= 1
             found.add(value)
     return found
