@@ -64,12 +64,10 @@ STEPS = {
     "short-context": f"{SHORT} {V5P} --mesh x=16,z=4 --layout context-parallel --batch 32",
     "short-stationary-2d": f"{SHORT} {V4} --mesh x=4,y=4 --layout weight-stationary-2d --batch 32",
     "llama-2-zero-3": f"{LARGE} {V5P} --mesh x=64 --layout zero-3 --batch 64",
-    "llama-2-gathered-xy": f"{LARGE} {V5P} --mesh x=4,y=4,z=4 --layout weight-gathered-xy --batch 64 --microbatches 2",
     "llama-2-megatron-dots": (
         f"{LARGE} {V5P} --mesh x=8,y=8 --layout megatron-sequence --batch 64 --model.remat dots --microbatches 4"
     ),
     "gpt-zero-3": f"{GPT} {V5P} --mesh x=64 --layout zero-3 --batch 64",
-    "gpt-stationary-2d": f"{GPT} {V5P} --mesh x=4,y=4,z=4 --layout weight-stationary-2d --batch 64 --microbatches 2",
     "mixtral-zero-3": f"{MIXTRAL} {V6E} --mesh x=16 --layout zero-3 --batch 16",
     "mixtral-experts": f"{MIXTRAL} {V5E} --mesh x=8,y=2 --layout switch-expert-model --batch 32 --microbatches 2",
 }
