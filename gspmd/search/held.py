@@ -8,7 +8,7 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -270,7 +270,7 @@ def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> No
     Products, with their operands, are priced as steps.
     """
     inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
-    marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
+    marks = _marks_in(call)
     if any(_is_product(what) for what in marks):
         return
     multiplies = any(isinstance(what, UnknownSteps) and what.is_product for what in marks)
@@ -352,29 +352,42 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
         array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
     )
     inside, _, found = _most(jaxpr, devices, moment)
-    # Sorted, since sets of arrays are collected on the way; moves have no order, but they come in program order.
-    others = dict(sorted((inside + (results - arguments)).items()))
-    return Held(arguments, others | _moved_at(jaxpr, found), found)
+    # Sorted, since sets of arrays are collected on the way.
+    others = sorted(
+        (inside + (results - arguments)).items(), key=lambda pair: (pair[0].size, pair[0].unknowns, str(pair[0].move))
+    )
+    return Held(arguments, dict(others), found)
 
 
-def _moved_at(jaxpr: Jaxpr, moment: Moment) -> Counter[HeldArray]:
-    """Return the arrays that only the planned operation at a moment holds: moved operands, and results to be moved."""
-    if not moment:
-        return Counter()
-    number, program, *beyond = moment
-    operation = Straight.of(jaxpr).operations[number]
-    if program_of(operation.equation) is None:
-        return _moved_at(operation.inner[program], tuple(beyond)) if program >= 0 else Counter()
-    inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
-    marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
+def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[HeldArray]:
+    """Return the arrays that only a planned operation holds: moved operands, results to be moved, and summands.
+
+    If several products are added up, such as the gradients of an operand of several weights, each but the last is kept
+    in float32. Results that are computed later are left out.
+    """
+    marks, absent = _marks_in(operation), {prod(value.aval.shape) for value in {*operation.outputs} & {*later}}
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
     found: Counter[HeldArray] = Counter()
     for move in marks:
-        if isinstance(move, UnknownMove) and len(move.before) == 1:
-            ends = (*move.before, given), (move.after, made)
+        if isinstance(move, UnknownMove) and len(move.before) == 1 and move.shape and prod(move.shape) not in absent:
+            # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
+            own = move.before[0].partial and prod(move.shape) != prod(operation.outputs[0].aval.shape)
+            ends = (*move.before, set() if own else given), (move.after, made)
             every = ((_placed(move, spec), outside) for spec, outside in ends)
             found.update(array for array, outside in every if replace(array, move=None) not in outside)
+    summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
+    for (spec, sizes), count in summed.items():
+        size = prod(dict(sizes)[dim] for dim in spec.dims)
+        if count > sum(prod(value.aval.shape) == size for value in operation.outputs):
+            unknowns = {name for axes in spec.axes for name in axes}
+            found[HeldArray(4 * size, tuple(sorted(unknowns)))] += count - 1
     return found
+
+
+def _marks_in(operation: Operation) -> list[Unknown]:
+    """Return the marks of the planned steps of an operation."""
+    inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
+    return [each.params["mark"].what for each in inside if each.primitive.name == MARK]
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
@@ -393,31 +406,133 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
     elsewhere = outside | _only_fused(straight)
+    later = _postponed(straight, last)
+    moved = _moved(straight, last, elsewhere)
+    ended: dict[int, list[HeldValue]] = {}
+    for value, number in last.items():
+        ended.setdefault(number, []).append(value)
     alive: Counter = Counter()
     best: Counter[HeldArray] = Counter()
     most: float = 0.0
     when: Moment = ()
+
+    def held(values: Iterable[HeldValue]) -> Iterator[HeldArray]:
+        return (array for value in values if (array := moved.get(value, value.array)) is not None)
+
     for number, each in enumerate(straight.operations):
         asked = moment is not None and moment[:1] == (number,)
         deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
         looked_into = each.inner if moment is None or asked else ()  # Only the loop with the given moment.
         inner = [(*_most(one, devices, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
-        within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (Counter(), 0.0, (), -1)
-        done = {value for value in _memory(each.inputs) - elsewhere if last[value] == number}
+        step = _within(each, later) if program_of(each.equation) is not None else Counter()
+        within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (step, 0.0, (), -1)
+        done = {*ended.get(number, ())} - elsewhere
         made = {value for value in _memory(each.outputs) if value in {*each.outputs} and value in last} - elsewhere
-        # The new values of a loop's carry overwrite the old ones.
+        made = {value for value in made if later.get(value, number) == number}
+        made |= {value for value, begin in later.items() if begin == number} - elsewhere
+        # The new values of a loop's carry overwrite the old ones, and results of elementwise operations their operands.
         over = {after for before, after in each.carried if before.memory in done} & made
-        alive.update(value.array for value in made - over)
+        over |= _overwriting(each, made - over, done)
+        alive.update(held(made - over))
         now = alive + within
         size = _nominal(now, devices)
         if asked or (moment is None and (size > most or not when)):
             best, most, when = now, size, (number, which, *beyond)
         if asked:
             break
-        alive.update(value.array for value in over)
-        alive.subtract(value.array for value in done)
+        alive.update(held(over))
+        alive.subtract(held(done))
         alive = +alive
     return best, most, when
+
+
+def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue, int]:
+    """Return the values that compilers compute later, with the number of the operation that is the first to need them.
+
+    A gradient that is only added to others, to those of earlier microbatches or of a tied table, is computed where it
+    is added. Until then the operands of its product are in memory, and `last` is changed accordingly.
+    """
+    readers: dict[HeldValue, set[int]] = {}
+    for number, each in enumerate(straight.operations):
+        for value in _memory(each.inputs):
+            readers.setdefault(value, set()).add(number)
+
+    def followed(value: HeldValue) -> tuple[list[HeldValue], int]:
+        """Return a value and those that only pass it on, and the number of the addition; -1 if it is not only added."""
+        if len(readers.get(value.memory, ())) != 1:
+            return [], -1
+        (number,) = readers[value.memory]
+        reader = straight.operations[number]
+        if reader.name in ("add", "add_any") or _adds(reader):
+            return [value.memory], number
+        if reader.name == "convert_element_type" or _move_of(reader) is not None:
+            values, end = followed(reader.outputs[0])
+            return [value.memory, *values], end
+        return [], -1
+
+    later: dict[HeldValue, int] = {}
+    for number, each in enumerate(straight.operations):
+        if program_of(each.equation) is None or not any(isinstance(mark, UnknownProduct) for mark in _marks_in(each)):
+            continue
+        for value in each.outputs if len(each.outputs) > 1 else ():
+            values, end = followed(value)
+            if end > number:
+                later |= dict.fromkeys(values, end)
+                operands = [x for x in each.inputs if x.aval.shape != value.aval.shape and x.memory in last]
+                last |= {x.memory: max(last[x.memory], end) for x in operands}
+                last |= dict.fromkeys(values, end)
+    return later
+
+
+def _adds(operation: Operation) -> bool:
+    """Return whether a planned operation adds up several parts of a gradient."""
+    marks = _marks_in(operation) if program_of(operation.equation) is not None else []
+    return any(isinstance(mark, UnknownMove) and len(mark.before) > 1 for mark in marks)
+
+
+def _move_of(operation: Operation) -> UnknownMove | None:
+    """Return the move of a planned operation that does nothing but move a tensor."""
+    marks = _marks_in(operation) if program_of(operation.equation) is not None else []
+    if len(marks) == len(operation.outputs) == 1 and isinstance(marks[0], UnknownMove) and len(marks[0].before) == 1:
+        return marks[0]
+    return None
+
+
+def _moved(straight: Straight, last: Mapping[HeldValue, int], elsewhere: Set[HeldValue]) -> dict[HeldValue, HeldArray]:
+    """Return the arrays of moved tensors that also stay where they were: without a move no second one is in memory."""
+    found = {}
+    for number, each in enumerate(straight.operations):
+        if (move := _move_of(each)) is None or each.outputs[0].array is None:
+            continue
+        before = {*_memory(each.inputs)}
+        if all(value in elsewhere or last[value] > number for value in before):
+            found[each.outputs[0]] = replace(each.outputs[0].array, move=move)
+    return found
+
+
+def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue]) -> set[HeldValue]:
+    """Return the results of an elementwise operation that are written over operands that nothing else reads.
+
+    A planned operation is elementwise if it has no product, such as the gradient of a loss; an array that it moves is
+    not written over the array that is moved.
+    """
+    if operation.is_fused:
+        moved: set[int] = set()
+    elif program_of(operation.equation) is not None and not _flops_in(operation.equation):
+        marks = _marks_in(operation)
+        moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
+        if len(moves) < len(marks):
+            return set()
+        moved = {prod(move.shape) * move.itemsize for move in moves}
+    else:
+        return set()
+    free = Counter(value.array for value in done)
+    found = set()
+    for value in operation.outputs:
+        if value in made and value.array and free[value.array] and value.array.size not in moved:
+            free[value.array] -= 1
+            found.add(value)
+    return found
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:

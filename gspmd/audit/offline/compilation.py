@@ -126,7 +126,7 @@ def compile_offline(
         target, sizes, not reason, *needed, target.chip.hbm_bytes, plan,
         of_module(module, sizes, target.chip),
         timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
-        module, text, tuple(buffers), seconds, reason,
+        module, text, tuple(buffers), seconds, reason, stats.peak_memory_in_bytes,
     )  # fmt: skip
 
 

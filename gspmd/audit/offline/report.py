@@ -40,6 +40,8 @@ class Report(Printed):
         compile_seconds: seconds of tracing, lowering and compiling.
         reason: why the program does not fit. If the compiler refuses it, this is its message, with binary units
             converted to decimal ones.
+        peak_bytes: the largest sum of arguments, results and temporaries at one time, as the compiler assigns buffers;
+            0 if the program was not compiled.
     """
 
     topology: Topology
@@ -57,6 +59,7 @@ class Report(Printed):
     buffers: tuple[AllocatedArray, ...] = field(repr=False)
     compile_seconds: float = 0.0
     reason: str = ""
+    peak_bytes: int = 0
 
     @property
     def bytes_per_device(self) -> int:
