@@ -159,13 +159,14 @@ def _meshes(mesh: Any) -> list[Mapping[str, int]]:
     Raises:
         PlanError: it is neither.
     """
-    several = mesh if isinstance(mesh, list | tuple) else [mesh]
-    found = [each if isinstance(each, Mapping) else getattr(each, "shape", None) for each in several]
-    for given, sizes in zip(several, found):
+    found = []
+    for given in mesh if isinstance(mesh, list | tuple) else [mesh]:
+        sizes = given if isinstance(given, Mapping) else getattr(given, "shape", None)
         if not isinstance(sizes, Mapping):
             raise PlanError(
                 f"cannot read a mesh from {shown(given)}.\n  Write {{'x': 4, 'y': 2}}, or a list of such meshes."
             )
+        found.append(sizes)
     return found
 
 
