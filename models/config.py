@@ -657,7 +657,7 @@ def _latent_faults(config: ModelConfig):
               "block": "serial", "encoder_layers": 0, "qkv_clip": None}  # fmt: skip
     for name, only in unread.items():
         if getattr(config, name) != only:
-            yield f"{name} is {getattr(config, name)!r}, which latent attention does not have; leave it out"
+            yield f"latent attention has no {name} (given: {getattr(config, name)!r}); leave it out"
 
 
 def _position_faults(config: ModelConfig):
@@ -713,7 +713,7 @@ def _encoder_faults(config: ModelConfig):
         yield "qk_norm is set, but cross-attention has no norms of heads; leave it out"
     for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
-            yield f"{name} is {getattr(config, name)}, which no attention of an encoder–decoder has; leave it out"
+            yield f"an encoder–decoder has no {name} (given: {getattr(config, name)}); leave it out"
     if config.positions in ("learned", "alibi"):
         fact = f"positions are {config.positions}, which an encoder–decoder does not have"
         yield f"{fact}; relative, sinusoidal and rotary are"

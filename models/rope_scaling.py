@@ -106,7 +106,7 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     for each in fields(RopeScaling):
         value = getattr(scaling, each.name)
         if each.name not in ("kind", *_FIELDS[kind]) and value != each.default:
-            yield f"{each.name} is {value}, which {kind} does not have; leave it out"
+            yield f"{kind} scaling has no {each.name} (given: {value}); leave it out"
     if not 0 < scaling.factor < math.inf:
         yield f"factor is {scaling.factor}; it must be positive"
     if scaling.original_length < 2:
@@ -125,6 +125,6 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
                 yield f"{name} has {wrong[0]}; all of them must be positive"
         short, long = len(scaling.short_factors), len(scaling.long_factors)
         if short != long or not short:
-            yield f"there are {short} short_factors and {long} long_factors; give one of each for every pair"
+            yield f"short_factors has length {short}, and long_factors {long}; give one of each for every pair"
     if kind == "dynamic" and scaling.factor < 1:
         yield f"factor is {scaling.factor}; for dynamic it must be at least 1"

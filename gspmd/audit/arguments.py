@@ -11,6 +11,7 @@ import numpy as np
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.annotate.validation import whole
+from gspmd.display.tables import counted
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -58,13 +59,16 @@ def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
         PlanError: `given` is not a sequence of such positions.
     """
     numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
-    known = [number for number in numbers if number is not None and -count <= number < count]
+    known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
-        raise PlanError(
-            f"cannot take {name}={shown(given)}: there are {count} arguments.\n"
-            f"  Give their numbers, counted from 0, such as {name}=(0,)."
-        )
-    return tuple(number % count for number in known)
+        fact = "is not a sequence of numbers of arguments."
+    elif all(-count <= number < count for number in known):
+        return tuple(number % count for number in known)
+    else:
+        fact = f"names an argument that does not exist: the function was given {counted(count, 'argument')}."
+    raise PlanError(
+        f"{name}={shown(given)} {fact}\n  Give the numbers of arguments, counted from 0, such as {name}=(0,)."
+    )
 
 
 def file_path(given: Any) -> Path:

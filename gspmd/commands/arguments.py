@@ -132,5 +132,8 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def flag_of(word: str) -> str:
-    """Return the flag of a word, without its value, and with hyphens for the underscores that are accepted too."""
+    """Return the flag in a command-line word, without `=VALUE`.
+
+    Underscores, which are accepted as well, become hyphens.
+    """
     return word.partition("=")[0].replace("_", "-")

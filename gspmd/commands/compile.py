@@ -64,7 +64,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report of the smallest slice, or fewest GPUs, on which the model fits; else of the largest."""
+    """Return the report of the smallest slice (fewest GPUs) on which the model fits, or of the largest if none does."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":

@@ -72,9 +72,11 @@ def generate(settings: GenerateSettings) -> int:
     config = decoding.for_serving(source.config)
     sampling = sampling_of(console, settings, folder if source.run is None else folder / "tokenizer")
     if settings.unstacked and config.encoder_layers:
-        raise ConfigError(DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave it out."])
+        raise ConfigError(
+            DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave out --unstacked."]
+        )
     if settings.chat and config.encoder_layers:
-        raise ConfigError(DOING, ["--chat is for decoder-only models, and this one has an encoder; leave it out."])
+        raise ConfigError(DOING, ["--chat is for decoder-only models, and this one has an encoder; leave out --chat."])
     ids = ids_of(settings, source.tokenizer, prompts, source=bool(config.encoder_layers))
     stops = sorted(source.tokenizer.ends)
     decoding.check_beams(

@@ -70,7 +70,9 @@ def make_parser() -> Parser:
     check.add_argument("--all", action="store_true", help="print every fault, not only the first ones")
     check.add_argument("--set", action="append", default=[], metavar="KEY=SPEC", help="one change; repeatable")
     check.add_argument("--mesh", type=mesh_sizes, help="sizes of the mesh axes, such as x=4,y=2")
-    check.add_argument("--devices", type=int, help="number of devices, which the layout's rule factors into a mesh")
+    check.add_argument(
+        "--devices", type=int, help="number of devices; the factor in the layout's [mesh] makes a mesh of them"
+    )
     check.add_argument(
         "--sizes", type=dimension_sizes, default={}, help="sizes of the dimensions, such as B=512,E=18432"
     )

@@ -276,7 +276,7 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
             yield f"{setting} is {shown(getattr(config, setting))}, but there are no shared experts; set shared."
     yield from _score_faults(config, kind)
     if kind.by_experts and config.priority is True:
-        yield f"priority orders tokens that wait for slots, but in router {name} no token waits; leave it out."
+        yield f"priority orders tokens that wait for slots, but in router {name} no token waits; leave out priority."
     if kind.by_experts and config.dispatch == "dropless":
         yield f"router {name} fills the slots of every expert, but dropless has no slots; use dispatch sort."
 

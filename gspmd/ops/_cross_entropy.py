@@ -114,7 +114,7 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
 
 
 def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return logits in float32, with zeros in masked rows, where infinity or NaN times a mask of 0 would be NaN."""
+    """Return logits in float32, with zeros in masked rows, because infinity or NaN times a mask of 0 is NaN."""
     return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
 
 

@@ -426,7 +426,7 @@ def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
 def planned(
     request: LayoutRequest, shelf: Shelf, part: Callable[[LayoutAnswer], dict[str, Any]] = LayoutAnswer.record
 ) -> dict[str, Any]:
-    """Return a part of the answer to a request; a ConfigError is raised as a NotationError, which the page shows."""
+    """Return a part of the answer to a request; raise a ConfigError as a NotationError, so that the page shows it."""
     try:
         return part(LayoutAnswer(request, shelf))
     except ConfigError as error:

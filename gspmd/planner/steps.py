@@ -235,7 +235,7 @@ class RoutineChains:
 
 
 class NumberedSteps:
-    """The steps of a program: each step gets its number here, which its scope, the trace and the ledger use."""
+    """The steps of a program: each step gets its number here. Its scope, the trace and the ledger use this number."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

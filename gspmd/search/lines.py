@@ -592,7 +592,7 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """Return all placements in which no tensor has a mesh axis twice, [option, unknown]."""
+    """Return an array [option, unknown] of all placements in which no tensor has a mesh axis twice."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:

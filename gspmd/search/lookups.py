@@ -1,7 +1,8 @@
 """Costs of looking up rows in a table (an embedding), as arrays over the placements of ids, table and rows.
 
-During the lookup, each mesh axis shards a dimension that it also shards in one of the specs, as in `gspmd.ops.embed`.
-Of all joint placements of ids, table and rows, the lookup runs in the one whose moves take the fewest seconds.
+During the lookup, each mesh axis shards nothing, or a dimension that it also shards in the spec of the ids, the table
+or the rows, as in `gspmd.ops.embed`. Such a choice for all mesh axes is a *joint placement*. The lookup runs in the
+joint placement whose moves take the fewest seconds. A tensor's *outer* placement is its spec outside of the lookup.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,10 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return the seconds of moving "ids", "rows" or "table", [pair, table]; scales count with the table."""
+        """Return an array [pair, table] of the seconds of moving "ids", "rows" or "table".
+
+        The seconds of the table include those of its scales.
+        """
         total, places = self._best
         if name in ("ids", "rows"):
             found = np.take_along_axis(self._costs(name), places, axis=1)
@@ -53,7 +57,10 @@ class LookupPrices:
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the costs of moving "ids", "table" or "rows", and [pair, table] the placements before and after."""
+        """Return the costs of moving "ids", "table" or "rows", and two arrays [pair, table] of its placements.
+
+        The first array has the placements before the move, the second those after it.
+        """
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
         given = np.broadcast_to(fixed[None, :] if name == "table" else fixed[:, None], at.shape)
@@ -105,14 +112,14 @@ class LookupPrices:
         return seconds, places
 
     def _costs(self, name: str) -> np.ndarray:
-        """Return the seconds of one tensor's move, [outer placement, joint placement]."""
+        """Return an array [outer placement, joint placement] of the seconds of one tensor's moves between the two."""
         tensor, outside, joint, comes = self._tensors[name]
         if comes:
             return tensor.between(outside, joint, by="sources")
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return bit masks, [spec, joint placement], of axes that shard different dimensions in the two."""
+        """Return an array [spec, joint placement] of bit masks: the axes that shard different dimensions in the two."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -54,7 +54,7 @@ class MoveCosts:
         return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
 
     def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str = "") -> np.ndarray:
-        """Return the seconds of the cheapest moves, [sources, targets]; infinite if there is no move.
+        """Return the seconds of the cheapest moves as an array [sources, targets]; infinite if there is no move.
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
@@ -90,11 +90,11 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the seconds, [sources, targets], of first steps that are hoisted out of a loop over a fixed tensor.
+        """Return an array [sources, targets] of the seconds of first steps that are hoisted out of a loop.
 
-        The first step that enlarges the tensor, and all steps after it, stay in the loop. So does everything after a
-        slice, because compilers count the device's position among its operands. Each pair is planned, even if it occurs
-        several times: `at_every` removes repetitions.
+        The tensor does not change in the loop. The first step that enlarges it, and all steps after it, stay in the
+        loop. So does everything after a slice, because compilers count the device's position among its operands. Each
+        pair is planned, even if it occurs several times: `at_every` removes repetitions.
         """
         meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
         for row, column, rest, path in self._paths_between(sources, targets):
@@ -103,7 +103,7 @@ class MoveCosts:
         return table
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds, [sources, ends, others], of the first steps that moves to two placements have in common.
+        """Return arrays [sources, ends, others] of the seconds of first steps that moves to two placements share.
 
         A program that moves one tensor to both placements runs these steps once.
 
@@ -128,7 +128,10 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays, [placement, target]: node after the first step, or -1; its seconds; if it is hoisted."""
+        """Return three arrays [placement, target]: node after the first step, its seconds, whether it is hoisted.
+
+        The node is -1 if there is no step.
+        """
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning

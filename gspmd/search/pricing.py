@@ -124,7 +124,10 @@ class Prices:
 
     @property
     def ties(self) -> list[Table]:
-        """Tables that are infinite where two choices disagree on a placement that they share, and 0 elsewhere."""
+        """A table for each pair of choices where the unknowns of one are a proper subset of those of the other.
+
+        It is infinite where the two place such an unknown differently, and 0 elsewhere.
+        """
         found: list[Table] = []
         for place, option in enumerate(self.choices):
             for number, other in enumerate(self.choices):

@@ -584,7 +584,7 @@ def _plain(message: str) -> str:
 
 
 def _less_meshes(message: str) -> str:
-    """Return an error's text without the axes of meshes, which would list every unknown."""
+    """Return an error's text without the axes of meshes, because these list every unknown."""
     return _MESH.sub("mesh", message)
 
 

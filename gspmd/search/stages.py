@@ -219,7 +219,7 @@ def _check_shape(table: np.ndarray, submeshes: int) -> None:
     shape = table.shape
     if len(shape) != 3 or shape[0] != shape[1] or shape[2] != submeshes or not table.size:
         raise ValueError(
-            f"seconds has shape {shape}, but there are {submeshes} submeshes.\n"
+            f"seconds has shape {shape}, but the number of submeshes is {submeshes}.\n"
             "  Give [layers, layers, submeshes], of one layer and one submesh at least."
         )
 

@@ -237,8 +237,8 @@ def _place(operation: Operation) -> tuple[Path, int]:
 def _only_retypes(equation: Any) -> bool:
     """Return whether an equation changes only an array's type: a reshard on a mesh of one device.
 
-    A search reads programs on such a mesh, with an axis for each unknown. There a gradient that may be a partial sum is
-    resharded to that type. If it is no partial sum, the final program has no such step.
+    A search reads programs on such a mesh, with an axis for each unknown. On it, a gradient that may be a partial
+    sum is resharded to that type. If it is no partial sum, the final program has no such step.
     """
     return equation.primitive.name == _RESHARD and equation.outvars[0].aval.sharding.mesh.size == 1
 

@@ -244,7 +244,7 @@ class ShardingConfig:
     """Chunks of layers of each stage: a microbatch passes through all stages once for each chunk. More than one
     is the interleaved schedule (Narayanan et al. 2021)."""
     mesh: str = ""
-    """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
+    """Mesh axes and their sizes, such as x=4,y=2; if not given, they follow from the factor in the layout's [mesh]."""
     axis_types: Literal["explicit", "auto"] = "explicit"
     """Type of the mesh axes: explicit, where a spec is part of an array's type; or auto, where it is not."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

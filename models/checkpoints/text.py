@@ -110,7 +110,7 @@ class Tokenizer:
         return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
-        """Return the ids of a text for an encoder, which ends with an end-of-text token, as in training.
+        """Return the ids of a text for an encoder, with an end-of-text token after them, as in training.
 
         Example:
             >>> byte_tokenizer(358).source("f"), byte_tokenizer().source("f")
@@ -167,7 +167,7 @@ class TextStream:
         self._decoder = decoders.DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """Add an id, and return the text that it completes, which is empty in the middle of a character."""
+        """Add an id, and return the text that it completes; in the middle of a character this is empty."""
         self._tokens.append(int(token))
         piece = self._decoder.step(self._tokenizer.backend, int(token)) or ""
         self._shown += piece
@@ -255,7 +255,7 @@ def _ids(
 
 
 def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
-    """Read a file, and parse its text with the library, which would wait forever if it opened a FIFO itself."""
+    """Read a file and parse its text with the library. If the library opened a FIFO itself, it would wait forever."""
     try:
         text = read_text(path)
         return text, tokenizers.Tokenizer.from_str(text)

@@ -391,7 +391,7 @@ class Generator:
         return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """Return the weights in the sharding and format of a layout's programs; weights that differ are moved."""
+        """Return the weights in the sharding and format of a layout's programs, and move those that have others."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):

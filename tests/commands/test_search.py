@@ -673,7 +673,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
         (["--source-length", "-8"], "source_length must not be negative, but is -8."),
         (
             ["--model.encoder-layers", "2", "--stages"],
-            "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave it out.",
+            "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave out --stages.",
         ),
     ],
 )

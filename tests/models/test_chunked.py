@@ -91,7 +91,7 @@ def test_a_chunk_is_the_length_of_a_layers_cache_and_of_its_scores(config, make_
         ),
         (
             {"encoder_layers": 2, "attention_chunk": 4},
-            "attention_chunk is 4, which no attention of an encoder–decoder has; leave it out",
+            "an encoder–decoder has no attention_chunk (given: 4); leave it out",
         ),
     ],
 )

@@ -82,14 +82,14 @@ def test_a_settings_file_gives_a_scaling():
     ("fields", "words"),
     [
         ({"kind": "ntk"}, "kind is 'ntk'; it must be one of llama3, linear, dynamic, yarn, longrope"),
-        ({"kind": "linear", "truncate": False}, "truncate is False, which linear does not have; leave it out"),
+        ({"kind": "linear", "truncate": False}, "linear scaling has no truncate (given: False); leave it out"),
         ({"kind": "linear", "factor": 0.0}, "factor is 0.0; it must be positive"),
         (
             {"kind": "yarn", "low_frequency": 4.0, "high_frequency": 1.0},
             "low_frequency is 4.0, and high_frequency is 1",
         ),
         ({"kind": "yarn", "attention_factor": -1.0}, "attention_factor is -1.0; it must be positive"),
-        ({"kind": "longrope", "short_factors": (1.0,)}, "there are 1 short_factors and 0 long_factors"),
+        ({"kind": "longrope", "short_factors": (1.0,)}, "short_factors has length 1, and long_factors 0"),
         ({"kind": "longrope", "short_factors": (1.0,), "long_factors": (0.0,)}, "long_factors has 0.0; all of them"),
         ({"kind": "dynamic", "factor": 0.5}, "factor is 0.5; for dynamic it must be at least 1"),
         ({"kind": "dynamic", "original_length": 1}, "original_length is 1; it must be at least 2"),

@@ -89,7 +89,8 @@ def test_settings_that_would_do_nothing_are_refused():
         "  k is 2, but router expert-choice lets the experts choose; leave k out, or use router top-k.\n"
         "  renormalize is false, but that is a setting of router top-k, not of expert-choice; leave it out, or "
         "use top-k.\n"
-        "  priority orders tokens that wait for slots, but in router expert-choice no token waits; leave it out.\n"
+        "  priority orders tokens that wait for slots, but in router expert-choice no token waits; leave out "
+        "priority.\n"
         "  router expert-choice fills the slots of every expert, but dropless has no slots; use dispatch sort."
     )
     with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):

@@ -222,7 +222,7 @@ def test_what_cannot_go_round(query, key, length, options, message, make_mesh, p
 def test_as_many_queries_as_keys(make_mesh, place):
     mesh = make_mesh({"x": 4})
     q, k = (place(mesh, np.ones((2, n, 2, 4), np.float32), spec) for n, spec in ((8, "BL_xHD"), (16, "BT_xKD")))
-    with jax.set_mesh(mesh), pytest.raises(gspmd.SpecError, match="there are 8 queries in a sequence and 16 keys"):
+    with jax.set_mesh(mesh), pytest.raises(gspmd.SpecError, match="queries have length 8 and keys have length 16"):
         attention(q, k, k, "BL_xHD", "BT_xKD")
 
 

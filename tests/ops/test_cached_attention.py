@@ -191,7 +191,7 @@ def test_refuses_what_does_not_agree(make_mesh):
         "cannot attend from 'BLHD' to the cache 'BTKD'",
         "    BLKD",
         "     ^",
-        "  there are 2 queries in a row, and 1 keys.",
+        "  queries have length 2, but keys have length 1.",
     ]
     assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
     assert "the batch has size 4, but the cache has 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])

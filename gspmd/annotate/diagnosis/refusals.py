@@ -48,7 +48,9 @@ _ALIKE = str.maketrans("ΑΒΕΖΗΙΚΜΝΟΡΤΥΧουАВЕЅІЈКМНОРС
 
 
 def _lookalikes(text: str) -> list[Fault]:
-    """Return a fault for each letter that only looks like a Latin one, which nobody could see in the text.
+    """Return a fault for each character that is not a Latin letter but looks like one.
+
+    A reader could not tell the two apart.
 
     >>> print(_lookalikes("\u0392LE_x")[0].fact)
     'Β' is GREEK CAPITAL LETTER BETA, not the letter B.

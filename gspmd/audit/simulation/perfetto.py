@@ -42,7 +42,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Return each bar with its thread and the thread's name, once per row of the bar; loops enclose their contents.
+    """Return each bar once for each of its rows, with its thread and the thread's name; loops enclose their contents.
 
     Bars that overlap without nesting need separate threads, so a row has one thread for each lane.
     """

@@ -7,7 +7,7 @@ from gspmd.display.plain import printable
 
 
 @dataclass(frozen=True, repr=False)
-class Parting:
+class Mismatch:
     """A difference between the results under a lowering and those on one device.
 
     Attributes:
@@ -29,7 +29,7 @@ class Parting:
     error: str = ""
 
     def __repr__(self) -> str:
-        return f"<Parting {self}>"
+        return f"<Mismatch {self}>"
 
     def __str__(self) -> str:
         if self.error:
@@ -43,26 +43,26 @@ class Parting:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `gspmd.audit.verify`; true if all lowerings agree with one device.
+    """The result of `gspmd.audit.verify`; true if all lowerings give the results of one device.
 
     Attributes:
         name: the name of the function.
         lowerings: the lowerings under which it ran.
         arrays: number of arrays compared under each lowering.
-        partings: the differences, in the order of the lowerings and of the results.
-        equations: (lowering, equation) for each equation of the function that differs when run by itself.
+        mismatches: the differences, in the order of the lowerings and of the results.
+        equations: (lowering, equation) for each equation of the function that gives wrong results when run alone.
     """
 
     name: str
     lowerings: tuple[str, ...]
     arrays: int
-    partings: tuple[Parting, ...]
+    mismatches: tuple[Mismatch, ...]
     equations: tuple[tuple[str, str], ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether nothing differs."""
-        return not self.partings
+        return not self.mismatches
 
     def __bool__(self) -> bool:
         return self.ok
@@ -73,12 +73,17 @@ class Verification:
             raise PlanError(str(self))
 
     def __repr__(self) -> str:
-        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.partings)} wrong'})")
+        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.mismatches)} wrong'})")
 
     def __str__(self) -> str:
         if self.ok:
             under = ", ".join(self.lowerings)
-            return printable(f"{self.name}: {self.arrays} arrays agree with one device under {under}")
-        lines = [f"{self.name} differs from one device under some lowering", *map(str, self.partings)]
-        lines += [f"{name}: by itself, '{equation}' is wrong" for name, equation in self.equations]
+            return printable(f"{self.name}: {self.arrays} arrays agree with those on one device, under {under}")
+        lines = [
+            f"{self.name}: under some lowering the results differ from those on one device",
+            *map(str, self.mismatches),
+        ]
+        lines += [
+            f"{name}: '{equation}' gives wrong results even when it is run alone" for name, equation in self.equations
+        ]
         return printable("\n  ".join(lines))

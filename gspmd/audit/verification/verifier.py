@@ -9,7 +9,7 @@ import numpy as np
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.audit.verification.evaluation import difference, partition_of, random_array, values_and_gradients
-from gspmd.audit.verification.result import Parting, Verification
+from gspmd.audit.verification.result import Mismatch, Verification
 from gspmd.lowerings.in_force import lowering
 from gspmd.lowerings.names import checked
 from gspmd.lowerings.program import program_of
@@ -39,34 +39,34 @@ def verify(
         seed: seed of all random numbers.
 
     Returns:
-        A `Verification`, with `.ok`, `.partings`, `.raise_if_wrong()`; `print` lists the differences, and the equations
-        of `fn` that are wrong by themselves.
+        A `Verification`, with `.ok`, `.mismatches` and `.raise_if_wrong()`. `print` lists the differences, and those
+        equations of `fn` that give wrong results even when they are run alone.
 
     Raises:
         PlanError: there is no mesh, an argument is not an array, an argument or a result is a partial sum, or `fn`
-            raises on one device too.
+            raises an error even on one device.
 
     Example:
         >>> from gspmd import annotate
         >>> with jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"))):
         ...     x, w = annotate(jax.numpy.ones((4, 8)), "BE_x"), annotate(jax.numpy.ones((8, 16)), "E_xF_y")
         ...     print(verify(lambda x, w: einsum("BE_x, E_xF_y -> BF_y", x, w), x, w))
-        <lambda>: 3 arrays agree with one device under xla, blocking, looped
+        <lambda>: 3 arrays agree with those on one device, under xla, blocking, looped
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     mesh, names = _mesh(name), tuple(map(checked, _several(name, lowerings)))
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise PlanError(f"cannot verify {name} with seed {shown(seed)}.\n  Give a whole number from 0 to 2^32 - 1.")
     args = jax.tree.map(lambda leaf: _argument(name, leaf, mesh, seed), args, is_leaf=_is_abstract)
-    partings, arrays = _partings(fn, name, args, mesh, names, gradients, seed)
-    wrong = dict.fromkeys(parting.lowering for parting in partings)
+    mismatches, arrays = _mismatches(fn, name, args, mesh, names, gradients, seed)
+    wrong = dict.fromkeys(each.lowering for each in mismatches)
     equations = [(each, text) for each in wrong for text in _wrong_equations(fn, args, mesh, each, seed)]
-    return Verification(name, names, arrays, tuple(partings), tuple(equations))
+    return Verification(name, names, arrays, tuple(mismatches), tuple(equations))
 
 
-def _partings(
+def _mismatches(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
-) -> tuple[list[Parting], int]:
+) -> tuple[list[Mismatch], int]:
     """Return the differences between each lowering and one device, and the number of arrays compared."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
@@ -74,19 +74,19 @@ def _partings(
         wanted = values_and_gradients(fn, _on(one, args), one, gradients, seed)
     except Exception as error:
         raise PlanError(
-            f"cannot verify {name}: it raises an error on one device too: {_said(error)}\n  Fix that first."
+            f"cannot verify {name}: it raises an error even on one device: {_said(error)}\n  Fix that first."
         ) from error
-    partings: list[Parting] = []
+    found: list[Mismatch] = []
     for each in names:
         try:
             with lowering(each):
                 got = values_and_gradients(fn, args, mesh, gradients, seed)
         except Exception as error:
-            partings.append(Parting(each, "", error=_said(error)))
+            found.append(Mismatch(each, "", error=_said(error)))
             continue
-        differences = (difference(each, path, got.get(path), wanted[path]) for path in wanted)
-        partings += [one for one in differences if one]
-    return partings, len(wanted)
+        compared = (difference(each, path, got.get(path), wanted[path]) for path in wanted)
+        found += [one for one in compared if one]
+    return found, len(wanted)
 
 
 def _several(name: str, lowerings: Any) -> Sequence[str]:
@@ -135,7 +135,7 @@ def _on(one: jax.sharding.Mesh, args: Any) -> Any:
 
 
 def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str, seed: int) -> list[str]:
-    """Return the equations of a function that differ from one device when run alone, on random values."""
+    """Return the equations of a function that, run alone on random values, differ from their results on one device."""
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -157,7 +157,10 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
 
 
 def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
-    """Return whether an equation agrees with one device when run alone; one that cannot run alone counts as right."""
+    """Return whether an equation that is run by itself gives the same results as on one device.
+
+    An equation that cannot be run by itself counts as right.
+    """
     try:
         equation = parse_equation(text)
     except SpecError:  # Another planned operation.
@@ -178,7 +181,7 @@ def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
         return einsum(equation, *nested)
 
     try:
-        return not _partings(alone, text, tuple(flat), mesh, (name,), True, seed)[0]
+        return not _mismatches(alone, text, tuple(flat), mesh, (name,), True, seed)[0]
     except PlanError:
         return True
 

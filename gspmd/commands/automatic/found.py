@@ -94,8 +94,8 @@ def asks_for_search(layout: str, doing: str) -> bool:
         ConfigError: the flag names a file of lines, which is only for custom models.
     """
     if lines_searched(layout):
-        fault = f"--layout {layout} is for a custom model; the lines of this one are known."
-        raise ConfigError(doing, [f"{fault} Write --layout {AUTO}."])
+        fault = f"--layout {layout} is only for custom models, and this model comes with gspmd"
+        raise ConfigError(doing, [f"{fault}: its lines are known without a file. Write --layout {AUTO}."])
     return layout == AUTO
 
 

@@ -238,7 +238,7 @@ def _faults(settings: SearchSettings):
     elif settings.phase == "train" and not numbers:
         yield from group_faults(settings.model, settings.batch, settings.length, settings.sources)
     if settings.stages and settings.sources:
-        yield "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave it out."
+        yield "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave out --stages."
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase == "train" and not is_own(settings):
@@ -293,7 +293,7 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
 
 
 def _fault_of_spec(settings: SearchSettings, key: str, text: str) -> str:
-    """Return why a line cannot have a spec or via in any layout of this search, or "" if nothing is known before it."""
+    """Return why a line cannot have a spec or via in any layout of this search, or "" if only the search can tell."""
     from gspmd.search.answers.meshes import AXES  # which imports numpy
 
     try:
@@ -331,4 +331,5 @@ def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
             f"them; give the first axis {count}, or a divisor or multiple of it."
         )
     if settings.stages and target.topology.slices > 1:
-        yield f"--stages prices stages within one slice, and {target.name} has {target.topology.slices}; leave it out."
+        slices = f"{target.name} has {target.topology.slices} slices"
+        yield f"--stages prices stages within one slice, and {slices}; leave out --stages."

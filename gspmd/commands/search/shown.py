@@ -106,7 +106,7 @@ def _mesh(mesh: Mapping[str, int]) -> str:
 
 
 def outside(presets: Iterable[Placed]) -> list[str]:
-    """Return a line about each preset that the search does not consider, which has no row in the table."""
+    """Return a line for each preset that the search does not consider and that therefore has no row in the table."""
     lines = []
     for each in presets:
         if each.answer is None and each.traced is not None:

@@ -9,7 +9,7 @@ instead:
   bytes and are compiled as written;
 - it sends a collective over several torus axes round a single ring through all their devices. Axis by axis the same
   bytes take fewer hops, which is faster for few bytes; for many bytes, putting the parts in order costs more. A gather
-  of many bytes is written as permutes round all axes at the same time (`blocking.torus`);
+  of many bytes is emitted as permutes round all axes at the same time (`blocking.torus`);
 - it keeps a reduce-scatter of two-byte elements along the last dimension if its shards are multiples of 256, two rows
   of lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
   dimensions flattened it keeps these too; the transpose takes about as long as the additional bytes of an all-reduce

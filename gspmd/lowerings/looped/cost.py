@@ -39,7 +39,7 @@ Sent = tuple[float, Mapping[Link, int]]
 
 
 class Costs:
-    """The predicted seconds of the rings, stripes and products of one routine."""
+    """The predicted seconds of one routine's products, overlapped with its collectives by rings or by stripes."""
 
     def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs

@@ -69,8 +69,8 @@ def _differentiated(
 ) -> Callable:
     """Define the gradient of an equation with partial sums as operands or result, by einsums without partial sums.
 
-    JAX would transpose the conversion of partial sums to dimensions of summands, and the partitioner sometimes sums the
-    cotangent of such a conversion over too few devices.
+    Without this, JAX would differentiate the step that turns a partial sum into an array with one more dimension, which
+    has an entry for each summand. The partitioner sometimes sums the cotangent of that step over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
     # The gradient of a partial sum is replicated, and the gradient of a `reduced` array is a partial sum; both are

@@ -108,6 +108,6 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
-    """Return the placements that `via` fixes in an equation with an open dimension, which has no plan."""
+    """Return the placements that `via` fixes in an equation that has no plan, since it has an open dimension."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

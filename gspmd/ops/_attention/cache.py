@@ -278,7 +278,10 @@ def _written(
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """Write the cache by a scatter, which the compiler partitions; for writes row by row it would gather the cache."""
+    """Write the cache by one scatter, which the compiler can partition.
+
+    If rows were written one by one, the compiler would gather the cache.
+    """
     order, slots = form.order, cache.shape[form.order[2]]
     layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     first, (begin, end) = jax.tree.map(lambda x: x[None, :, None], _first_slots(form, slots, new.shape[2], *numbers))

@@ -283,7 +283,7 @@ class _CachedAttention:
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
-        """Return the terms of the logits with the new tokens' keys.
+        """Return the `Terms` (mask, soft cap and biases) of the logits of the queries and the new tokens' keys.
 
         Args:
             given: which new keys are real, and the operands with values for each query head.
@@ -379,7 +379,7 @@ def _check(
             k.shape[0] != q.shape[0],
             f"the batch of the queries has size {q.shape[0]}, but that of the keys has size {k.shape[0]}.",
         ),
-        (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
+        (key, 1, k.shape[1] != q.shape[1], f"queries have length {q.shape[1]}, but keys have length {k.shape[1]}."),
         (
             key,
             3,

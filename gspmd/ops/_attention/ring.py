@@ -77,7 +77,7 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if causal and queries != keys:
-        fact = f"there are {queries} queries in a sequence and {keys} keys, and both are cut over the same devices."
+        fact = f"queries have length {queries} and keys have length {keys}, but both are cut over the same devices."
         raise report(
             SpecError,
             doing,

@@ -265,7 +265,7 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 
 
 def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
-    """Attend with the arrays of all devices, or with those of one device, whose first query has position `first`."""
+    """Attend with the arrays of all devices, or of one device; the first query of the arrays has position `first`."""
     given = extras.named(more)
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None

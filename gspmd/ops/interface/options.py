@@ -55,7 +55,7 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
     if _RANK.index(_numbers(name)) < _RANK.index(_numbers(joint)):
         raise PlanError(
             f"{doing} as {name}: products of {joint} are {_numbers(joint)} numbers, which {name} cannot hold.\n"
-            "  Leave preferred_element_type out and cast the result, if that is meant."
+            f"  If you want {name} anyway, leave out preferred_element_type and cast the result."
         )
     return name
 

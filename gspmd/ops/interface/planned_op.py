@@ -88,7 +88,7 @@ def read(
 
 
 def fault(spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-    """Return a fault about one dimension of a spec, which an error message underlines with a caret."""
+    """Return a fault about one dimension of a spec; an error message underlines this dimension with a caret."""
     at = spec.dims.index(dim)
     before, piece = (str(Spec(spec.dims[part], spec.axes[part])) for part in (slice(at), slice(at, at + 1)))
     return Fault(str(spec), len(before), len(before) + len(piece), fact, remedy)

@@ -114,7 +114,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """Return a message that lists every fault of a text that is not an option, and the possible options."""
+    """Return a message about a text that is not an option, with every fault of the text and all options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
     fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not fit the other lines of this part"
     distinct = list(dict.fromkeys(texts))

@@ -23,7 +23,7 @@ class Items(Protocol):
     def __len__(self) -> int: ...
 
     def sizes(self, items: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of each item on each side, [items, sides]."""
+        """Return an array [items, sides] of the number of tokens of each item on each side."""
 
     def row(self, items: np.ndarray) -> Row:
         """Return a row that consists of these items, in this order."""

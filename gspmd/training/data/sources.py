@@ -114,7 +114,7 @@ def kind(path: Path) -> str:
 
 
 def compression(path: Path) -> str:
-    """Return the suffix of a compressed file, which `opened` decompresses, or "" for any other file."""
+    """Return the suffix of a file that `opened` decompresses, or "" for any other file."""
     return path.suffix if path.suffix in (*_COMPRESSED, ".zst") else ""
 
 

@@ -91,7 +91,7 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
 
 
 def blamed(error: BaseException) -> list[str]:
-    """Return lines with the place of an error in a custom model's code, and the error, or [] if it arose elsewhere.
+    """Return lines with an error and its place in a custom model's code, or [] if it arose elsewhere.
 
     Such an error, raised by JAX or Python, is for the user to correct, and most frames of its traceback are those of
     libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is not blamed.

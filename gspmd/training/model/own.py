@@ -156,8 +156,8 @@ class Own:
         try:
             spec = layout.spec(self.batch_line)
         except LayoutError as error:
-            doing = f"cannot place the batch of {self.name} by layout '{layout.name}'"
-            raise LayoutError(f"{doing}, whose line is {self.batch_line!r}:\n  {error}") from None
+            source = f"its spec is the line {self.batch_line!r} of layout '{layout.name}'"
+            raise LayoutError(f"cannot place the batch of {self.name}: {source}:\n  {error}") from None
         if spec.dims != ("B", "L"):
             raise LayoutError(f"a batch has dimensions B and L, but its line {self.batch_line} = '{spec}' has others.")
         return spec.with_axes("L", ())

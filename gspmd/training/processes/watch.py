@@ -208,7 +208,7 @@ class Watch(threading.Thread):
         _send(caller, arrival.WELCOME)
         fault = ""
         if count != self._count:
-            fault = f"process {peer} was told that there are {count} processes, but process 0 that there are "
+            fault = f"process {peer} was given {count} as the number of processes, but process 0 was given "
             fault += f"{self._count}; give all of them the same number."
         elif peer == 0 or peer in self._peers:
             fault = f"two processes are process={peer}; number them from 0 to {self._count - 1}."

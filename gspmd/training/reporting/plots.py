@@ -123,7 +123,11 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
 
 
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the edges of columns, in steps, [columns + 1], and the mean load in each column, [columns, layers, X]."""
+    """Return two arrays for the heat map.
+
+    They are the edges of its columns in training steps, of shape [columns + 1], and the mean load of each column, of
+    shape [columns, layers, X].
+    """
     steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
     counts = np.diff([*starts, len(steps)])

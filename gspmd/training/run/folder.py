@@ -155,7 +155,7 @@ def _there(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
-    """Move the files of an earlier run, which has no checkpoint, to a new folder within its own."""
+    """Move the files of an earlier run that has no checkpoint to a new folder within its own."""
     if not _is_of_run(path):
         return
     there = _there(path, _WRITTEN)

@@ -1,4 +1,7 @@
-"""OLMo 2 and 3, with norms after attention and feed-forward, and OLMoE: queries and keys normed over all heads."""
+"""OLMo 2, OLMo 3 and OLMoE, which normalize queries and keys over all heads together.
+
+OLMo 2 and 3 have their norms after attention and feed-forward.
+"""
 
 from __future__ import annotations
 

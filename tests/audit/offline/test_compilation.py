@@ -11,6 +11,7 @@ import pytest
 
 import gspmd
 from gspmd.audit import compile_offline, hlo, topology
+from gspmd.audit.arguments import argument_numbers
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _compile, _overfilled, _too_large
 from gspmd.audit.offline.names import read_name
@@ -193,6 +194,19 @@ def test_donated_arguments_are_not_held_twice(slice64):
     kept = compile_offline(lambda x: x + 1, x, topology=slice64)
     given = compile_offline(lambda x: x + 1, x, topology=slice64, donate_argnums=(0,))
     assert kept.output_bytes - given.output_bytes == x.size * 2 // 64
+
+
+def test_a_position_without_an_argument_is_told_from_what_is_no_position():
+    remedy = "\n  Give the numbers of arguments, counted from 0, such as donate_argnums=(0,)."
+    for given, count, fact in (
+        ((5,), 1, "names an argument that does not exist: the function was given 1 argument."),
+        ((0, -3), 2, "names an argument that does not exist: the function was given 2 arguments."),
+        (("x",), 1, "is not a sequence of numbers of arguments."),
+    ):
+        with pytest.raises(gspmd.PlanError) as refused:
+            argument_numbers("donate_argnums", given, count)
+        assert str(refused.value) == f"donate_argnums={given} {fact}{remedy}"
+    assert argument_numbers("donate_argnums", [0, -1], 3) == (0, 2)
 
 
 def test_the_mesh_is_that_of_the_arguments_or_given(slice64):

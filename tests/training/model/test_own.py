@@ -259,7 +259,8 @@ def test_a_layout_that_lacks_lines_names_all_of_them(tmp_path):
     with pytest.raises(LayoutError, match=r"Did you mean 'mixer\.w_im'\? Otherwise add w_in = \"EF\" to \[mixer\]"):
         Own(Tiny()).rows(Layout.load(tmp_path / "tiny.toml"))
     with pytest.raises(
-        LayoutError, match=r"whose line is 'embedding.tokens':\n  the layout does not write embedding.tokens"
+        LayoutError,
+        match=r"its spec is the line 'embedding.tokens' of layout .*:\n  the layout does not write embedding.tokens",
     ):
         Own(Tiny()).batch_spec(layout)
 

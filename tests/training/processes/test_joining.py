@@ -105,7 +105,7 @@ def test_whoever_waits_for_the_others_hears_what_has_become_of_them(pairs):
     )
     assert said["two-second"] == ["", ""]  # the first one says it
     assert codes(found["other-number"]) == [2, 2]
-    number = "process 1 was told that there are 3 processes, but process 0 that there are 2; "
+    number = "process 1 was given 3 as the number of processes, but process 0 was given 2; "
     number += "give all of them the same number."
     assert said["other-number"] == [f"The run failed: {number}\n", ""]
 
