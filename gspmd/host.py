@@ -206,7 +206,7 @@ def _cpu() -> str:
 
 
 def is_fake(devices: Sequence[jax.Device]) -> bool:
-    """Return whether the devices are fake ones on this host's cores, whose times say nothing about real devices."""
+    """Return whether the devices are fake ones on this host's cores: their times say nothing about real devices."""
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
@@ -297,7 +297,7 @@ def _forget_schedules() -> None:
 
 
 def _option(name: str) -> Any:
-    """Return an option of `jax.config`, whose type hints in JAX 0.10 leave out the options."""
+    """Return an option of `jax.config`; JAX 0.10 has no type hints for the options."""
     import jax
 
     return getattr(jax.config, name)

@@ -33,7 +33,7 @@ class Past(Protocol):
         """Return the rotary angles of the new tokens in a kind of layer, sharded as `spec` shards B and L."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] of the new tokens' queries, which grow with the position (`query_growth`)."""
+        """Return the factors [B, L, 1, 1] of the new tokens' queries; they grow with the position (`query_growth`)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -63,7 +63,7 @@ class Past(Protocol):
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of an encoded source, which stay the same."""
+        """Attend with queries to the keys and values of an encoded source; these stay the same."""
 
 
 class Attention(Layer):

@@ -24,7 +24,7 @@ from .vectors import matrix, scaled
 
 
 class Layer(nnx.Module):
-    """A layer, whose equations are written with the names of lines in a section of the layout.
+    """A layer: its equations are written with the names of lines in a section of the layout.
 
     Attributes:
         config: the configuration of the model.

@@ -180,7 +180,7 @@ def _rows(
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
-        """Yield the rows of a weight's adapter matrices A and B, whose product is 0 at first."""
+        """Yield the rows of a weight's adapter matrices A and B; the product of A and B is 0 at first."""
         key = tensor.key
         _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None

@@ -93,7 +93,7 @@ def parse(
     prog: str | None = None,
     common: Collection[str] = (),
 ) -> T:
-    """Read settings from a TOML file and from flags, which take precedence over the file.
+    """Read settings from a TOML file and from flags; flags take precedence over the file.
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
@@ -213,7 +213,7 @@ class _LikeOutput(io.StringIO):
 
 
 def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:
-    """Print tyro's help with our own description, which tyro would wrap as a single paragraph, and exit."""
+    """Print tyro's help and exit; our own description is added here, because tyro would make one paragraph of it."""
     shown = _LikeOutput()
     with suppress(SystemExit), redirect_stdout(shown):
         tyro.cli(cls, args=["--help"], description="", **options)

@@ -119,7 +119,7 @@ def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str =
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
-    """Raise an error about flags that are not UTF-8, which file names and config.json cannot hold.
+    """Raise an error about flags that are not UTF-8: file names and config.json cannot hold such text.
 
     Raises:
         ConfigError: some flags are not UTF-8, or have null bytes; the message lists each of them.

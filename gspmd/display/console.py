@@ -66,7 +66,7 @@ def never_fail(stream: Any) -> None:
 
 
 def columns(console: Console) -> int | None:
-    """Return the value of `COLUMNS` or a terminal's width, or None for files and pipes, whose lines have no limit."""
+    """Return the value of `COLUMNS` or a terminal's width, or None for files and pipes: their lines have no limit."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Cell:
-    """A part of the output of a notebook cell, whose contents can be replaced.
+    """A part of the output of a notebook cell; the contents of this part can be replaced.
 
     Each new text of progress replaces the last one, since a line for each text would fill the cell.
     `show` may be called from any thread: the kernel finds the cell by the id of this part.

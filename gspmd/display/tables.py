@@ -46,7 +46,7 @@ class Sheet:
     rows: list[tuple[tuple[str, ...], bool]] = field(default_factory=list)
 
     def add(self, *cells: str, total: bool = False) -> None:
-        """Add a row of cells, which may be a total below a line."""
+        """Add a row of cells; the row may be a total below a line."""
         self.rows.append((cells, total))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:

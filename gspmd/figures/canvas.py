@@ -54,7 +54,7 @@ class Canvas:
             self.hold(x, y, x, y)
 
     def arrow(self, points: Sequence[tuple[float, float]]) -> None:
-        """Draw a line through points that ends in an arrowhead, which points down."""
+        """Draw a line through points, with an arrowhead at its end that points down."""
         x, y = points[-1]
         self.path([*points[:-1], (x, y - 4)])
         head = ((x - 3.5, y - 6), (x + 3.5, y - 6), (x, y))

@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fitted constants of one chip, which matmul.toml explains."""
+    """The fitted constants of one chip; matmul.toml explains each constant."""
 
     overhead_seconds: float
     latency_seconds: float

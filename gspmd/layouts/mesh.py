@@ -13,7 +13,7 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Factor `devices` over the axes of `order`, which get its prime factors in turn, the largest factors first.
+    """Factor `devices` over the axes of `order`: the axes get its prime factors in turn, the largest factors first.
 
     The other axes of `axes` have size 1.
 

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
-    """Return the scope of a program, which contains its computation in notation."""
+    """Return the scope of a program: its name contains the computation in notation."""
     return f"gspmd[{title}]"
 
 

@@ -14,7 +14,7 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router, which determine the settings of a config that apply to it, and their defaults.
+    """The properties of a router: they determine the settings of a config that apply to it, and their defaults.
 
     Attributes:
         choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.

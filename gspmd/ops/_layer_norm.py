@@ -96,7 +96,7 @@ class _LayerNorm:
 
     @property
     def pair(self) -> Spec:
-        """The spec of two statistics stacked in a first dimension, whose letter x lacks."""
+        """The spec of two statistics stacked in a first dimension; x has no dimension of this letter."""
         rows = self.statistic
         letter = next(letter for letter in "SPQRUWAB" if letter not in self.x.dims)
         return Spec((letter, *rows.dims), ((), *rows.axes))

@@ -282,7 +282,7 @@ class LayoutAnswer:
                 yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
 
     def _own_layout(self) -> Layout:
-        """Return the layout with the lines of the request, which a search has found.
+        """Return the layout with the lines of the request; a search has found these lines.
 
         Raises:
             BadRequest: a line is not written as a search writes one.

@@ -163,8 +163,8 @@ class Lines:
                 for dim in spec.dims:
                     if not unknown.axes_of(dim) and any(mesh[axis] > 1 for axis in spec.axes_of(dim)):
                         raise LayoutError(
-                            f"cannot fix {line} = '{text}': the program, or a layout's rule, does not allow {dim} "
-                            f"to be sharded there.\n  Leave {dim} unsharded."
+                            f"cannot fix {line} = '{text}': the program, or a rule of all layouts, does not allow "
+                            f"{dim} to be sharded there.\n  Leave {dim} unsharded."
                         )
             if any(spec.partial or spec.reduced for spec in given):
                 raise LayoutError(f"cannot fix {line} = '{text}': a fixed line cannot have a partial sum or reduced-.")

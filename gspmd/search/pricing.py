@@ -558,7 +558,7 @@ def _latest(key: tuple) -> dict:
 
 
 def forget() -> None:
-    """Drop the tables cached across searches, which a training run no longer needs after its search."""
+    """Drop the tables that are cached across searches: after its search a training run does not need them."""
     _tables.clear()
 
 

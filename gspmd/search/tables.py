@@ -94,5 +94,5 @@ class Tables:
 
 
 def _grid(places: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return the index of all combinations of places, like `np.ix_`, which would take longer than the lookup itself."""
+    """Return the index of all combinations of places, like `np.ix_`, which is too slow here."""
     return tuple(place.reshape(-1, *[1] * after) for after, place in zip(reversed(range(len(places))), places))

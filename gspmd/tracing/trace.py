@@ -105,7 +105,7 @@ def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
 
 
 def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield a note for every while loop with collectives in it, whose trips are not known in advance."""
+    """Yield a note for every while loop that has collectives and an unknown number of trips."""
     for loop in (each for each in all_equations(jaxpr) if each.primitive.name == "while"):
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))

@@ -60,7 +60,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(message: Any) -> str:
-    """Return the beginning of a message, which a template may have made very long."""
+    """Return the beginning of a message: a template may have made the message very long."""
     return str(message)[:1000].encode("utf-8", "replace").decode()
 
 

@@ -179,7 +179,7 @@ class TextStream:
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Read the tokenizer of a checkpoint, whose ids are those of transformers' AutoTokenizer.
+    """Read the tokenizer of a checkpoint; its ids are those of transformers' AutoTokenizer.
 
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way. The last step of

@@ -96,7 +96,7 @@ def copy_rows(
 def on_rows(
     cache: Cache, sources: jax.Array, layout: Layout, name: str, body: Callable[..., jax.Array], line: str = SELF
 ) -> tuple[Any, Any, Any, Any]:
-    """Return `Cache.layers` with new rows, which each device computes from its own rows.
+    """Return `Cache.layers` with new rows; each device computes them from its own rows.
 
     Args:
         cache: the cache whose rows are read.

@@ -149,7 +149,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _weights(self) -> set[HeldArray]:
-        """The sharded arrays without a token dimension, whose sizes do not depend on the number of microbatches."""
+        """The sharded arrays without a token dimension: their sizes do not depend on the number of microbatches."""
         lines = self.question.lines
         pairs = [pair for each in lines.tensors().values() for pair in each]
         tokens = {unknown for dim, unknown in pairs if dim in _TOKENS}

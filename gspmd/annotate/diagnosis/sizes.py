@@ -50,7 +50,7 @@ def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
 
 
 def no_local_shape(spec: Any) -> SpecError:
-    """Return the error for a spec with an open dimension, whose local size is not known."""
+    """Return the error for a spec with an open dimension: the local size of such a dimension is not known."""
     at = spec.axes.index((OPEN,))
     fault = fault_at(spec, at, f"dimension {spec.dims[at]} is left open, so its local size is not known.")
     return report(SpecError, f"cannot tell the local shape of '{spec}'", [fault])

@@ -77,7 +77,7 @@ class Interpreter:
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """Simulate an instruction; return its value, which for a transfer is the index that its -done waits for."""
+        """Simulate an instruction; return its value: for a transfer, the index that the transfer's -done waits for."""
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
             self.machine.wait(_number(operands[0]))

@@ -84,7 +84,7 @@ def line_of_use(command: str, mesh: str) -> str:
 
 
 def asks_for_search(layout: str, doing: str) -> bool:
-    """Return whether `--layout` asks for a search for a model that comes with gspmd, whose lines are known.
+    """Return whether `--layout` asks for a search; the model comes with gspmd, so its lines are known.
 
     Args:
         layout: the value of the flag.

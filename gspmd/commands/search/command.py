@@ -253,7 +253,7 @@ def comment(found: CommandResults, progress: Progress) -> None:
 
 
 def compile_best(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Compile the shortlist; the layout of the fastest program, which may be a preset, becomes the answer."""
+    """Compile the shortlist; the layout of the fastest program becomes the answer, and may be a preset."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
         listed = shortlist.trained(finding, found.said, found.presets, count)

@@ -252,7 +252,7 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """Return the routine with moves planned for buffers of rows, whose X is not the X of the weights."""
+        """Return the routine with moves planned for buffers of rows: the buffers' X is not the weights' X."""
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan

@@ -59,7 +59,7 @@ def local_attention(
 def at_one_width(
     attend: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Call `attend`, which needs one D for all arrays: pad the narrower arrays along D, and cut the result.
+    """Call `attend` with one D for all arrays: pad the narrower arrays along D, and cut the result.
 
     Args:
         attend: a function of queries, keys and values that returns the result [B, L, H, D] and perhaps more.

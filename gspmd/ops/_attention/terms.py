@@ -277,7 +277,7 @@ class Extras:
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum, which sharding annotations cannot express."""
+        """Whether some gradient stays a partial sum: sharding annotations cannot express that."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:

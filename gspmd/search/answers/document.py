@@ -56,7 +56,7 @@ class LineCost:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
-    """Yield the name of each choice that has lines, and the comment on it, which takes one search each."""
+    """Yield the name of each choice that has lines, and the comment on it; each comment takes one search."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
         if not any(candidate.options.texts[choice.name]):

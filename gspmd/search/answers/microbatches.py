@@ -95,7 +95,7 @@ class Range:
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
-    """Return the candidate, including those of the ranges, whose layouts need the least memory, if there is one."""
+    """Return the candidate whose layouts need the least memory, among all, also those of the ranges; or None."""
     heap: list[tuple[float, int, Candidate | Range]] = []
 
     def push(each: Candidate | Range) -> None:

@@ -72,7 +72,7 @@ def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[
 
 
 def in_ends(key: str) -> bool:
-    """Return whether a line, or a choice, belongs to the embedding or the output, which a step computes once.
+    """Return whether a line, or a choice, belongs to the embedding or the output: a step computes these once.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -48,7 +48,7 @@ class Objective(Protocol):
         """Return the mean fraction of predicted tokens that are text; sentinels and end tokens stand for no bytes."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the rows, which a resumed run must not change."""
+        """Return the settings that determine the rows: a resumed run must not change them."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class Watch(threading.Thread):
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
-        """Accept a new connection, whose caller must then send its process number."""
+        """Accept a new connection; its caller must then send the number of its process."""
         if self._door:
             try:
                 caller, _ = self._door.accept()
