@@ -13,7 +13,7 @@ import pytest
 
 import gspmd
 from gspmd.annotate import parse_equation
-from gspmd.audit import Mismatch, Report, Topology, Verification, timeline, topology
+from gspmd.audit import Parting, Report, Topology, Verification, timeline, topology
 from gspmd.audit.hlo import Array, parse
 from gspmd.audit.offline import memory
 from gspmd.display import console as printing
@@ -27,7 +27,7 @@ SIZES, MESH = {"B": 64, "L": 128, "E": 1024, "F": 4096}, {"x": 4}
 NAMES = (
     "Topology", "Spec", "Equation", "SpecError", "PlanError", "Layout", "Ranking", "Ranked", "Chip", "Plan", "Step",
     "ProgramPlan", "PlannedStep", "Ledger", "Entry", "Comparison", "Difference", "Timeline", "Report that fits",
-    "Report", "Verification", "Mismatch",
+    "Report", "Verification", "Parting",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def objects() -> dict:
     ledger = gspmd.ledger(HLO, MESH)
     module = parse(HLO)
     line = timeline(module, "tpu-v4", MESH)
-    mismatch = Mismatch("looped", "value['größe']", 1.0, 0.5, 1e-5, (0, 1))
+    parting = Parting("looped", "value['größe']", 1.0, 0.5, 1e-5, (0, 1))
     buffer = memory.AllocatedArray(
         "argument", "params.w_in", Array("bf16", (8, 128)), 2048, "more chips, or fewer bits"
     )
@@ -72,8 +72,8 @@ def objects() -> dict:
         "Timeline": line,
         "Report that fits": Report(*held[:2], True, *held[3:], program, ledger, line, module, HLO, (buffer,), 1.5),
         "Report": Report(*held, program, None, None, None, "", (buffer, buffer), 1.5, "Used 65.2 GB of 34.4 GB"),
-        "Verification": Verification("größe", ("xla", "looped"), 3, (mismatch,), (("looped", "BE_x -> BE"),)),
-        "Mismatch": mismatch,
+        "Verification": Verification("größe", ("xla", "looped"), 3, (parting,), (("looped", "BE_x -> BE"),)),
+        "Parting": parting,
     }
 
 

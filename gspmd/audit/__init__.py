@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gspmd.audit.simulation import gantt, perfetto
     from gspmd.audit.simulation.simulator import timeline
     from gspmd.audit.simulation.timeline import Timeline
-    from gspmd.audit.verification.result import Mismatch, Verification
+    from gspmd.audit.verification.result import Parting, Verification
     from gspmd.audit.verification.verifier import verify
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "Entry",
     "HloError",
     "Ledger",
-    "Mismatch",
+    "Parting",
     "Report",
     "Timeline",
     "Topology",
@@ -55,7 +55,7 @@ _HOMES = {
     ".simulation": "gantt perfetto",
     ".simulation.simulator": "timeline",
     ".simulation.timeline": "Timeline",
-    ".verification.result": "Mismatch Verification",
+    ".verification.result": "Parting Verification",
     ".verification.verifier": "verify",
 }
 __getattr__, __dir__ = deferred(__name__, _HOMES)

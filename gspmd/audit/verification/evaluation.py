@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate.errors import PlanError
-from gspmd.audit.verification.result import Mismatch
+from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest allowed difference from one device, relative to the largest value of the array. Arrays of other dtypes have
@@ -65,11 +65,11 @@ def values_and_gradients(
         return results | {f"gradient of argument{paths[n]}": x for n, x in zip(floating, gradient)}
 
 
-def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Mismatch | None:
+def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
     """Return the largest difference between any copy of an array and the array on one device, if they disagree."""
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
-        return Mismatch(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")
+        return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")
     if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
         got, wanted = jax.random.key_data(got), jax.random.key_data(wanted)
     wide = np.complex128 if jnp.issubdtype(got.dtype, jnp.complexfloating) else np.float64
@@ -88,5 +88,5 @@ def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) 
             start = [each.start or 0 for each in shard.index]
             worst = float(np.nanmax(off)), tuple(int(n) + at for n, at in zip(wrong[0], start))
     if worst:
-        return Mismatch(name, where, worst[0], worst[0] / largest if largest else np.inf, tolerance, worst[1])
+        return Parting(name, where, worst[0], worst[0] / largest if largest else np.inf, tolerance, worst[1])
     return None

@@ -7,7 +7,7 @@ from gspmd.display.plain import printable
 
 
 @dataclass(frozen=True, repr=False)
-class Mismatch:
+class Parting:
     """A difference between the results under a lowering and those on one device.
 
     Attributes:
@@ -29,7 +29,7 @@ class Mismatch:
     error: str = ""
 
     def __repr__(self) -> str:
-        return f"<Mismatch {self}>"
+        return f"<Parting {self}>"
 
     def __str__(self) -> str:
         if self.error:
@@ -49,20 +49,20 @@ class Verification:
         name: the name of the function.
         lowerings: the lowerings under which it ran.
         arrays: number of arrays compared under each lowering.
-        mismatches: the differences, in the order of the lowerings and of the results.
+        partings: the differences, in the order of the lowerings and of the results.
         equations: (lowering, equation) for each equation of the function that gives wrong results when run alone.
     """
 
     name: str
     lowerings: tuple[str, ...]
     arrays: int
-    mismatches: tuple[Mismatch, ...]
+    partings: tuple[Parting, ...]
     equations: tuple[tuple[str, str], ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether nothing differs."""
-        return not self.mismatches
+        return not self.partings
 
     def __bool__(self) -> bool:
         return self.ok
@@ -73,7 +73,7 @@ class Verification:
             raise PlanError(str(self))
 
     def __repr__(self) -> str:
-        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.mismatches)} wrong'})")
+        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.partings)} wrong'})")
 
     def __str__(self) -> str:
         if self.ok:
@@ -81,7 +81,7 @@ class Verification:
             return printable(f"{self.name}: {self.arrays} arrays agree with those on one device, under {under}")
         lines = [
             f"{self.name}: under some lowering the results differ from those on one device",
-            *map(str, self.mismatches),
+            *map(str, self.partings),
         ]
         lines += [
             f"{name}: '{equation}' gives wrong results even when it is run alone" for name, equation in self.equations

@@ -9,7 +9,7 @@ import numpy as np
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.audit.verification.evaluation import difference, partition_of, random_array, values_and_gradients
-from gspmd.audit.verification.result import Mismatch, Verification
+from gspmd.audit.verification.result import Parting, Verification
 from gspmd.lowerings.in_force import lowering
 from gspmd.lowerings.names import checked
 from gspmd.lowerings.program import program_of
@@ -39,7 +39,7 @@ def verify(
         seed: seed of all random numbers.
 
     Returns:
-        A `Verification`, with `.ok`, `.mismatches` and `.raise_if_wrong()`. `print` lists the differences, and those
+        A `Verification`, with `.ok`, `.partings` and `.raise_if_wrong()`. `print` lists the differences, and those
         equations of `fn` that give wrong results even when they are run alone.
 
     Raises:
@@ -58,15 +58,15 @@ def verify(
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise PlanError(f"cannot verify {name} with seed {shown(seed)}.\n  Give a whole number from 0 to 2^32 - 1.")
     args = jax.tree.map(lambda leaf: _argument(name, leaf, mesh, seed), args, is_leaf=_is_abstract)
-    mismatches, arrays = _mismatches(fn, name, args, mesh, names, gradients, seed)
-    wrong = dict.fromkeys(each.lowering for each in mismatches)
+    partings, arrays = _partings(fn, name, args, mesh, names, gradients, seed)
+    wrong = dict.fromkeys(each.lowering for each in partings)
     equations = [(each, text) for each in wrong for text in _wrong_equations(fn, args, mesh, each, seed)]
-    return Verification(name, names, arrays, tuple(mismatches), tuple(equations))
+    return Verification(name, names, arrays, tuple(partings), tuple(equations))
 
 
-def _mismatches(
+def _partings(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
-) -> tuple[list[Mismatch], int]:
+) -> tuple[list[Parting], int]:
     """Return the differences between each lowering and one device, and the number of arrays compared."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
@@ -76,13 +76,13 @@ def _mismatches(
         raise PlanError(
             f"cannot verify {name}: it raises an error even on one device: {_said(error)}\n  Fix that first."
         ) from error
-    found: list[Mismatch] = []
+    found: list[Parting] = []
     for each in names:
         try:
             with lowering(each):
                 got = values_and_gradients(fn, args, mesh, gradients, seed)
         except Exception as error:
-            found.append(Mismatch(each, "", error=_said(error)))
+            found.append(Parting(each, "", error=_said(error)))
             continue
         compared = (difference(each, path, got.get(path), wanted[path]) for path in wanted)
         found += [one for one in compared if one]
@@ -181,7 +181,7 @@ def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
         return einsum(equation, *nested)
 
     try:
-        return not _mismatches(alone, text, tuple(flat), mesh, (name,), True, seed)[0]
+        return not _partings(alone, text, tuple(flat), mesh, (name,), True, seed)[0]
     except PlanError:
         return True
 

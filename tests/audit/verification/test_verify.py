@@ -52,9 +52,9 @@ def test_it_says_which_lowering_which_array_and_where(make_mesh):
 
         found = verify(wrong, *args)
     assert not found
-    (mismatch,) = found.mismatches
-    assert (mismatch.lowering, mismatch.where, mismatch.index) == ("looped", "value[1]", (1, 3))
-    assert (mismatch.absolute, mismatch.relative) == (2.0, 0.25)
+    (parting,) = found.partings
+    assert (parting.lowering, parting.where, parting.index) == ("looped", "value[1]", (1, 3))
+    assert (parting.absolute, parting.relative) == (2.0, 0.25)
     assert repr(found) == "Verification(wrong: 1 wrong)"
     message = r"looped: value\[1\] is off by 2, 0.25 of its largest value, where 5e-05 is allowed, first at \[1, 3\]"
     with pytest.raises(gspmd.PlanError, match=message):
@@ -74,8 +74,8 @@ def test_a_wrong_gradient_is_found(make_mesh):
         x = gspmd.annotate(jax.ShapeDtypeStruct((4, 3), "float32"), "B_xE")
         found = verify(lambda tree: doubled(tree["w"]), {"w": x}, lowerings=["blocking"])
         assert verify(lambda tree: doubled(tree["w"]), {"w": x}, gradients=False)
-    assert [(each.lowering, each.where) for each in found.mismatches] == [("blocking", "gradient of argument[0]['w']")]
-    assert found.mismatches[0].relative == 1.0
+    assert [(each.lowering, each.where) for each in found.partings] == [("blocking", "gradient of argument[0]['w']")]
+    assert found.partings[0].relative == 1.0
 
 
 def test_an_equation_that_is_wrong_by_itself_is_named(make_mesh, monkeypatch):
@@ -88,7 +88,7 @@ def test_an_equation_that_is_wrong_by_itself_is_named(make_mesh, monkeypatch):
         both = lambda x, w: gathered(x) + gspmd.einsum("BE_x, E_xF -> BF", x, w)  # noqa: E731
         found = verify(both, x, w, lowerings=("xla", "blocking"), gradients=False)
         only = verify(partial(gspmd.reshard, equation="BE_x -> BE"), x, lowerings=("blocking",))
-    assert {each.lowering for each in found.mismatches} == {"blocking"}
+    assert {each.lowering for each in found.partings} == {"blocking"}
     assert found.equations == (("blocking", "BE_x, E_xF -> BF"),)
     assert "blocking: 'BE_x, E_xF -> BF' gives wrong results even when it is run alone" in str(found)
     assert only.ok
@@ -98,11 +98,11 @@ def test_integers_are_exact_and_copies_count(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})):
         size = lambda: jax.sharding.get_abstract_mesh().size  # noqa: E731
         ids = gspmd.annotate(jnp.arange(8), "B_x")
-        (mismatch,) = verify(lambda n: n + (n == 5) * (size() - 1), ids, lowerings=["xla"]).mismatches
+        (parting,) = verify(lambda n: n + (n == 5) * (size() - 1), ids, lowerings=["xla"]).partings
         own = lambda x: x + jax.lax.axis_index("x")  # noqa: E731
         differ = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
-        (copy,) = verify(lambda x: jax.shard_map(own, **differ)(x), jnp.zeros((3,), int), lowerings=["xla"]).mismatches
-    assert (mismatch.where, mismatch.absolute, mismatch.tolerance, mismatch.index) == ("value", 1.0, 0.0, (5,))
+        (copy,) = verify(lambda x: jax.shard_map(own, **differ)(x), jnp.zeros((3,), int), lowerings=["xla"]).partings
+    assert (parting.where, parting.absolute, parting.tolerance, parting.index) == ("value", 1.0, 0.0, (5,))
     assert copy.absolute == 1.0
 
 
@@ -114,7 +114,7 @@ def test_what_raises_under_one_lowering_is_reported_so(make_mesh):
 
     with jax.set_mesh(make_mesh({"x": 2})):
         found = verify(raises, jnp.ones(3))
-    assert [str(each) for each in found.mismatches] == ["looped: raises ZeroDivisionError: no"]
+    assert [str(each) for each in found.partings] == ["looped: raises ZeroDivisionError: no"]
 
 
 def test_no_mesh_and_wrong_arguments_are_errors_of_ours(make_mesh):
