@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -129,6 +130,26 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
             kept.append(word)
         skip = not skip and "=" not in word and flag_of(word) in flags
     return kept
+
+
+def command_line(words: Iterable[str]) -> str:
+    r"""Return words as they can be typed in a shell, on one line of printable characters.
+
+    >>> print(command_line(["gspmd", "train", "--prompt", "def f():\n"]))
+    gspmd train --prompt $'def f():\n'
+    """
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    quoted = shlex.quote(word)
+    if quoted.isprintable():
+        return quoted
+    # The quotes of bash, zsh and ksh that read escapes: in a comment of a TOML file a line ends at a line break, and no
+    # other control character may stand.
+    known = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
+    escaped = (known.get(each) or (each if each.isprintable() else f"\\u{ord(each):04x}") for each in word)
+    return f"$'{''.join(escaped)}'"
 
 
 def flag_of(word: str) -> str:

@@ -25,8 +25,8 @@ def dtype_name(dtype: Any) -> str:
         found = None if is_array else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "2i," as struct dtypes
         found = None
-    if isinstance(dtype, str) and found is not None and found.name != dtype:
-        found = None  # numpy's short names are not what they seem: "b" is int8, and "float" is float64.
+    if isinstance(dtype, str) and len(dtype) == 1:
+        found = None  # a slip rather than numpy's code of a type, in which "b" is int8 and "?" is bool
     numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
     if dtype is None or found is None or not numeric:  # None is float64 to numpy
         raise PlanError(f"no dtype is called {shown(dtype)}.\n  Write 'bfloat16', 'float32', 'int8', ...")

@@ -159,8 +159,9 @@ def _meshes(mesh: Any) -> list[Mapping[str, int]]:
     Raises:
         PlanError: it is neither.
     """
+    alone = isinstance(mesh, str | Mapping | jax.sharding.Mesh) or not isinstance(mesh, Iterable)
     found = []
-    for given in mesh if isinstance(mesh, list | tuple) else [mesh]:
+    for given in [mesh] if alone else mesh:
         sizes = given if isinstance(given, Mapping) else getattr(given, "shape", None)
         if not isinstance(sizes, Mapping):
             raise PlanError(

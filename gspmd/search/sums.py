@@ -17,6 +17,7 @@ from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.unknown import planned_steps
 from gspmd.planner.gradients import backward_tensors
 from gspmd.planner.graph.contractions import ContractionTable
+from gspmd.planner.graph.paths import FAR
 from gspmd.planner.steps import Contraction, Environment
 from gspmd.planner.unknown import Unknown, UnknownSteps, placed
 from gspmd.search.moves import PICOSECOND
@@ -75,14 +76,18 @@ class SumPrices:
         # In this order, so that among equals the planner's choice comes first.
         rows = sorted(range(len(left.nodes)), key=lambda row: str(left.spec(row)))
         targets = [Spec(dims, tuple(map(spec.axes_of, dims))) for spec in self.after]
-        come = [left.paths.costs_from(left.paths.number(spec))[left.nodes[rows]] for spec in self.before]
-        onward = [result.paths.costs_to(result.paths.number(spec))[result.nodes[rows]] for spec in targets]
+        numbers = [left.paths.number(spec) for spec in self.before]
+        ends = [result.paths.number(spec) for spec in targets]
+        # A number below 0 is that of a placement whose mesh axes do not divide the sizes: nothing leads there.
+        refused = np.full(len(rows), FAR)
+        come = [refused if each < 0 else left.paths.costs_from(each)[left.nodes[rows]] for each in numbers]
+        onward = [refused if each < 0 else result.paths.costs_to(each)[result.nodes[rows]] for each in ends]
         settled = np.stack(onward) + self.table.costs[rows]
         first, rest = np.empty((len(come), len(settled))), np.empty((len(come), len(settled)))
         for number, costs in enumerate(come):
             total = costs + settled
             best = total.argmin(axis=1)
-            refused = np.isinf(total.min(axis=1).real)
-            first[number] = np.where(refused, np.inf, costs[best].real)
-            rest[number] = np.where(refused, np.inf, settled[np.arange(len(settled)), best].real)
+            apart = np.isinf(total.min(axis=1).real)
+            first[number] = np.where(apart, np.inf, costs[best].real)
+            rest[number] = np.where(apart, np.inf, settled[np.arange(len(settled)), best].real)
         return first * PICOSECOND, rest * PICOSECOND

@@ -58,7 +58,7 @@ def document(
     }  # fmt: skip
     lines = {**lines, **spare}
     comments = {**comments, **dict.fromkeys(spare, "not in the program that was searched")}
-    letters = [] if base is None else [f"{letter} = {json.dumps(text)}" for letter, text in base.dimensions.items()]
+    letters = [] if base is None else [f"{letter} = {_quoted(text)}" for letter, text in base.dimensions.items()]
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
         "\n".join(["[mesh]", *mesh_lines(mesh)]),
@@ -67,6 +67,11 @@ def document(
         *(block(name, lines, keys, comments) for name, keys in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _quoted(text: str) -> str:
+    # TOML has the escapes of JSON, except those for the halves of a character beyond U+FFFF; DEL must be escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def mesh_lines(mesh: Mapping[str, int]) -> Iterator[str]:

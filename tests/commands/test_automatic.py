@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from gspmd import host
 from gspmd.annotate import Spec
 from gspmd.commands import main
 from gspmd.commands.automatic import kept, searched
+from gspmd.commands.automatic.found import FoundLayout, line_of_use
 from gspmd.commands.file import File
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
@@ -401,3 +403,16 @@ def test_what_has_no_tables_of_its_own_is_read_from_the_program(train, tmp_path,
     code, said = train("--layout", "auto", "--mesh", "x=4", *flags)
     assert code == 0, said
     assert "Layout found" in said or "layout" in said
+
+
+def test_a_flag_of_several_lines_stays_in_its_comment(tmp_path):
+    """A prompt of code has several lines, and a comment of TOML has one."""
+    flags = ["--layout", "auto", "--prompt", "def f():\n\tit's \\", "--seed", "1"]
+    used = f"# {line_of_use('gspmd train', '')}\n"
+    FoundLayout(f"{used}{Layout.load('megatron-1d')}").write(tmp_path, "gspmd train", flags)
+    path = tmp_path / "layout.toml"
+    Layout.load(path)
+    written = next(line for line in path.read_text().splitlines() if line.startswith("# found with"))
+    shell = f"printf '%s\\0' {written.split('    ', 1)[1]}"
+    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
+    assert said.split("\0")[2:-1] == flags

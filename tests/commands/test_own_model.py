@@ -173,11 +173,14 @@ def test_its_layout_is_searched_for_the_devices_and_stays_with_the_run(folder, c
         ("class Mixer: pass", "{name}:Mixer", "it is not a dataclass; write @dataclass(frozen=True) above the class"),
         ("@dataclass(frozen=True)\nclass Mixer:\n    def sizes(self): pass", "{name}:Mixer",
          "it is not a model: it lacks parameters and loss of the protocol gspmd.training.model.Model."),
+        # Only a class that decodes has both step and kept; any other may have a helper by one of these names.
         ("@dataclass(frozen=True)\nclass Mixer:\n    def sizes(self, *sizes): pass\n    parameters = sizes\n"
-         "    def loss(self, params, tokens): pass\n    @staticmethod\n    def kept(layout): pass", "{name}:Mixer",
+         "    def loss(self, params, tokens): pass\n    def step(self, x): pass", "{name}:Mixer",
          "Mixer':\n  its loss must be loss(self, layout, params, tokens, key, train), "
-         "but is loss(self, params, tokens).\n"
-         "  its kept must be kept(), but is kept(layout)."),
+         "but is loss(self, params, tokens)."),
+        ("@dataclass(frozen=True)\nclass Mixer:\n    def sizes(self, *sizes): pass\n"
+         "    parameters = loss = step = sizes\n    @staticmethod\n    def kept(layout): pass", "{name}:Mixer",
+         "Mixer':\n  its kept must be kept(), but is kept(layout)."),
         ("@dataclass\nclass Mixer:\n    width: int\n    def sizes(*a): pass\n    parameters = loss = sizes",
          "{name}:Mixer", "its settings could change; write @dataclass(frozen=True).\n  field 'width' has no default"),
         ("", "json:Mixer", "has no 'Mixer'"),
@@ -193,6 +196,7 @@ def test_what_is_no_model_is_named(folder, text, name, message):
     said = str(error.value)
     assert said.startswith(f"cannot use the model {name.format(name=module)!r}:\n  ")
     assert message.format(here=str(here), name=module) in said
+    assert "its step" not in said
     sys.modules.pop(module, None)
 
 

@@ -105,7 +105,9 @@ def test_the_lines_where_operands_meet_are_written():
 
 
 def test_what_is_written_has_the_dimensions_and_the_lines_that_the_program_does_not_use(tmp_path):
-    base = replace(own(x="BI", w_in="IF", y="BF", state="B_xI"), dimensions={"I": 'the "inputs" of a product'})
+    base = replace(
+        own(x="BI", w_in="IF", y="BF", state="B_xI"), dimensions={"I": 'the "inputs" \U0001d44b of a product\x7f'}
+    )
     found = gspmd.search(one_product, base, {"x": 4}, chip=CHIP)
     found.write(tmp_path / "found.toml")
     layout = Layout.load(tmp_path / "found.toml").check()
@@ -481,12 +483,13 @@ def test_a_group_in_a_section_of_one_s_own_called_encoder():
 
 
 @pytest.mark.parametrize("mesh", [{"x": 4, "y": 2}, pytest.param({"x": 2, "y": 2, "z": 4}, marks=pytest.mark.slow)])
-def test_every_price_of_a_sum_is_that_of_its_plan(mesh):
+@pytest.mark.parametrize("sizes", [(64, 32, 256), (1, 32, 255)], ids=["all divide", "some do not divide"])
+def test_every_price_of_a_sum_is_that_of_its_plan(mesh, sizes):
     layout = own(stream="BLE", pooled="BE")
 
     def build(layout, mesh):
         move = partial(layout.section("mine").move, "stream -> pooled")
-        return jax.grad(lambda x: (move(x) ** 2).sum()), lies(layout, mesh, "mine.stream", 64, 32, 256)
+        return jax.grad(lambda x: (move(x) ** 2).sum()), lies(layout, mesh, "mine.stream", *sizes)
 
     lines = Lines.of(layout, {})
     problem = MeshProblem(build, read(build, lines), lines, mesh, CHIP)
@@ -499,6 +502,19 @@ def test_every_price_of_a_sum_is_that_of_its_plan(mesh):
         ]
         seconds = [inf if steps is None else sum(step.seconds for step in steps) for steps in planned]
         np.testing.assert_allclose(table.ravel(), seconds, rtol=0, atol=1e-11)
+
+
+def test_a_mean_over_positions_of_one_row_is_searched():
+    """A batch of one row is not sharded, whatever the search has read of its lines."""
+    layout = own(stream="BLE", pooled="BE")
+
+    def build(layout, mesh):
+        move = partial(layout.section("mine").move, "stream -> pooled")
+        return lambda x: jnp.tanh(move(jnp.tanh(x))), lies(layout, mesh, "mine.stream", 1, 64, 513)
+
+    found = gspmd.search(build, layout, {"x": 2}, chip=CHIP)
+    assert found.complete
+    assert found.lines["mine.pooled"] == "BE"
 
 
 def test_keys_of_one_s_own_are_where_their_queries_are():
@@ -626,6 +642,7 @@ def test_arguments_without_a_sharding_are_named():
 def test_a_mesh_of_jax_is_read():
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     assert gspmd.search(one_product, PRODUCT, mesh, chip=CHIP).mesh == {"x": 2, "y": 2}
+    assert gspmd.search(one_product, PRODUCT, ({"x": size} for size in (1, 2)), chip=CHIP).mesh == {"x": 2}
 
 
 def test_a_gradient_that_jax_cannot_keep_as_a_partial_sum_is_reduced_at_once():

@@ -1,13 +1,12 @@
 """A layout that was found for a run: its text, its mesh, and information on the search."""
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gspmd.commands.arguments import flag_of, without
+from gspmd.commands.arguments import command_line, flag_of, without
 from gspmd.display.units import amount_of_seconds
 from gspmd.layouts import Layout
 from gspmd.reading import ReadError, read_text
@@ -67,7 +66,7 @@ class FoundLayout:
             given = without(given, ("--out",))  # The other run's folder is its own.
         used = [*given, "--layout", str(path), *(("--mesh", self.mesh) if self.mesh else ())]
         commands = {"found with": without(argv, ("--distributed",)), "to be used": used}
-        lines = "".join(f"# {name}    {program} {shlex.join(words)}\n" for name, words in commands.items())
+        lines = "".join(f"# {name}    {program} {command_line(words)}\n" for name, words in commands.items())
         write_whole(path, self.text.replace(f"# {line_of_use(COMMANDS['training'], self.mesh)}\n", lines, 1))
 
     def __str__(self) -> str:

@@ -1,10 +1,9 @@
 """The comment at the top of the file of a layout that was found."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gspmd.commands.arguments import flag_of, without
+from gspmd.commands.arguments import command_line, flag_of, without
 from gspmd.commands.files import write_text
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
@@ -89,7 +88,7 @@ def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str
         "",
         *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
         "",
-        f"found with    {shlex.join(['gspmd', 'search', *without(argv, _OF_NOTHING)])}",
+        f"found with    {command_line(['gspmd', 'search', *without(argv, _OF_NOTHING)])}",
         f"to be used    {used}",
     ]
 
@@ -139,7 +138,7 @@ def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str
         word for name in ("weights", "cache") if getattr(settings, name) == "int8" for word in (f"--{name}", "int8")
     ]
     placed = ["--layout", settings.out or "FILE", "--mesh", best.named, "--dtype", settings.dtype, *stored]
-    return shlex.join(["gspmd", "generate", "--checkpoint", "DIR", *placed])
+    return command_line(["gspmd", "generate", "--checkpoint", "DIR", *placed])
 
 
 def _train(
@@ -148,7 +147,7 @@ def _train(
     """Return the command that trains with a layout; `file` is empty if the layout is printed."""
     given = [word for word in argv if flag_of(word) not in _SWITCHES]
     model = [] if settings.model_class or "--config" in {word.partition("=")[0] for word in argv} else [settings.config]
-    return shlex.join(
+    return command_line(
         [
             "gspmd", "train", *(word for name in model for word in ("--config", name)), *without(given, _OF_SEARCH),
             "--layout", file or "FILE", "--mesh", mesh, *(["--model.remat", remat] if remat else []),

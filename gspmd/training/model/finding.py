@@ -24,8 +24,10 @@ METHODS = {
     "loss": ("layout", "params", "tokens", "key", "train"),
 }
 """Methods that a class needs to be a `gspmd.training.model.Model`, with the arguments that each is called with."""
-_MORE = {"flops_per_token": ("length",), "kept": (), "step": ("layout", "params", "tokens", "position", "kept")}
+_MORE = {"flops_per_token": ("length",)}
 """Methods that a class may have besides."""
+_DECODING = {"kept": (), "step": ("layout", "params", "tokens", "position", "kept")}
+"""Methods of a class that decodes, which has both."""
 _NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 
 
@@ -119,7 +121,9 @@ def _faults(found: Any) -> list[str]:
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
         faults.append(f"it is not a model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
-    faults += [fault for name, given in (METHODS | _MORE).items() if (fault := _fault_of_call(found, name, given))]
+    decodes = all(callable(getattr(found, each, None)) for each in _DECODING)
+    methods = METHODS | _MORE | (_DECODING if decodes else {})
+    faults += [fault for name, given in methods.items() if (fault := _fault_of_call(found, name, given))]
     # The standard library has no function for this, and its type stubs lack the attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
