@@ -22,6 +22,7 @@ _ORDER = (
     "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model", "pipeline",
 )  # fmt: skip
 
+_SEARCHED = "Only --layout of gspmd train and of gspmd generate takes it; gspmd search writes a layout to a file. "
 _REMEDY = "Give the path of a TOML file, or the name of a preset: gspmd layouts list."
 
 
@@ -61,7 +62,7 @@ def text_of(name: str | PathLike) -> str:
 def _preset_text(name: str) -> str:
     names = preset_names()
     if name not in names:
-        near = suggestion(name, names)
+        near = _SEARCHED if name == "auto" else suggestion(name, names)
         path = f"./{name}" if os.path.isfile(name) else "the path of a TOML file"
         raise LayoutError(f"no layout is called {shown(name)}.\n  {near}Presets: {', '.join(names)}; or give {path}.")
     return _PRESETS.joinpath(f"{name}.toml").read_text(encoding="utf-8")

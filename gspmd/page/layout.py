@@ -4,7 +4,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -182,33 +182,63 @@ class LayoutAnswer:
         axes = self.mesh
         return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Set the mesh, the lowering and the chip for which the step is planned."""
+        with (
+            jax.sharding.use_abstract_mesh(self._typed),
+            lowering(self.layout.lowering or "auto"),
+            planned_for(self.chip),
+        ):
+            yield
+
     @cached_property
-    def planned(self) -> tuple[gspmd.ProgramPlan, dict[str, int]]:
-        """The plan of the step, and the bytes of its state on one device, by kind."""
-        mesh = self._typed
+    def _program(self) -> tuple[Any, ...]:
+        """The step, its state, and its other arguments, as shapes."""
         update = Update(OptimizerConfig(), 1000, self.microbatches)
-        program = abstract_program(self.subject, update, self.batch, self.length)
-        with jax.sharding.use_abstract_mesh(mesh), lowering(self.layout.lowering or "auto"), planned_for(self.chip):
-            step, state, *given = program(self.layout, mesh)
-            plan = gspmd.trace(step, state, *given)
-            gradients = abstract_gradients(self.subject, self.layout, state.params, mesh, ())
+        with self._planning():
+            return abstract_program(self.subject, update, self.batch, self.length)(self.layout, self._typed)
+
+    @cached_property
+    def planned(self) -> gspmd.ProgramPlan:
+        """The plan of the step."""
+        step, *given = self._program
+        with self._planning():
+            return gspmd.trace(step, *given)
+
+    @cached_property
+    def held(self) -> dict[str, int]:
+        """The bytes of the state and of the gradients on one device, by kind."""
+        _, state, *_ = self._program
+        with self._planning():
+            gradients = abstract_gradients(self.subject, self.layout, state.params, self._typed, ())
         held = {"parameters": state.params, "gradients": gradients, "optimizer": state.optimizer}
-        return plan, {name: device_bytes(tree) for name, tree in held.items()}
+        return {name: device_bytes(tree) for name, tree in held.items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the bytes on one device that blocks keep for the backward pass, or why these are not known."""
+        """Return the bytes on one device that blocks keep for the backward pass, or why these are not known.
+
+        `all` has the sum of these and of the state and the gradients; `over` says how much more that is than the memory
+        of the chip, if it is more.
+        """
+        count, reason = self._kept()
+        total, has = sum(self.held.values()) + (count or 0), self.chip.hbm_bytes
+        known = {"kept": {"bytes": count} | _said(bytes=count)} if count is not None else {"reason": reason}
+        over = amount_of_bytes(total - has) if total > has else ""
+        return known | {"all": {"bytes": total} | _said(bytes=total), "over": over, "capacity": has}
+
+    def _kept(self) -> tuple[int | None, str]:
+        """Return the bytes that blocks keep; None and the reason if these are not predicted."""
         if self.model.encoder_layers:
-            return {"reason": "not predicted for a model with an encoder"}
+            return None, "not predicted for a model with an encoder"
         sizes = self.batch // self.microbatches, self.length
         with planned_for(self.chip):
             count = kept_bytes(self.model, self.layout, self._typed, *sizes, jnp.dtype(self.request.dtype))
-        if count is None:
-            return {"reason": "not predicted for stages, nor for one block of each kind"}
-        return {"bytes": count, "said_bytes": amount_of_bytes(count)}
+        return count, "" if count is not None else "not predicted for stages, nor for one block of each kind"
 
     def record(self) -> dict[str, Any]:
         """Return everything as data for JSON, with each amount also as tables print it."""
-        plan, held = self.planned
+        plan, held = self.planned, self.held
         totals = {
             "seconds": plan.seconds - plan.hidden_seconds,
             "hidden_seconds": plan.hidden_seconds,

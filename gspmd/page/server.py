@@ -31,6 +31,8 @@ SHORT = "gspmd.page.tasks:Tasks"
 """The class that runs these tasks, as `module:name`."""
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
+_ENDING = "gspmd page has been ended in its terminal. Start it again, and ask once more."
+"""The answer of such a task if the server is about to end."""
 
 
 def application(
@@ -128,7 +130,8 @@ class _Told(Response):
             try:
                 call = self._desk.worker.ask(self._task, self._given, self._desk.seconds(), notes.put)
             except (TooLong, Ended) as error:
-                call = 504 if isinstance(error, TooLong) else 503, json.dumps({"refused": str(error)})
+                reason = _ENDING if self._ending() else str(error)  # Its process is ended before the page is.
+                call = 504 if isinstance(error, TooLong) else 503, json.dumps({"refused": reason})
             return f'{{"status": {call[0]}, "answer": {call[1].strip()}}}'
 
         ended = False

@@ -268,6 +268,11 @@ BAD = {
     "card": (["--topology", "h1000:8"], "no chip is called 'h1000'. Did you mean 'h100'?"),
     "nodes": (["--topology", "h100:8x3"], "but 8x3 uses only 3 of each node. Did you mean 'h100:3x8'?"),
     "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
+    "mesh of other devices": ([*V4, "--mesh", "x=3"], "The sizes have to multiply to 4, as in"),
+    "layout that is searched": (
+        ["--layout", "auto"],
+        "Only --layout of gspmd train and of gspmd generate takes it; gspmd search writes a layout to a file.",
+    ),
     "batch": (["--batch", "0"], "--batch must be positive, but is 0."),
     "length": (["--length", "-1"], "--length must be positive, but is -1."),
     "config": (["--config", "nope.toml"], "cannot read config 'nope.toml': there is no such file."),

@@ -309,8 +309,46 @@ def test_pinning_an_alternative_by_keyboard(open_page):
     plan = gspmd.plan(EQUATION, SIZES, CUBE, via="BLE, EF_yzx")
     assert page.inner_text("#said-seconds") == amount_of_seconds(plan.seconds)
     assert "via=BLE,+EF_yzx" in page.url
-    page.click("#alternatives button:text('Unpin')")
+    assert _focused(page) == ("Unpin", True)
+    page.keyboard.press("Enter")
     page.wait_for_function("() => document.querySelector('#via').value === ''")
+    page.wait_for_selector("#alternatives .tag:text('chosen')")
+    assert _focused(page) == ("Pin", True)
+
+
+def test_the_focus_goes_to_the_cheapest_plan_if_it_was_pinned(open_page):
+    page = open_page(f"{ADDRESS}&via=BLE_x,+E_xF_yz")
+    page.focus("#alternatives button:text('Unpin')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#alternatives .tag:text('chosen')")
+    text, is_seen = _focused(page)
+    assert text.startswith("BLE_x, E_xF_yz")
+    assert is_seen
+
+
+def _focused(page) -> tuple[str, bool]:
+    """The text of the element that has the focus, and whether it is in sight."""
+    return tuple(page.evaluate(
+        """() => { const each = document.activeElement, at = each.getBoundingClientRect();
+        return [each.textContent, at.top >= 0 && at.bottom <= innerHeight]; }"""
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [360, 1100, 1280])
+def test_the_sizes_of_the_first_example_have_one_line(open_page, width):
+    page = open_page("/", width)
+    assert page.locator("#sizes").evaluate("each => each.scrollHeight") < 50
+
+
+def test_a_figure_that_goes_on_fades_at_its_edge(open_page):
+    page = open_page(width=360)
+    mask = "each => getComputedStyle(each).maskImage !== 'none'"
+    figure = page.locator("#lowerings-figure")
+    assert figure.evaluate(mask)
+    figure.evaluate("each => { each.scrollLeft = each.scrollWidth; }")
+    page.wait_for_function("() => !document.querySelector('#lowerings-figure').classList.contains('more')")
+    assert not figure.evaluate(mask)
+    assert not page.locator("#roofline-figure").evaluate(mask)
 
 
 @pytest.mark.parametrize("width", [360, 1600])
@@ -453,9 +491,38 @@ def _marked(page) -> dict[str, str]:
 def test_the_memory_of_activations_stands_among_the_others(open_page):
     page = open_page(LAYOUT, ready="#kept .note")
     assert page.inner_text("#kept .number") == "not predicted for stages, nor for one block of each kind"
+    state = page.inner_text('#totals [data-total="held_bytes"] .strong')
+    assert page.inner_text("#all-kinds .number").strip() == f"at least {state}"
     page = open_page(LAYOUT.replace("tiny", "llama-3.1-8b"), ready="#kept .share")
     # Every block keeps its input under remat full: B_xLE in bfloat16, 32 times.
     assert page.inner_text("#kept .number") == amount_of_bytes(32 * (16 // 2) * 64 * 4096 * 2)
+
+
+def test_the_sum_of_the_memory_stands_beside_that_of_the_chip(open_page):
+    page = open_page("/layout", 1600, ready="#kept .share")
+    texts = page.locator("#memory tbody tr").all_inner_texts()
+    rows = dict(re.fullmatch(r"(.+?)\s+([\d.]+) GB\s*(.*)", each, re.DOTALL).group(1, 2) for each in texts)
+    has, total = float(rows.pop("the chip has")), float(rows.pop("all of these"))
+    assert total == pytest.approx(sum(map(float, rows.values())), rel=0.01)
+    assert page.inner_text("#all-kinds .excess") == f"{total - has:.0f} GB more than the chip has"
+    starts = "all => all.map(each => each.firstChild.getBoundingClientRect().left - each.getBoundingClientRect().left)"
+    assert set(page.locator(".share").evaluate_all(starts)) == {0}
+    cut = """all => all.filter(each => { const pen = new OffscreenCanvas(1, 1).getContext("2d");
+        const style = getComputedStyle(each); pen.font = style.font;
+        const room = each.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+        return pen.measureText(each.selectedOptions[0].text).width > room; }).map(each => each.id)"""
+    for width in (1600, 1280, 360):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.locator("#question select").evaluate_all(cut) == []
+
+
+def test_no_line_ends_within_an_arrow(open_page):
+    page = open_page("/layout?config=tiny&mesh=x=2,y=4,z=1&batch=16&length=64", 1280, ready="#answer[data-answered]")
+    words = page.locator("#rows .unbroken")
+    assert {"->", "all-reduce"} <= set(words.all_inner_texts())
+    assert max(words.evaluate_all("all => all.map(each => each.getBoundingClientRect().height)")) < 30
+    assert page.inner_text("#rows .notation-cell >> nth=0").split("\n")[0].count(" -> ") == 1
+    assert page.inner_text("#command").startswith("gspmd train --config tiny --layout megatron-1d ")
 
 
 def test_two_layouts_side_by_side(open_page):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -179,7 +180,22 @@ def test_configs_that_name_a_class_are_not_offered(tmp_path):
 ])  # fmt: skip
 def test_what_blocks_keep_is_that_of_one_microbatch(changed, kept):
     status, answer = Tasks(CONFIGS).run("kept", ASKED | {"config": "llama-3.1-8b", "remat": "full"} | changed)
-    assert (status, answer) == (200, {"bytes": kept, "said_bytes": amount_of_bytes(kept)})
+    assert status == 200
+    assert answer["kept"] == {"bytes": kept, "said_bytes": amount_of_bytes(kept)}
+    # The state as the page lists it: four arrays like the parameters, of which Adam has two.
+    total = kept + sum(row["bytes"] for row in _run(ASKED | {"config": "llama-3.1-8b"})["memory"])
+    assert answer["all"] == {"bytes": total, "said_bytes": amount_of_bytes(total)}
+
+
+@pytest.mark.parametrize("config", ["tiny", "llama-3.1-8b"])
+@pytest.mark.parametrize("spare", [0, -1000])
+def test_memory_beyond_that_of_the_chip_is_said(config, spare, monkeypatch):
+    asked = ASKED | {"config": config, "remat": "full"}
+    has = Tasks(CONFIGS).run("kept", asked)[1]["all"]["bytes"] + spare
+    monkeypatch.setattr("gspmd.page.layout.chip", lambda name: replace(CHIPS[name], hbm_bytes=has))
+    answer = Tasks(CONFIGS).run("kept", asked)[1]
+    assert (answer["over"], answer["capacity"]) == ("1 kB" if spare else "", has)
+    assert ("kept" in answer) == (config != "tiny")  # Where it is not predicted, the rest alone may be too much.
 
 
 def test_what_is_kept_is_not_predicted_for_every_model():

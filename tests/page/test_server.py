@@ -358,11 +358,13 @@ def test_a_search_ends_with_the_page_that_asked_and_with_the_server(tmp_path):
             again = f"POST /api/search HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
             assert _raw(port, again).startswith(b"HTTP/1.1 503")
         _wait(lambda: _has_ended(searching), 20)  # The connection was closed, as by Stop.
-        with closing(_asked(port, "search", LONG_SEARCH)):
+        with closing(_asked(port, "search", LONG_SEARCH)) as connection:
             children = _children(process.pid)
             assert set(children) - before - {searching}
             process.send_signal(signal.SIGINT)
+            told = b"".join(iter(lambda: connection.recv(4096), b""))
             process.wait(30)
+        assert b"gspmd page has been ended in its terminal" in told
         _wait(lambda: all(_has_ended(pid) for pid in children), 20)
         assert "Traceback" not in process.stderr.read()
 

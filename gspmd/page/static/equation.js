@@ -1,6 +1,6 @@
 // The page of an equation: ask as you type, show the answer, keep the address up to date.
 
-import {ask, byId, copying, Latest, make, notation, place, showFaults, unmark} from "./shared.js";
+import {ask, byId, copying, Latest, make, notation, place, showFaults, unbroken, unmark} from "./shared.js";
 import {lightUp} from "./mesh.js";
 
 const FIELDS = ["equation", "sizes", "mesh", "chip", "dtype", "lowering", "via"];
@@ -96,7 +96,7 @@ function draw(answer) {
   place(byId("steps-figure"), figures.steps, 1.35);
   lightUp(byId("steps-figure"), byId("held"));
   place(byId("roofline-figure"), figures.roofline, 1.15);
-  byId("command").textContent = answer.command;
+  byId("command").replaceChildren(...unbroken(answer.command));
 }
 
 /** Show what stands beside the plan, unless there is another question by now. */
@@ -115,32 +115,34 @@ function compare(answer, given, since) {
 }
 
 function drawAlternatives(answer, given) {
-  const rows = answer.alternatives.map((each, rank) => {
+  const rows = answer.alternatives.map((each) => {
     const name = each.pinnable ? each.via : `added as ${each.added}`;
     const cells = [
       make("td", {class: "notation-cell"}, name, ...(each.chosen ? [make("span", {class: "tag"}, given.via.trim() ? "pinned" : "chosen")] : [])),
       make("td", {class: "number", "data-label": "time"}, each.said_seconds),
       make("td", {class: "number", "data-label": "sent"}, each.said_bytes),
-      make("td", {class: "steps"}, each.steps.join(" · ") || "nothing to do"),
-      make("td", {}, each.why),
-      make("td", {}, ...pin(each, rank, given)),
+      make("td", {class: "steps"}, ...unbroken(each.steps.join(" · ") || "nothing to do")),
+      make("td", {}, ...unbroken(each.why)),
+      make("td", {}, ...pin(each, given)),
     ];
-    return make("tr", each.chosen ? {class: "chosen"} : {}, ...cells);
+    return make("tr", each.chosen ? {class: "chosen", tabindex: "-1"} : {}, ...cells);
   });
-  byId("alternatives").tBodies[0].replaceChildren(...rows);
+  const body = byId("alternatives").tBodies[0], focused = body.contains(document.activeElement) && document.activeElement.dataset.via;
+  body.replaceChildren(...rows);
+  // The rows are new: the focus goes to the button of the same choice, or to the plan's row if no button is left there.
+  if (focused) (body.querySelector(`[data-via="${CSS.escape(focused)}"]`) ?? body.querySelector(".chosen"))?.focus();
 }
 
-function pin(each, rank, given) {
+function pin(each, given) {
   if (!each.pinnable) return [];
   const pinned = given.via.trim() !== "" && each.chosen;
   if (each.chosen && !pinned) return [];
   const press = (event) => {
     fields.via.value = pinned ? "" : each.via;
     chosen(event);
-    fields.via.focus({preventScroll: true});
   };
   const label = pinned ? "Search again instead of pinning" : `Pin ${each.via}`;
-  return [make("button", {type: "button", "aria-label": label, "data-rank": rank, onclick: press}, pinned ? "Unpin" : "Pin")];
+  return [make("button", {type: "button", "aria-label": label, "data-via": each.via, onclick: press}, pinned ? "Unpin" : "Pin")];
 }
 
 function examples() {

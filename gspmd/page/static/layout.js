@@ -1,6 +1,6 @@
 // The page of a layout: a training step of a model, its costs by line, and what a change of a spec changes.
 
-import {ask, byId, copying, Latest, make, mark, notation, place, unmark} from "./shared.js";
+import {ask, byId, copying, Latest, make, mark, notation, place, unbroken, unmark} from "./shared.js";
 import {compiling} from "./compile.js";
 import {searching} from "./search.js";
 
@@ -75,8 +75,9 @@ function show(answer, given, since) {
     byId("fault").replaceChildren(make("pre", {}, answer.fault?.message ?? answer.refused));
     markLines(answer.fault?.faults ?? []);
     box.classList.add("stale");
-    const asked = document.querySelector("#kept .number");
-    if (asked?.textContent === "…") asked.textContent = "not known";  // The change came before it was asked for.
+    for (const asked of document.querySelectorAll("#kept .number, #all-kinds .number")) {
+      if (asked.textContent === "…") asked.textContent = "not known";  // The change came before it was asked for.
+    }
     return;
   }
   byId("fault").replaceChildren();
@@ -126,32 +127,34 @@ function draw(answer) {
   byId("rows").tBodies[0].replaceChildren(...answer.rows.map((row) => {
     const lines = row.lines.length ? [make("div", {class: "reads"}, row.lines.join(", "))] : [];
     return make("tr", {},
-      make("td", {class: "notation-cell"}, row.equation, ...lines),
+      make("td", {class: "notation-cell"}, ...unbroken(row.equation), ...lines),
       make("td", {class: "number", "data-label": "time"}, row.said_seconds, share(row.seconds / answer.rows.reduce((sum, each) => sum + each.seconds, 0))),
       make("td", {class: "number", "data-label": "sent"}, row.said_wire_bytes),
-      make("td", {class: "steps"}, `${row.trips} × ${row.steps.join(" · ")}`));
+      make("td", {class: "steps"}, ...unbroken(`${row.trips} × ${row.steps.join(" · ")}`)));
   }));
   byId("kinds").tBodies[0].replaceChildren(...answer.kinds.map((row) => make("tr", {},
     make("td", {}, row.name), make("td", {class: "number", "data-label": "time"}, row.said_seconds), make("td", {class: "number", "data-label": "sent"}, row.said_wire_bytes))));
-  byId("memory").dataset.capacity = answer.capacity.bytes;
   byId("memory").tBodies[0].replaceChildren(...answer.memory.map((row) => make("tr", {},
     make("th", {scope: "row"}, row.what), make("td", {class: "number"}, row.said_bytes, share(row.bytes / answer.capacity.bytes)))),
     make("tr", {id: "kept"}, make("th", {scope: "row"}, "activations that blocks keep"), make("td", {class: "number"}, "…")),
+    make("tr", {id: "all-kinds", class: "total"}, make("th", {scope: "row"}, "all of these"), make("td", {class: "number"}, "…")),
     make("tr", {}, make("th", {scope: "row"}, "the chip has"), make("td", {class: "number"}, answer.capacity.said_bytes)));
   drawLines(answer.lines);
   place(byId("layout-figure"), answer.figure, 1.2);
-  byId("command").textContent = answer.command;
+  byId("command").replaceChildren(...unbroken(answer.command));
   byId("download").href = `data:application/toml;charset=utf-8,${encodeURIComponent(answer.toml)}`;
   byId("spoken").textContent = `${answer.totals.said_seconds}, ${answer.totals.said_wire_bytes} sent.`;
 }
 
-/** Add what the blocks keep for the backward pass to the memory of the layout that is shown. */
+/** Add what the blocks keep for the backward pass to the memory of the layout that is shown, and the sum of all kinds. */
 function showKept(answer, given) {
-  const cell = document.querySelector("#kept .number");
+  const cell = document.querySelector("#kept .number"), sum = document.querySelector("#all-kinds .number");
   if (!cell || byId("answer").dataset.answered !== JSON.stringify(given)) return;
-  const has = Number(cell.closest("table").dataset.capacity);
-  cell.replaceChildren(...(answer.bytes === undefined ? [answer.reason ?? "not known"] : [answer.said_bytes, share(answer.bytes / has)]));
-  cell.classList.toggle("note", answer.bytes === undefined);
+  const {kept, all, over, capacity} = answer;
+  cell.replaceChildren(...(kept ? [kept.said_bytes, share(kept.bytes / capacity)] : [answer.reason ?? "not known"]));
+  cell.classList.toggle("note", !kept);
+  sum.replaceChildren(...(all ? [kept ? all.said_bytes : `at least ${all.said_bytes}`, share(all.bytes / capacity)] : ["not known"]),
+    ...(over ? [make("div", {class: "excess"}, `${over} more than the chip has`)] : []));
 }
 
 /** A bar as wide as a share, below a number. */
@@ -234,7 +237,7 @@ function use(found) {
 const search = searching(question, use), compiler = compiling(question);
 shelf = await ask("shelf", {});
 const options = {config: Object.keys(shelf.configs), layout: Object.keys(shelf.layouts), chip: shelf.chips, remat: ["", ...shelf.remats], lowering: ["", ...shelf.lowerings], beside: ["", ...Object.keys(shelf.layouts)]};
-const empty = {remat: "as the model has it", lowering: "its own", beside: "nothing"};
+const empty = {remat: "the model's", lowering: "its own", beside: "nothing"};
 for (const [name, names] of Object.entries(options)) {
   fields[name].replaceChildren(...names.map((value) => make("option", {value}, value || empty[name])));
   fields[name].addEventListener("change", () => {

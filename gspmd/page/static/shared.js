@@ -73,6 +73,11 @@ export class Latest {
   }
 }
 
+/** Return a text as pieces for `make` in which no line ends inside "->", "--mesh" or "all-reduce". */
+export function unbroken(text) {
+  return text.split(/(\S*-\S*)/).map((piece, at) => at % 2 ? make("span", {class: "unbroken"}, piece) : piece);
+}
+
 /** A figure of the server as an element. It is parsed as XML, which runs nothing. */
 export function figure(svg) {
   const parsed = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement;
@@ -88,6 +93,9 @@ export function place(box, svg, most = 1) {
   drawn.setAttribute("height", high * scale);
   box.replaceChildren(drawn);
   box.scrollLeft = left;
+  const fade = () => box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  box.onscroll = fade;
+  fade();
 }
 
 /** Make a field of notation: one line, which wraps, with marks behind it. */
