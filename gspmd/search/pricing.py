@@ -42,7 +42,7 @@ from gspmd.tracing.compilers import compiler_for
 LARGEST = 20_000_000
 """The largest number of entries of a table."""
 
-MOST_PLANNED = 50_000
+MOST_PLANNED = 200_000
 """The largest number of placements for which one step is planned: a plan takes about a millisecond."""
 
 _MESHES = 2

@@ -409,7 +409,7 @@ def test_a_flag_of_several_lines_stays_in_its_comment(tmp_path):
     """A prompt of code has several lines, and a comment of TOML has one."""
     flags = ["--layout", "auto", "--prompt", "def f():\n\tit's \\", "--seed", "1"]
     used = f"# {line_of_use('gspmd train', '')}\n"
-    FoundLayout(f"{used}{Layout.load('megatron-1d')}").write(tmp_path, "gspmd train", flags)
+    FoundLayout(f'{used}base = "megatron-1d"\n').write(tmp_path, "gspmd train", flags)
     path = tmp_path / "layout.toml"
     Layout.load(path)
     written = next(line for line in path.read_text().splitlines() if line.startswith("# found with"))

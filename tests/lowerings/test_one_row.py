@@ -22,6 +22,14 @@ def on_a_tpu(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(in_force, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def operands(letters):
     rng = np.random.default_rng(0)
     shapes = ([SIZES[dim] for dim in dims] for dims in letters.split("->")[0].split(","))
@@ -46,10 +54,9 @@ def test_a_lone_row_goes_with_a_second_and_nothing_else_changes(letters):
 
 
 @pytest.mark.turns(6)
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("letters", [*LONE, *SEVERAL])
-def test_on_a_gpu_a_lone_narrow_row_of_one_matrix_goes_with_a_second(letters, monkeypatch):
-    monkeypatch.setattr(in_force, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    jax.clear_caches()
+def test_on_a_gpu_a_lone_narrow_row_of_one_matrix_goes_with_a_second(letters):
     arrays = operands(letters)
     narrow = [jnp.asarray(each, jnp.bfloat16) for each in arrays]
     want = np.einsum(letters, *(np.asarray(each, np.float32) for each in narrow))
@@ -57,7 +64,6 @@ def test_on_a_gpu_a_lone_narrow_row_of_one_matrix_goes_with_a_second(letters, mo
     batched = letters == "XCE,XEF->XCF"
     assert made(letters, *narrow) == want.size * (2 if letters in LONE and not batched else 1)
     assert made(letters, *arrays) == want.size
-    jax.clear_caches()
 
 
 def test_on_other_devices_it_stays_alone():
