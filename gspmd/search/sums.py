@@ -19,7 +19,7 @@ from gspmd.planner.gradients import backward_tensors
 from gspmd.planner.graph.contractions import ContractionTable
 from gspmd.planner.graph.paths import FAR
 from gspmd.planner.steps import Contraction, Environment
-from gspmd.planner.unknown import Unknown, UnknownSteps, placed
+from gspmd.planner.unknown import Unknown, UnknownSteps, placed, unknowns_in
 from gspmd.search.moves import PICOSECOND
 
 
@@ -33,6 +33,9 @@ def ends_of(what: Unknown) -> tuple[Spec, Spec] | None:
         return None
     ends = first.operands[0].specs[0], result
     if any(spec.partial or spec.reduced for spec in ends) or not {*result.dims} < {*ends[0].dims}:
+        return None
+    # The stages of a pipeline lie along a mesh axis that is no unknown.
+    if any(spec.used - {*unknowns_in(spec)} for spec in ends):
         return None
     return ends[::-1] if backward else ends
 
