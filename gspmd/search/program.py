@@ -554,13 +554,13 @@ def _reduced_at_once(build: Build, lines: Lines) -> bool:
             return not _needs_whole_gradient(error)  # `read` handles all other errors.
         return True
 
-    def refused(some: Sequence[str]) -> list[str]:
-        if works(some):
-            return []
+    def refused(some: Sequence[str]) -> list[str]:  # `some` is known not to work.
         if len(some) == 1:
             return [*some]
-        half = len(some) // 2
-        return refused(some[:half]) + refused(some[half:])
+        first, second = some[: len(some) // 2], some[len(some) // 2 :]
+        found = [] if works(first) else refused(first)
+        # If the first half works, the second does not, which needs no trace.
+        return found + ([] if found and works(second) else refused(second))
 
     found = refused(owed) if owed and works([]) else []
     for name in found:
