@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspmd.annotate import PlanError
 from gspmd.search.tables import Tables
 
 LARGEST = 2**30
@@ -46,7 +47,7 @@ def eliminate(tables: Tables) -> list[Bucket]:
     """Return the buckets in the order of elimination: always the choice whose bucket has the fewest combinations.
 
     Raises:
-        ValueError: Some bucket has too many combinations to enumerate.
+        PlanError: some bucket has too many combinations to enumerate.
     """
     sizes = [len(kept) for kept in tables.kept]
     left = [Input(number, of, False) for number, of in enumerate(tables.of)]
@@ -60,9 +61,9 @@ def eliminate(tables: Tables) -> list[Bucket]:
         choice = min(remaining, key=lambda one: (cost[one], -one))
         if cost[choice] > LARGEST:
             names = ", ".join(tables.problem.choices[other].name for other in sorted(scopes[choice]))
-            raise ValueError(
-                f"the choices {names} depend on one another in {cost[choice]:.2g} combinations, more than the "
-                f"{LARGEST:.2g} that can be searched.\n  Give them fewer options, or terms of fewer choices."
+            raise PlanError(
+                f"the lines {names} depend on one another in {cost[choice]:.2g} combinations, more than the "
+                f"{LARGEST:.2g} that can be searched.\n  Give some of them a spec, with fixed= (--fixed)."
             )
         scope = tuple(sorted(scopes[choice] - {choice}))
         taken = [each for each in left if choice in each.of]

@@ -208,6 +208,15 @@ def test_a_mesh_that_lacks_the_axis_of_a_given_line_is_left_out_and_said(folder,
     assert proof in capsys.readouterr().out
 
 
+def test_a_mesh_whose_lines_have_too_many_combinations_is_left_out(folder, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("gspmd.search.buckets.LARGEST", 200)
+    _, name = folder
+    assert run(asked(name, *SLICE, "--microbatches", "1")) == 0
+    said = capsys.readouterr().out
+    assert "no layout on this mesh (x=4,y=2 cannot be searched: the lines mixer.stream, " in said
+    assert "combinations, more than the 2e+02 that can be searched) is more than" in said
+
+
 @pytest.mark.slow
 @needs_libtpu
 def test_what_is_found_is_compiled_for_the_slice(folder, capfd):  # noqa: F811
