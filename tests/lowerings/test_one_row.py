@@ -14,20 +14,20 @@ SEVERAL = ["ME,EF->MF", "BLE,BLE->BL", "BE,BLF->EF", "BTE,TBE->BT", "E,EF->F", "
 SIZES = dict(zip("BLCEFVHDXMT", (1, 1, 1, 6, 4, 5, 2, 3, 2, 3, 4)))
 
 
-@pytest.fixture
-def on_a_tpu(monkeypatch):
-    monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+def on_a(kind):
+    """Make a fixture under which devices are of this kind; programs that were traced for others are forgotten."""
+
+    @pytest.fixture
+    def devices(monkeypatch):
+        monkeypatch.setattr(in_force, "device_kind", lambda: kind)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    return devices
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(in_force, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+on_a_tpu, on_a_gpu = on_a("TPU v4"), on_a("NVIDIA H100 80GB HBM3")
 
 
 def operands(letters):
