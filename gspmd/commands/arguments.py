@@ -119,7 +119,7 @@ def numbers(text: str) -> dict[str, int]:
 
 
 def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the words of a command line without some flags, each of which has one value.
+    """Return the words of a command line without the given flags and their values; each has one value.
 
     >>> without(["--batch", "8", "--out", "a.toml", "--json=b"], ["--out", "--json"])
     ['--batch', '8']

@@ -42,7 +42,7 @@ def found(checkpoint: str) -> str:
 
 
 def beside(checkpoint: str, folder: Path) -> str:
-    """Return a checkpoint named in a file, with a relative path resolved from `folder`, the file's folder.
+    """Return the checkpoint that a file names, with a relative path taken relative to `folder`, the file's folder.
 
     >>> beside("org/model", Path("mine")), beside("../there", Path("mine"))
     ('org/model', 'mine/../there')

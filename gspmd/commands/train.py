@@ -111,7 +111,9 @@ def check(console: Console, settings: RunSettings) -> Checked:
     """
     training, sharding = settings.training, settings.sharding
     if settings.details and not settings.explain:
-        raise ConfigError("cannot use these flags:", ["--details is for --explain; add --explain, or leave it out."])
+        raise ConfigError(
+            "cannot use these flags:", ["--details is for --explain; add --explain, or leave --details out."]
+        )
     if training.log:
         check_installed()
     if not settings.explain:

@@ -162,7 +162,10 @@ class RelaxedProblem(PhaseProblem):
 
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
-        """Every choice, with its options by number; the norm of gradients is left out of bounds."""
+        """The options of every choice, by its name.
+
+        The norm of gradients is not among them: bounds do not price it.
+        """
         self.question.lines.check_on(self.case.mesh)
         return {choice.name: choice.options for choice in self.question.choices}
 

@@ -272,4 +272,4 @@ def test_a_number_that_may_be_left_out_is_refused_as_any_other(flags, said):
 
 def test_details_are_for_an_explanation(capsys):
     assert main.main(["train", "--config", "tiny", "--details"]) == 2
-    assert "--details is for --explain; add --explain, or leave it out." in capsys.readouterr().err
+    assert "--details is for --explain; add --explain, or leave --details out." in capsys.readouterr().err

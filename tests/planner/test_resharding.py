@@ -200,5 +200,5 @@ def test_nothing_makes_a_partial_sum():
 
 
 def test_sizes_that_divide_on_no_way():
-    with pytest.raises(PlanError, match="divides the sizes"):
+    with pytest.raises(PlanError, match="do not divide the sizes"):
         move(Spec.parse("A"), Spec.parse("A_x"), {"A": 3}, {"x": 2}, 4, V4)

@@ -45,7 +45,7 @@ def move(
         The chain with the fewest seconds (in whole picoseconds), then bytes, then steps.
 
     Raises:
-        PlanError: the target is a partial sum over an axis that the source is not, or no path divides the sizes.
+        PlanError: the target is a partial sum over an axis that the source is not, or the mesh axes of a spec do not divide the sizes.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -99,7 +99,7 @@ def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chi
     paths = shortest_paths(shape, mesh, itemsize, chip, frozenset(src.partial), reduce == "sum")
     here, there = paths.number(src), paths.number(dst)
     if min(here, there) < 0:
-        raise PlanError(f"no chain of collectives from '{src}' to '{dst}' divides the sizes {shape} evenly.")
+        raise PlanError(f"cannot move '{src}' to '{dst}': their mesh axes do not divide the sizes {shape} evenly.")
     rest = paths.costs_to(there)
     if not np.isfinite(rest[here].real):
         paths.refuse_left_out(operand)

@@ -65,7 +65,7 @@ def _check_ids(rows: np.ndarray | Mapping[str, np.ndarray], vocabulary: int) -> 
     arrays = rows if isinstance(rows, Mapping) else {"tokens": rows}
     least = {"tokens": -vocabulary, "source": 0}
     wrong = [
-        f"{name} of a batch range from {np.min(arrays[name])} to {np.max(arrays[name])}."
+        f"the ids in {name!r} of a batch range from {np.min(arrays[name])} to {np.max(arrays[name])}."
         for name in least
         if name in arrays and not least[name] <= np.min(arrays[name]) <= np.max(arrays[name]) < vocabulary
     ]

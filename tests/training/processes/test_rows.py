@@ -50,9 +50,9 @@ def test_ids_outside_of_the_vocabulary_are_refused_on_the_host(make_mesh):
         place({"tokens": np.array([[0, 8], [-9, 1]]), "source": np.array([[-1], [0]])})
     assert str(error.value) == (
         "cannot train on these tokens:\n"
-        "  tokens of a batch range from -9 to 8.\n"
-        "  source of a batch range from -1 to 0.\n"
+        "  the ids in 'tokens' of a batch range from -9 to 8.\n"
+        "  the ids in 'source' of a batch range from -1 to 0.\n"
         "  The model's vocabulary is 8: encode the text with its tokenizer, or raise model.vocabulary."
     )
-    with pytest.raises(ConfigError, match="tokens of a batch range from 3 to 8"):
+    with pytest.raises(ConfigError, match="the ids in 'tokens' of a batch range from 3 to 8"):
         place(np.array([[3, 8], [4, 4]]))
