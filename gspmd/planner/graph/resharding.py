@@ -45,7 +45,8 @@ def move(
         The chain with the fewest seconds (in whole picoseconds), then bytes, then steps.
 
     Raises:
-        PlanError: the target is a partial sum over an axis that the source is not, or the mesh axes of a spec do not divide the sizes.
+        PlanError: the target is a partial sum over an axis that the source is not, or the mesh axes of a spec do not
+            divide the sizes.
 
     Example:
         >>> from gspmd.hardware.chips import chip
