@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-TYPE_CHECKING = False  # Type checkers treat this as typing.TYPE_CHECKING, whose import takes as long as this module.
+TYPE_CHECKING = False  # Type checkers treat this as typing.TYPE_CHECKING; to import typing takes as long as this file.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path

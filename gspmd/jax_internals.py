@@ -143,8 +143,7 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether XLA's partitioner gets the names of mesh axes; it then aborts if it must split an axis unevenly.
-"""
+"""Whether XLA's partitioner gets the names of mesh axes; it then aborts if it must split an axis unevenly."""
 
 
 def assume_cudnn(version: int) -> None:

@@ -196,7 +196,7 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and options that say which of these it may overwrite."""
+    """Return the program to compile, its abstract arguments, and which of these it may overwrite or reorder."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout

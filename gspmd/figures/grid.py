@@ -11,8 +11,8 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The maximum number of devices that are drawn. On a larger mesh, only the first devices and the last along each axis
-are drawn, or only the first.
+"""The maximum number of devices that are drawn. A larger mesh is drawn in part: along each axis all devices, the first
+few and the last, or only the first.
 """
 _ABREAST = 8
 """The maximum number of cells in a row."""

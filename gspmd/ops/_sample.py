@@ -41,9 +41,8 @@ def sample(
     sample depends on the logits and settings of its row, but not on other rows, the layout, the mesh or the lowering.
 
     Communication: all-reduces over the mesh axes of the dimension. There are two of [B] for the argmax, one for the
-        maximum,
-    eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three times as many
-    elements. A filter has no steps if its setting is a number that turns the filter off.
+    maximum, eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three
+    times as many elements. A filter has no steps if its setting is a number that turns the filter off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.

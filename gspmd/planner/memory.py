@@ -49,8 +49,8 @@ class Intermediate:
         buffers: its memory; empty for an operand that no step has changed yet, since operands are counted separately.
         front: the dimension that comes first in memory, if it is not the tensor's first dimension.
         read: the tensors that it is computed from.
-        fused: whether an XLA fusion makes the tensor, which can write it in any memory order at no cost. A fusion that
-            reads the tensor computes it again, so that the tensor is never stored as a whole.
+        fused: whether an XLA fusion makes the tensor, which can write it in any memory order at no cost. If another
+            fusion reads the tensor, it computes it again, and the tensor is never stored as a whole.
         level: the length of the longest chain of instructions that ends here. Instructions run level by level.
     """
 

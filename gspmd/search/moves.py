@@ -128,7 +128,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays [placement, target]: node after the first step, its seconds, whether it is hoisted.
+        """Return three arrays [placement, target]: node after the first step, its seconds, whether it may be hoisted.
 
         The node is -1 if there is no step.
         """

@@ -189,7 +189,7 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Find initial picks and their rate, using only a few options of each choice on which bytes depend."""
+        """Find initial picks and their rate, using only a few options of choices on which bytes do not depend."""
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):

@@ -414,7 +414,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {in_json(value)}, {remedy}."
 
 
-#: Fields that may have any value in a checkpoint. (For `scale_embedding`, √E is multiplied into the tables.)
+#: Fields of a model that do not decide whether it can be written. (For `scale_embedding`, √E is in the tables.)
 FREE = (
     *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
     "context_length",

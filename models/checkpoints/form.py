@@ -86,7 +86,7 @@ class Form:
             if size == self.shape[0]:
                 break
             plain = plain and part == slice(0, width) and self.split[place] == width
-            # After a dimension of which the region or the parameter is only a part, all of the parameter is taken.
+            # From the first dimension of which the parameter is only a part, all of it is taken, not only the region.
             start, stop, _ = (region[place] if plain else part).indices(width)
             first, last, size, place = first * width + start, last * width + stop - 1, size * width, place + 1
         return first, last + 1

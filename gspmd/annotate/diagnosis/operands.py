@@ -105,7 +105,10 @@ class EquationReader(Reader):
         )
 
     def _at_another(self, spec: LocatedSpec) -> bool:
-        """Return whether another spec begins here, after a space: the next word repeats a dimension of `spec`."""
+        """Return whether another spec begins here, after a space.
+
+        It does if `spec` has ended in a partial sum, or if the next word repeats a dimension of `spec`.
+        """
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at)

@@ -106,7 +106,7 @@ def _axes(axes: Sequence[str]) -> str:
 
 
 def spec_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be one spec; letters of another script are its only faults."""
+    """Return every fault of a text that should be one spec, or only its letters of another script if it has any."""
     if alike := _lookalikes(text):
         return alike
     reader = Reader(text)

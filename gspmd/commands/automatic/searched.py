@@ -186,7 +186,7 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout for generating text: the lines for decoding, and the other lines for sources and prompts.
+    """Return the layout for generating text: the lines for decoding, and those that differ for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.

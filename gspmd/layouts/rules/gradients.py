@@ -26,8 +26,8 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: #: For parameters outside einsums, the activations over whose rows the gradient is summed; of two activations, a
-#: model may use one or both.
+#: For parameters outside einsums, the activations over whose rows the gradient is summed; of two activations, a model
+#: may use one or both.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),

@@ -85,11 +85,11 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section whose name is misspelled as `section`, or an empty string.
+    """Return the known section of which `section`, with a known key, is a misspelling, or an empty string.
 
     A custom section may have any name. Without this check, a typo such as `[fnn]` would silently declare a section and
     leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a custom model,
-    no name counts as a typo.
+    no name counts as a typo of a section of the model, only of another one, such as [optimizer].
 
     Args:
       section, key: the section and the key of the line.

@@ -146,7 +146,7 @@ def all_gather(
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter a dimension over mesh axes, given major first; of several parts, the major part is first.
+    """Reduce-scatter a dimension over mesh axes, given major first; of several parts, the major one runs first.
 
     Over several slices it is the reverse of a gather: the shards are put in order, and scattered within the slices and
     then over the network.

@@ -29,7 +29,8 @@ cut only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192
 """
 
 NEAR = 64e6
-"""A float32 sum stays in a TPU's VMEM if this many bytes are read and written; with twice as many it does not."""
+"""A float32 sum stays in a TPU's VMEM if at most this many bytes are read and written; with twice as many it does
+not."""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
 """A collective, its ring, and the products with which it overlaps."""

@@ -131,7 +131,7 @@ class Candidate:
         return found
 
     def _above(self, seconds: float) -> dict[str, list[int]]:
-        """Return, for each choice, the options with which any layout costs more than `seconds`, whatever the limit."""
+        """Return, for each choice, the options with which all layouts cost more than `seconds`, whatever the limit."""
         bounds = self.unlimited_search.bounds()
         return {name: np.flatnonzero(costs > seconds * (1 + TIE)).tolist() for name, costs in bounds.items()}
 

@@ -32,8 +32,8 @@ _SHOWN = 20
 OTHERS = "Name other files, or none for Python's standard library."
 FIELD = "text"
 """The field of a record that has its text, unless a different field is named."""
-# A cut at such a line feed does not change the tokens of GPT-2 and its successors, which split white space depending on
-# the text after it.
+# A cut after such a line feed, or before such a space, does not change the tokens of GPT-2 and its successors, which
+# split white space depending on the text after it.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 

@@ -146,7 +146,7 @@ class Watch(threading.Thread):
         self._tell("done")
 
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
-        """Let the first process print a fault of this process once, and end all processes.
+        """Let the first process print a fault of this process once, and end all other processes.
 
         It returns only if this process has to end by itself; otherwise the process ends during the call.
 
