@@ -53,6 +53,17 @@ CLOSED_CALL = closed_call_p.name
 # -- the mesh ----------------------------------------------------------------------------------------------------------
 
 
+def has_no_rule_for_partial_sums(error: BaseException | None) -> bool:
+    """Return whether JAX raised an error because an operation has no rule for partial sums.
+
+    The error comes from the operation on a parameter whose gradient is a partial sum, or from the operation's gradient.
+    Most operations say so; cumulative sums, sorts and convolutions fail when they read the array's `PartitionSpec`.
+    """
+    if isinstance(error, NotImplementedError):
+        return "unreduced" in str(error)
+    return isinstance(error, ValueError) and "non-empty unreduced/reduced set" in str(error)
+
+
 def concrete_mesh() -> jax.sharding.Mesh | None:
     """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced, or None if none is set."""
     mesh = get_concrete_mesh()

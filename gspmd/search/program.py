@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate.errors import shown
-from gspmd.jax_internals import ShardingTypeError
+from gspmd.jax_internals import ShardingTypeError, has_no_rule_for_partial_sums
 from gspmd.lowerings import in_force
 from gspmd.lowerings.program import program_of
 from gspmd.lowerings.unknown import made_alike, planned_steps
@@ -529,8 +529,7 @@ def _needs_whole_gradient(error: BaseException) -> bool:
 
     A training step raises its own error, with JAX's as the cause.
     """
-    cause = error if isinstance(error, NotImplementedError) else error.__cause__
-    return isinstance(cause, NotImplementedError) and "unreduced" in str(cause)
+    return has_no_rule_for_partial_sums(error) or has_no_rule_for_partial_sums(error.__cause__)
 
 
 def _reduced_at_once(build: Build, lines: Lines) -> bool:

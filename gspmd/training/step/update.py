@@ -12,6 +12,7 @@ from jax.stages import Wrapped
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.jax_internals import has_no_rule_for_partial_sums
 from gspmd.training.optimizer import Norm, clip
 from gspmd.training.state import TrainState
 from gspmd.training.step.microbatches import Loss, Microbatches
@@ -69,8 +70,8 @@ def make_step(
                 figures, gradients = jax.value_and_grad(of_part, has_aux=True)(params, batch, key)
             else:
                 figures, gradients = microbatches.value_and_gradients(of_part, moves.loss, params, batch, key)
-        except NotImplementedError as error:
-            if not (moves.partial and "unreduced" in str(error)):
+        except (NotImplementedError, ValueError) as error:
+            if not (moves.partial and has_no_rule_for_partial_sums(error)):
                 raise
             raise _no_partial_sum(error, moves) from error
         with jax.named_scope("optimizer"):
@@ -103,7 +104,7 @@ def make_step(
     return step
 
 
-def _no_partial_sum(error: NotImplementedError, moves: Moves) -> PlanError:
+def _no_partial_sum(error: Exception, moves: Moves) -> PlanError:
     """Return an error with the parameters among which one is computed with in a way that JAX cannot differentiate."""
     operation = re.search(r"rule for (\w+)", str(error))
     named = f"the operation {operation[1]}" if operation else "an operation of the model"

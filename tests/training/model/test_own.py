@@ -107,17 +107,22 @@ def test_specs_of_optimizer_and_gradients_are_those_of_the_line(layout, make_mes
     assert comparison.agrees, str(comparison)
 
 
-def test_a_partial_sum_that_jax_cannot_differentiate_is_named(layout, make_mesh):
-    """JAX has no rule for partial sums in `-x`, which state-space models compute on a parameter."""
+@pytest.mark.parametrize(
+    ("computed", "operation"),
+    [(lambda w: w[::-1], "in the operation rev"), (jnp.cumsum, "in an operation of the model")],
+    ids=["reversed", "added up"],
+)
+def test_a_partial_sum_that_jax_cannot_differentiate_is_named(layout, make_mesh, computed, operation):
+    """JAX has no rule for partial sums in these, nor JAX 0.10 in `-w`, which state-space models compute."""
 
-    class Negative(Tiny):
+    class Computed(Tiny):
         def loss(self, layout, params, *given, **more):
-            return super().loss(layout, params | {"norm": -params["norm"]}, *given, **more)
+            return super().loss(layout, params | {"norm": computed(params["norm"])}, *given, **more)
 
     mesh = make_mesh({"x": 2, "y": 2})
-    traced(layout, mesh, Negative())
-    with pytest.raises(gspmd.PlanError, match="no rule for partial sums in the operation neg") as error:
-        traced(layout.override({"gradients.mixer.norm": "E partialsum-x"}), mesh, Negative())
+    traced(layout, mesh, Computed())
+    with pytest.raises(gspmd.PlanError, match=f"no rule for partial sums {operation}") as error:
+        traced(layout.override({"gradients.mixer.norm": "E partialsum-x"}), mesh, Computed())
     assert str(error.value).endswith("without partialsum-. It is one of: norm.")
 
 
