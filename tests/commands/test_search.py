@@ -260,7 +260,7 @@ def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path
     assert code == 0
     assert figures["microbatches"] > 1
     assert figures["bytes"] <= figures["limit"]
-    assert f"--microbatches {figures['microbatches']}\n" in out
+    assert f"--microbatches {figures['microbatches']} --dtype " in out
 
 
 @pytest.mark.slow
