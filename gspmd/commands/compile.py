@@ -115,7 +115,8 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
         sizes["T"] = settings.source_length
     if sharding.mesh:
         shape = layout.complete_mesh(parse_mesh(sharding.mesh))
-        target.mesh(shape)  # Sizes are judged last: a mesh that does not fill the slice needs no other batch.
+        # Sizes are judged last: a mesh that does not fill the slice needs no other batch.
+        target.mesh(shape, sharding.axis_types)
         layout.check(sizes, shape)
     else:
         shape = layout.mesh_for(target.num_devices, sizes)
