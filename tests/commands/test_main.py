@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import gspmd
+from gspmd import interruption
 from gspmd.commands import configs, main, runner
 from gspmd.training import ConfigError, Interrupted, TrainingConfig
 from gspmd.training.config import load_toml
@@ -17,8 +18,10 @@ EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B
 
 
 @pytest.fixture(autouse=True)
-def interrupts():
-    """A script ends its process, and lets no interrupt disturb that; the tests' own goes on."""
+def process(monkeypatch):
+    """Restore what a script changes in its process: it ends there, but the process of the tests goes on."""
+    monkeypatch.setattr(interruption, "_in_command", False)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     usual = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, usual)

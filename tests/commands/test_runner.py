@@ -18,7 +18,7 @@ from gspmd.layouts import Layout
 from gspmd.training import arrangement
 from gspmd.training.checkpoints import kept_settings
 from gspmd.training.config import ShardingConfig, TrainingConfig
-from gspmd.training.run.folder import choose_out
+from gspmd.training.run.folder import choose_out, released_after
 from gspmd.training.toml import ConfigError
 
 
@@ -274,7 +274,7 @@ def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, s
 
     def run(argv):
         out = choose_out("my run", resume=bool(steps))
-        with runner.interrupts(out):
+        with released_after(out), runner.interrupts(out):
             raise KeyboardInterrupt
 
     assert runner.guarded(run, []) == 130
