@@ -15,13 +15,14 @@ import platform
 import subprocess
 import sys
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +38,56 @@ from gspmd.lowerings.in_force import planned_for
 from gspmd.moe import MoEConfig, expert_layer
 from gspmd.moe.dropless.grouped import FORMS, grouped_matmul
 from gspmd.training import OptimizerConfig
+from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig, abstract_key, batch_spec, build, step
+from gspmd_models.decoding.programs import serving_program
 
+ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 LOWERINGS = ("xla", "blocking", "looped", "auto")
 ROUTERS = ("switch", "gshard", "top-k", "st-moe", "expert-choice", "noisy-top-k")
 
 
+class Step(NamedTuple):
+    """A training step: model, sequences of a batch, their length, dtype of the model, and layout."""
+
+    config: ModelConfig
+    batch: int
+    length: int
+    dtype: str = "bfloat16"
+    layout: str = "megatron-1d"
+
+
+class Decoding(NamedTuple):
+    """A decode step of Llama 3.1 8B: rows, tokens that the cache has room for, and dtype of the stored weights."""
+
+    rows: int
+    room: int = 2048
+    weights: str = "bfloat16"
+
+
+_150M = ModelConfig(
+    vocabulary=32768, embed=768, layers=12, heads=12, kv_heads=12, head_size=64, feed_forward=2048, tied=False
+)
+_1B = ModelConfig(
+    vocabulary=32768, embed=2048, layers=16, heads=16, kv_heads=8, head_size=128, feed_forward=8192, tied=False,
+    remat="full",
+)  # fmt: skip
 STEPS = {
-    "150M": (ModelConfig(vocabulary=32768, embed=768, layers=12, heads=12, kv_heads=12, head_size=64,
-                         feed_forward=2048, tied=False), 16, 1024),
-    "1B": (ModelConfig(vocabulary=32768, embed=2048, layers=16, heads=16, kv_heads=8, head_size=128,
-                       feed_forward=8192, tied=False, remat="full"), 8, 2048),
-}  # fmt: skip
-"""The training steps: model, sequences of a batch, and their length."""
+    "150M": Step(_150M, 16, 1024),
+    "150M, float32": Step(_150M, 16, 1024, "float32"),
+    "150M, every other layer 8 experts": Step(replace(_150M, moe=MoEConfig(experts=8)), 16, 1024, layout="gshard"),
+    "1B": Step(_1B, 8, 2048),
+    "3B": Step(replace(_1B, embed=3072, layers=28, heads=24, vocabulary=128256), 8, 2048),
+}
+"""The training steps."""
+
+DECODED = {
+    **{f"bfloat16, {rows} rows": Decoding(rows) for rows in (1, 2, 8, 64, 256)},
+    **{f"int8 weights, {rows} rows": Decoding(rows, weights="int8") for rows in (1, 8, 64)},
+    "bfloat16, 8 rows, room for 16384": Decoding(8, 16384),
+}
+"""The decode steps."""
 
 
 def mesh(device: jax.Device | None = None) -> jax.sharding.Mesh:
@@ -359,33 +396,79 @@ def grouped(small: bool) -> Iterator[Row]:
 
 
 def training(small: bool) -> Iterator[Row]:
-    """Time whole training steps in bfloat16, and compare them with their plan."""
-    sizes = STEPS
-    if small:
-        sizes = {"tiny": (ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16,
-                                      feed_forward=128), 4, 64)}  # fmt: skip
-    chip, one, layout = card(), mesh(), Layout.load("megatron-1d")
-    for name, (config, batch, length) in sizes.items():
+    """Time whole training steps, and compare their time and their memory with the plan."""
+    tiny = ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=128)
+    chip, one = card(), mesh()
+    for name, each in STEPS.items() if not small else [("tiny", Step(tiny, 4, 64))]:
+        config, batch, length, layout = each.config, each.batch, each.length, Layout.load(each.layout)
         with jax.set_mesh(one):
-            model = build(config, layout, one, jax.random.key(0), "bfloat16")
+            model = build(config, layout, one, jax.random.key(0), each.dtype)
             made = step.training_step(model, OptimizerConfig(), 100)
             state = step.initial_state(model, OptimizerConfig(), 100, one)
+            del model
             tokens = np.random.default_rng(0).integers(0, config.vocabulary, (batch, length + 1)).astype("int32")
             data = jax.device_put(tokens, jax.NamedSharding(one, batch_spec(layout).partition_spec()))
-            update, took = jax.jit(made, donate_argnums=0), []
+            with gspmd.lowering("blocking"), planned_for(chip):
+                planned = gspmd.trace(made, state, data, abstract_key(one)).seconds
+            update = jax.jit(made, donate_argnums=0).lower(state, data, jax.random.key(0)).compile()
+            took = []
             for number in range(8):
                 begun = time.perf_counter()
                 state, figures = update(state, data, jax.random.key(number))
                 jax.block_until_ready(figures)
                 took.append(time.perf_counter() - begun)
-            with gspmd.lowering("blocking"), planned_for(chip):
-                planned = gspmd.trace(made, state, data, abstract_key(one)).seconds
         seconds = median(took[2:])
         flops = config.flops_per_token(length) * batch * length
-        yield {"what": f"{name}, {batch} x {length}", "us": seconds * 1e6,
+        row = {"what": f"{name}, {batch} x {length}", "us": seconds * 1e6,
                "spread": (max(took[2:]) - min(took[2:])) / seconds,
                "tflops": flops / seconds / 1e12, "MFU": flops / seconds / chip.flops("bfloat16"),
-               "tokens/s": batch * length / seconds, "planned products of it": planned / seconds}  # fmt: skip
+               "tokens/s": batch * length / seconds, "planned us": planned * 1e6,
+               "GB": update.memory_analysis().peak_memory_in_bytes / 1e9}  # fmt: skip
+        del state, figures, update
+        # The allocator's peak is that of the process so far, so it says something about steps that raise it.
+        used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+        yield row | {"GB of the process": used}
+
+
+def decoding(small: bool) -> Iterator[Row]:
+    """Time decode steps with a full cache, and compare them with their plan."""
+    tiny = ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=128)
+    one, model = mesh(), tiny if small else llama_8b()
+    for name, each in DECODED.items() if not small else [("tiny", Decoding(2, 64))]:
+        served = decoded(each, model, one)
+        with jax.set_mesh(one), gspmd.lowering("blocking"):
+            with planned_for(card()):
+                planned = gspmd.trace(served.step, *served.arguments).seconds
+            weights, tokens, cache = jax.tree.map(filled, served.arguments)
+            cache = replace(cache, lengths=jnp.full_like(cache.lengths, each.room - 64))
+            run, took = jax.jit(served.step, donate_argnums=2), []
+            for _ in range(6):
+                begun = time.perf_counter()
+                for _ in range(8):
+                    logits, cache = run(weights, tokens, cache)
+                jax.block_until_ready(logits)
+                took.append((time.perf_counter() - begun) / 8)
+        seconds = median(took[1:])
+        yield {"what": name, "us": seconds * 1e6, "spread": (max(took[1:]) - min(took[1:])) / seconds,
+               "tokens/s": each.rows / seconds, "planned us": planned * 1e6}  # fmt: skip
+        del weights, cache, logits
+
+
+def llama_8b() -> ModelConfig:
+    """Return the model of the decode steps."""
+    return from_mapping(ModelConfig, tomllib.loads((ROOT / "configs" / "llama-3.1-8b.toml").read_text())["model"])
+
+
+def decoded(each: Decoding, config: ModelConfig, on: jax.sharding.Mesh) -> Any:
+    """Return the program of a decode step, with abstract arguments."""
+    layout, stored = Layout.load("weight-stationary-1d"), None if each.weights == "bfloat16" else each.weights
+    return serving_program(config, layout, on, "decode", batch=each.rows, room=each.room, weights=stored)
+
+
+def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of small numbers with the shape, dtype and sharding of an abstract one."""
+    return jax.jit(lambda: jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.01, x.dtype),
+                   out_shardings=x.sharding)()  # fmt: skip
 
 
 def card() -> Any:
@@ -395,8 +478,8 @@ def card() -> Any:
 
 
 PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "agreement": agreement, "products": products, "kernels": kernels, "training": training, "attention": attention,
-    "experts": experts, "grouped": grouped,
+    "agreement": agreement, "products": products, "kernels": kernels, "training": training, "decoding": decoding,
+    "attention": attention, "experts": experts, "grouped": grouped,
 }  # fmt: skip
 
 

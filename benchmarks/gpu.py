@@ -18,7 +18,7 @@ from statistics import geometric_mean, median
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device import STEPS, causal_flops
+from device import DECODED, STEPS, causal_flops, decoded, llama_8b
 from scipy.optimize import least_squares
 
 from gspmd.audit import compile_offline, topology
@@ -116,19 +116,24 @@ def fit(rows: Sequence[dict], launch: float, card: Chip) -> Efficiency:
 
 
 def steps(rows: Sequence[dict]) -> Iterator[tuple[str, float, Report]]:
-    """Compile the measured training steps, and yield name, measured seconds and report of each."""
-    machine, layout = topology(f"{CARD}:1"), Layout.load("megatron-1d")
+    """Compile the measured steps, and yield name, measured seconds and report of each."""
+    machine, llama = topology(f"{CARD}:1"), llama_8b()
     mesh = machine.mesh({"x": 1, "y": 1, "z": 1})
     for row in part(rows, "training"):
-        config, batch, length = STEPS[row["what"].partition(",")[0]]
+        each = STEPS[row["what"].rpartition(", ")[0]]
+        config, batch, length, layout = each.config, each.batch, each.length, Layout.load(each.layout)
         with jax.set_mesh(mesh):
-            model = abstract(config, layout, mesh, "bfloat16")
+            model = abstract(config, layout, mesh, each.dtype)
             made = step.training_step(model, OptimizerConfig(), 100)
             state = step.abstract_state(model, OptimizerConfig(), 100, mesh)
         place = jax.NamedSharding(mesh, batch_spec(layout).partition_spec())
         tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32, sharding=place)
         given, flops = (state, tokens, abstract_key(mesh)), config.flops_per_token(length) * batch * length
         report = compile_offline(made, *given, topology=machine, donate_argnums=(0,), flops=flops)
+        yield row["what"], row["us"] * 1e-6, report
+    for row in part(rows, "decoding"):
+        served = decoded(DECODED[row["what"]], llama, mesh)
+        report = compile_offline(served.step, *served.arguments, topology=machine, donate_argnums=(2,))
         yield row["what"], row["us"] * 1e-6, report
 
 

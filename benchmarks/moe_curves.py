@@ -57,7 +57,7 @@ def main() -> None:
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     _hold_to_settings(options)
-    for seed in SEEDS if not options.only_draw else ():
+    for seed in options.seeds if not options.only_draw else ():
         for name in options.models:
             _train(options.out, name, seed, options.flags)
             _write_all(options)
@@ -71,6 +71,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, default=None, help="page whose table is replaced")
     parser.add_argument("--only-draw", action="store_true", help="train nothing")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS, help="seeds to train with")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags for every run, such as '--steps 40'")
     return parser.parse_args()
 

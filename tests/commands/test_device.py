@@ -23,6 +23,7 @@ def test_every_part_runs_and_operations_agree_with_float64(tmp_path):
         "products",
         "kernels",
         "training",
+        "decoding",
         "attention",
         "experts",
         "grouped",
@@ -30,4 +31,4 @@ def test_every_part_runs_and_operations_agree_with_float64(tmp_path):
     errors = {row["what"]: row["error"] for row in rows if row.get("dtype") == "float32" and "int8" not in row["what"]}
     assert len(errors) > 20
     assert max(errors.values()) < 2e-6
-    assert (tmp_path / "table.md").read_text().count("| what |") == 7
+    assert (tmp_path / "table.md").read_text().count("| what |") == 8
