@@ -74,11 +74,10 @@ def _gpus() -> Iterator[Row]:
 
 
 def _measured() -> Iterator[Row]:
-    for cells in _table("gpus.md", "Two training steps were measured on the same H200"):
-        ratio = float(cells["simulated / measured"])
-        yield Row(
-            "training, GPU", cells["step"], "1 H200", cells["measured"], cells["simulated"], ratio, "gpus.md#times"
-        )
+    for kind, model in (("training", ""), ("decoding", "llama-3.1-8b, ")):
+        for cells in _table("gpus.md", f"<!-- {kind}: python benchmarks/gpu.py --steps -->"):
+            ratio, seconds = float(cells["simulated / measured"]), (cells["measured"], cells["simulated"])
+            yield Row(f"{kind}, GPU", model + cells["step"], "1 H200", *seconds, ratio, "gpus.md#times")
 
 
 def _palm() -> Iterator[Row]:

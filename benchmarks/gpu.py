@@ -1,24 +1,26 @@
 """Fit the model of a GPU to a card's measurements, and compare its predictions with measurements left out of the fit.
 
     python benchmarks/gpu.py          # on benchmarks/results/device-h200.json; figures for chips.toml and matmul.toml
-    python benchmarks/gpu.py --steps  # and compile the measured training steps offline, to simulate them; a minute
+    python benchmarks/gpu.py --steps docs/gpus.md  # compile the measured steps offline, simulate them, write the tables
 
 The measurements are those of benchmarks/device.py. The fit covers products by cuBLAS, the bandwidth of other kernels,
-fused attention, and the seconds of a launch. Training steps are not fitted: their simulated seconds are compared with
-the measured ones. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
+fused attention, and the seconds of a launch. Training and decode steps are not fitted: their simulated seconds are
+compared with the measured ones. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, inf, log
 from pathlib import Path
 from statistics import geometric_mean, median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from device import DECODED, STEPS, causal_flops, decoded, llama_8b
+from page import write_between
 from scipy.optimize import least_squares
 
 from gspmd.audit import compile_offline, topology
@@ -40,9 +42,9 @@ LARGE = 2 * 2**26  # bytes that do not fit in the cache of the card, read and wr
 
 
 def main() -> None:
-    """Print the figures, and with --steps the simulated steps beside the measured ones."""
+    """Print the figures, and with --steps write the simulated steps beside the measured ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", action="store_true", help="simulate the measured training steps, too")
+    parser.add_argument("--steps", type=Path, help="page that gets the tables of simulated and measured steps")
     options = parser.parse_args()
     rows, card = json.loads(RESULTS.read_text())["rows"], chip(CARD)
     launch = launch_seconds(rows)
@@ -55,10 +57,26 @@ def main() -> None:
         print(f"{name} = {getattr(fitted, name):.3g}")
     print(f"{len(off)} products, off by {np.median(off):.1%} (median), {np.quantile(off, 0.9):.1%} (90%)")
     if options.steps:
-        for name, seconds, report in steps(rows):
-            found = report.timeline
-            assert found is not None  # The steps fit in the card's memory.
-            print(f"{name}: {found.step_seconds:.4f} s simulated, {seconds:.4f} s measured", found, sep="\n")
+        for name, compiled in (("training", training_steps), ("decoding", decode_steps)):
+            lines = [HEAD, "|:--" + "|--:" * (HEAD.count("|") - 2) + "|"]
+            for row, report in compiled(part(rows, name)):
+                lines.append(line(row, report))
+                print(lines[-1], report.timeline, sep="\n", flush=True)
+            marks = (f"<!-- {name}: python benchmarks/gpu.py --steps -->", f"<!-- end of {name} -->")
+            write_between(options.steps, marks, "\n".join(lines))
+
+
+HEAD = "| step | planned | simulated | measured | simulated / measured | memory, compiled offline | memory, held |"
+
+
+def line(row: Mapping[str, Any], report: Report) -> str:
+    """Return the line of a step in its table."""
+    found, measured = report.timeline, row["us"] * 1e-6
+    assert found is not None  # The steps fit in the card's memory.
+    seconds = (row["planned us"] * 1e-6, found.step_seconds, measured)
+    memory = [f"{report.peak_bytes / 1e9:.1f} GB", f"{row['GB of the process']:.1f} GB"] if "GB" in row else ["", ""]
+    cells = [row["what"], *(f"{each * 1e3:.1f} ms" for each in seconds), f"{found.step_seconds / measured:.2f}"]
+    return f"| {' | '.join([*cells, *memory])} |"
 
 
 def part(rows: Sequence[dict], name: str) -> list[dict]:
@@ -115,11 +133,11 @@ def fit(rows: Sequence[dict], launch: float, card: Chip) -> Efficiency:
     return efficiency(*map(exp, least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x))
 
 
-def steps(rows: Sequence[dict]) -> Iterator[tuple[str, float, Report]]:
-    """Compile the measured steps, and yield name, measured seconds and report of each."""
-    machine, llama = topology(f"{CARD}:1"), llama_8b()
+def training_steps(rows: Sequence[dict]) -> Iterator[tuple[dict, Report]]:
+    """Compile the measured training steps, and yield each measurement with its report."""
+    machine = topology(f"{CARD}:1")
     mesh = machine.mesh({"x": 1, "y": 1, "z": 1})
-    for row in part(rows, "training"):
+    for row in rows:
         each = STEPS[row["what"].rpartition(", ")[0]]
         config, batch, length, layout = each.config, each.batch, each.length, Layout.load(each.layout)
         with jax.set_mesh(mesh):
@@ -129,12 +147,16 @@ def steps(rows: Sequence[dict]) -> Iterator[tuple[str, float, Report]]:
         place = jax.NamedSharding(mesh, batch_spec(layout).partition_spec())
         tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32, sharding=place)
         given, flops = (state, tokens, abstract_key(mesh)), config.flops_per_token(length) * batch * length
-        report = compile_offline(made, *given, topology=machine, donate_argnums=(0,), flops=flops)
-        yield row["what"], row["us"] * 1e-6, report
-    for row in part(rows, "decoding"):
+        yield row, compile_offline(made, *given, topology=machine, donate_argnums=(0,), flops=flops)
+
+
+def decode_steps(rows: Sequence[dict]) -> Iterator[tuple[dict, Report]]:
+    """Compile the measured decode steps, and yield each measurement with its report."""
+    machine, llama = topology(f"{CARD}:1"), llama_8b()
+    mesh = machine.mesh({"x": 1, "y": 1, "z": 1})
+    for row in rows:
         served = decoded(DECODED[row["what"]], llama, mesh)
-        report = compile_offline(served.step, *served.arguments, topology=machine, donate_argnums=(2,))
-        yield row["what"], row["us"] * 1e-6, report
+        yield row, compile_offline(served.step, *served.arguments, topology=machine, donate_argnums=(2,))
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def _toml_fault(text: str, said: str) -> str:
     # line.
     if (twice or said.startswith(_SECOND)) and (before := _document_and_table(lines[:-1])) is not None:
         if twice:
-            return f"{twice[1]} stands there a second time in line {len(lines)}; write it once"
+            return f"{twice[1]} appears a second time in line {len(lines)}; write it once"
         if (place := _PLACE.match(lines[-1])) and "\\" not in place[0]:  # not a quote of a key, such as "a\\"="
             return _second_place(place, len(lines), *before)
     return f"{said}{'; text stands in quotes' if said.startswith('Invalid value') else ''}"
@@ -240,7 +240,7 @@ def _second_place(place: re.Match[str], number: int, document: dict[str, Any], t
         if not isinstance(value, dict):
             name = ".".join(map(_quoted, path[:depth]))
             return f"{written} in line {number}: {name} is a value, so it cannot be a table too"
-    return f"{written} stands there a second time in line {number}; write it once"
+    return f"{written} appears a second time in line {number}; write it once"
 
 
 def _quoted(part: str) -> str:

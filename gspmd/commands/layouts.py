@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         sub.set_defaults(does=does, all=False)
         return sub
 
-    add("list", list_presets, "list the presets, from no communication to the most specialised")
+    add("list", list_presets, "list the presets, from no communication to the most specialized")
     show = add("show", show_layout, "print the lines of a layout")
     show.add_argument("layout", values=preset_names(), help="a preset's name, or a TOML file")
     show.add_argument("--toml", action="store_true", help="print its file, to begin one of your own with")

@@ -60,7 +60,7 @@ def layer_norm(
     Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4.
     """
     ctx = context()
-    doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
+    doing = f"cannot normalize '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     bias = None if bias is None else array(doing, "the bias", bias, "real numbers")
     rows = read(doing, spec, x, ctx)

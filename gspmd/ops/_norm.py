@@ -69,7 +69,7 @@ def rms_norm(
     Differs: epsilon is added under the root, as in common language models; the paper has no epsilon.
     """
     ctx = context()
-    doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
+    doing = f"cannot normalize '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     epsilon = number(doing, "epsilon", epsilon)
     of_x, of_scale = read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True)

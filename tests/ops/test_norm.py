@@ -74,7 +74,7 @@ def test_refuses_a_scale_of_another_dimension(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         rms_norm(jnp.ones((2, 1, 4)), jnp.ones(4), "BLE", "F")
     assert str(error.value).splitlines() == [
-        "cannot normalise 'BLE' with a scale 'F'",
+        "cannot normalize 'BLE' with a scale 'F'",
         "    F",
         "    ^",
         "  the scale must have the one dimension E, of size 4, but its shape is (4,).",
@@ -91,7 +91,7 @@ def test_refuses_a_partial_sum(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.PlanError) as error:
         rms_norm(jnp.ones((2, 1, 4)), jnp.ones(4), "BLE partialsum-x", "E")
     assert str(error.value).splitlines() == [
-        "cannot normalise 'BLE partialsum-x' with a scale 'E'",
+        "cannot normalize 'BLE partialsum-x' with a scale 'E'",
         "    BLE partialsum-x",
         "        ^^^^^^^^^^^^",
         "  this operation is not linear in its operand, so a partial sum cannot pass through it.",
