@@ -83,8 +83,8 @@ STEPS = {
 """The training steps."""
 
 DECODED = {
-    **{f"bfloat16, {rows} rows": Decoding(rows) for rows in (1, 2, 8, 64, 256)},
-    **{f"int8 weights, {rows} rows": Decoding(rows, weights="int8") for rows in (1, 8, 64)},
+    **{f"bfloat16, {rows} row{'s' * (rows > 1)}": Decoding(rows) for rows in (1, 2, 8, 64, 256)},
+    **{f"int8 weights, {rows} row{'s' * (rows > 1)}": Decoding(rows, weights="int8") for rows in (1, 8, 64)},
     "bfloat16, 8 rows, room for 16384": Decoding(8, 16384),
 }
 """The decode steps."""

@@ -58,7 +58,8 @@ def main() -> None:
     print(f"{len(off)} products, off by {np.median(off):.1%} (median), {np.quantile(off, 0.9):.1%} (90%)")
     if options.steps:
         for name, compiled in (("training", training_steps), ("decoding", decode_steps)):
-            lines = [HEAD, "|:--" + "|--:" * (HEAD.count("|") - 2) + "|"]
+            head = [*COLUMNS, *(MEMORY if name == "training" else ())]
+            lines = [f"| {' | '.join(head)} |", "|:--" + "|--:" * (len(head) - 1) + "|"]
             for row, report in compiled(part(rows, name)):
                 lines.append(line(row, report))
                 print(lines[-1], report.timeline, sep="\n", flush=True)
@@ -66,7 +67,8 @@ def main() -> None:
             write_between(options.steps, marks, "\n".join(lines))
 
 
-HEAD = "| step | planned | simulated | measured | simulated / measured | memory, compiled offline | memory, held |"
+COLUMNS = ("step", "planned", "simulated", "measured", "simulated / measured")
+MEMORY = ("memory, compiled offline", "memory, held")
 
 
 def line(row: Mapping[str, Any], report: Report) -> str:
@@ -74,7 +76,7 @@ def line(row: Mapping[str, Any], report: Report) -> str:
     found, measured = report.timeline, row["us"] * 1e-6
     assert found is not None  # The steps fit in the card's memory.
     seconds = (row["planned us"] * 1e-6, found.step_seconds, measured)
-    memory = [f"{report.peak_bytes / 1e9:.1f} GB", f"{row['GB of the process']:.1f} GB"] if "GB" in row else ["", ""]
+    memory = [f"{report.peak_bytes / 1e9:.1f} GB", f"{row['GB of the process']:.1f} GB"] if "GB" in row else []
     cells = [row["what"], *(f"{each * 1e3:.1f} ms" for each in seconds), f"{found.step_seconds / measured:.2f}"]
     return f"| {' | '.join([*cells, *memory])} |"
 

@@ -207,12 +207,19 @@ def _read(
     if blocks is None:
         x, others = jax.lax.scan(layer, x, (weights, repeating, None if read is None else read.layers))
     else:
-        each, pattern = [], model.config.pattern
+        each, pattern, apart = [], model.config.pattern, len(cache.keys) == len(blocks)
         for number in range(model.config.repeats):
-            held, at = jax.tree.map(lambda leaf, at=number: leaf[at], repeating), lead + number * pattern
-            x, made = run(x, blocks[at : at + pattern], held, None)
+            begin = number * pattern
+            if apart:  # Each layer has arrays of its own, [1, B, ...].
+                held = [kind and [leaf[0] for leaf in kind[begin : begin + pattern]] for kind in repeating]
+            else:
+                held = jax.tree.map(lambda leaf, at=number: leaf[at], repeating)
+            x, made = run(x, blocks[lead + begin : lead + begin + pattern], held, None)
             each.append(made)
-        others = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+        if apart:
+            others = jax.tree.map(lambda row: row[None], [layer for made in each for layer in made])
+        else:
+            others = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     new = [*new, *others]
     key, added = layout.spec("attention.key"), length if counts is None else counts
     if model.config.latent is not None:
@@ -291,7 +298,8 @@ class Chunk:
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        rings = tuple(config.reach_of(config.layer_kind(layers[0])) is not None for layers in config.stacks())
+        stacks = next(each for each in (config.stacks(), config.weight_stacks()) if len(each) == len(cache.keys))
+        rings = tuple(config.reach_of(config.layer_kind(layers[0])) is not None for layers in stacks)
         return cls(lengths, held, cache_spec(layout, CROSS), angles, growth, rings)
 
 

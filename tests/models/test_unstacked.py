@@ -12,7 +12,7 @@ import gspmd_models as models
 from gspmd.audit import compile_offline, topology
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd_models.decoding import for_serving, serving_program
+from gspmd_models.decoding import cache, for_serving, serving_program
 from gspmd_models.parameters import parameters
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11]]
@@ -21,6 +21,7 @@ SHAPES = {
     "serial, int8": ({"layers": 3, "kv_heads": 4}, True),
     "experts in every second block": ({"layers": 4, "moe": EXPERTS}, False),
     "a first block without experts": ({"layers": 3, "moe": replace(EXPERTS, every=1, dense_layers=(0,))}, False),
+    "sliding windows": ({"layers": 4, "layer_kinds": ("sliding", "full"), "sliding_window": 5}, False),
     "parallel, int8": ({"layers": 2, "kv_heads": 1, "block": "parallel"}, True),
 }
 
@@ -40,7 +41,7 @@ def test_the_weights_of_each_of_any_number_of_layers_are_by_themselves(config):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh):
+def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh, monkeypatch):
     model, mesh = made(*SHAPES[name], config, make_mesh)
     apart = models.unstack(model)
     rows, values, stacks = parameters(apart.config, apart.layout), models.arrays(apart), models.arrays(model)
@@ -57,7 +58,11 @@ def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh):
     with jax.set_mesh(mesh):
         layout, ends = Layout.load("weight-stationary-2d"), {"tokens": 6, "seed": 3}
         texts, others = (models.Generator(each, layout, chunk=2)(PROMPTS, **ends).texts for each in (model, apart))
-    assert texts == others
+        monkeypatch.setattr(cache, "is_gpu", lambda mesh: True)  # each layer's keys have an array of their own
+        held = models.abstract_cache(apart.config, apart.layout, mesh, 8, 16, "float32")
+        assert [len(each) for each in held.keys] == [1] * apart.config.layers
+        on_gpus = models.Generator(apart, layout, chunk=2)(PROMPTS, **ends).texts
+    assert texts == others == on_gpus
 
 
 def test_only_stacked_decoders_are_unstacked_and_arrays_are_freed_if_asked(config, make_mesh):

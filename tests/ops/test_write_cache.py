@@ -7,6 +7,7 @@ import pytest
 
 import gspmd
 from gspmd.ops import quantize_heads, write_cache
+from gspmd.ops._attention.cache import _written_at_once
 from tests.references.caches import random_case, stored, written
 
 
@@ -34,6 +35,26 @@ def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
     if lowering != "xla":
         compared = gspmd.ledger(compiled, mesh).compare(planned)
         assert not compared.differing, compared
+
+
+@pytest.mark.parametrize("order", ["NBKTD", "NBTKD", "NTBKD", "BNKDT", "TKBDN", "KNBT"])
+def test_a_gpu_writes_all_rows_at_once(order):
+    """Against plain numpy: rows that begin before the part or end after it, and padding that is not written."""
+    rng, sizes = np.random.default_rng(0), {"N": 2, "B": 4, "K": 2, "T": 6, "D": 3}
+    batch, along = order.index("B"), order.index("T")
+    for length in (1, 3, 8):
+        cache, new = (rng.normal(size=[(sizes | {"T": n})[dim] for dim in order]) for n in (6, length))
+        first, begins = np.array([-1, 2, 5, -7]), np.array([0, 0, 1, 0])
+        ends = np.minimum(length, np.array([2, 8, 8, 8]))
+        wanted = cache.copy()
+        for row in range(4):
+            for token in range(begins[row], ends[row]):
+                if 0 <= (at := first[row] + token) < 6:
+                    place, source = [slice(None)] * len(order), [slice(None)] * len(order)
+                    place[batch], place[along], source[batch], source[along] = row, at, row, token
+                    wanted[tuple(place)] = new[tuple(source)]
+        given = (*map(jnp.asarray, (cache, new, first)), (jnp.asarray(begins), jnp.asarray(ends)))
+        np.testing.assert_array_equal(_written_at_once(*given, batch, along), wanted.astype("float32"))
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])

@@ -16,7 +16,7 @@ from gspmd.audit import topology
 from gspmd.commands import compile as offline
 from gspmd.layouts import presets
 from gspmd.training import ShardingConfig
-from tests.audit.offline.plugins import HAS_CUDA_PLUGIN
+from tests.audit.offline.plugins import HAS_CUDA_PLUGIN, needs_cuda_plugin
 from tests.references.models import TINY
 from tests.references.volume import SEED
 
@@ -51,6 +51,24 @@ def seconds(slices, layout, weights, rows, model=MODEL):
     assert report.timeline is not None, report.reason
     assert report.timeline.warnings == () or ("h100" in slices and model.stacked)
     return report.timeline.step_seconds
+
+
+@needs_cuda_plugin
+def test_on_a_gpu_layers_of_their_own_are_not_copied():
+    """Without stacks neither weights nor keys are copied, and a loop writes no keys row by row."""
+    target, reports = topology("h200:1"), {}
+    model = replace(TINY, vocabulary=4096, embed=2048, layers=3, heads=16, kv_heads=8, head_size=128, feed_forward=4096)
+    for stacked in (True, False):
+        settings = offline.CompileSettings(
+            topology="h200:1", phase="decode", batch=64, length=2048, dtype="bfloat16",
+            model=replace(model, stacked=stacked), sharding=ShardingConfig(layout="weight-stationary-1d"),
+        )  # fmt: skip
+        reports[stacked] = offline.compiled(settings, target)
+    seconds = {stacked: report.timeline.step_seconds for stacked, report in reports.items()}
+    assert "out of a stack" in reports[True].timeline.warnings[0]
+    assert not reports[False].timeline.warnings
+    assert " while(" not in reports[False].hlo
+    assert seconds[False] < 0.5 * seconds[True]
 
 
 @pytest.mark.slow
