@@ -23,8 +23,7 @@ _THIN = 2.5
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number, its column and row in the grid, and the gaps left of it and above it.
-    """
+    """A device that is drawn: its number, its column and row in the grid, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -58,8 +57,7 @@ class MeshGrid:
 
     @property
     def elided(self) -> str:
-        """The caption, such as `64 of 256 devices are drawn, a=0 and b=0 only`, or "" if all devices are drawn.
-        """
+        """The caption, such as `64 of 256 devices are drawn, a=0 and b=0 only`, or "" if all devices are drawn."""
         devices = prod(self.mesh.values())
         if self.drawn == devices:
             return ""
@@ -68,8 +66,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, from last to first: name, columns, and width and height of one coordinate in cells.
-        """
+        """For every axis, from last to first: name, columns, and width and height of one coordinate in cells."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)

@@ -165,8 +165,7 @@ class Prefix:
         return {"objective": "prefix", **asdict(self)}
 
     def _window(self, length: int) -> int:
-        """Return the size of the largest window whose parts fit into source and target, wherever it is split.
-        """
+        """Return the size of the largest window whose parts fit into source and target, wherever it is split."""
         return min(self.source_length, length)
 
 

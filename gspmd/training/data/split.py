@@ -47,7 +47,7 @@ class Split:
         bucket: the limit below which records are held out. A record's bucket, a number from a hash, is compared with
             it.
         field: the field of a record that has its text.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
         pairs: whether records are pairs. The source and the target of a pair are one piece each.
     """
 
@@ -109,7 +109,7 @@ def split(
         name: the name of the data, for error messages.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
         read: a function that is called after each read with its number of bytes.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
         of_pairs: whether records are pairs.
 
     Raises:

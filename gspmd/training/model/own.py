@@ -163,8 +163,7 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: one for each microbatch, as there are no stages.
-        """
+        """Return the number of parts into which the step cuts a batch: all microbatches, as there are no stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
@@ -341,9 +340,7 @@ class Own:
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
-        """Return the FLOPs per token of forward and backward pass: the number that the class states, or 6 per
-        parameter.
-        """
+        """Return the FLOPs per token of forward and backward pass: what the class states, or 6 per parameter."""
         told = getattr(self.model, "flops_per_token", None)
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
