@@ -62,7 +62,7 @@ class Figure:
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document: light, or dark if the reader prefers that. Texts are stored as text."""
+        """The picture as an SVG document, light or dark as the reader prefers. Texts are stored as text."""
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:
@@ -70,8 +70,8 @@ class Figure:
 
         Args:
           color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers.
-          standalone: whether the picture is a document of its own. Otherwise it follows the theme of the page around
-            it, such as JupyterLab, and shrinks to the width that is available on the page.
+          standalone: whether the picture is a document of its own. If false, the picture is part of a page, such as
+              JupyterLab's: it follows the theme of this page, and shrinks to the width that is available there.
 
         Raises:
           ValueError: `color` is not a theme.

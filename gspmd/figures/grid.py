@@ -112,7 +112,7 @@ class MeshGrid:
 
 @dataclass(frozen=True)
 class CellSize:
-    """The sizes of a grid's cells, in CSS pixels; `head` is the height of a device's number, or 0 without numbers."""
+    """The sizes of a grid's cells, in CSS pixels; `head` is the height of a device's number, 0 to draw no numbers."""
 
     wide: float
     high: float

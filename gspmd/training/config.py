@@ -25,7 +25,10 @@ __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig",
 
 
 _SHORT = 50
-"""Number of steps below which a run counts as a trial; the end of a trial should not take longer than its steps."""
+"""Number of steps below which a run counts as a trial.
+
+A trial ends with a short validation and without a sample of text, so that its end does not take longer than its steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ class Update:
         steps: total number of updates.
         microbatches: number of parts of a batch, computed one after another, or sent through pipeline stages.
         frozen: patterns of the names of parameters that are not trained.
-        parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
+        parameter_dtype: the dtype in which matrices are stored; if it is not float32, the optimizer keeps float32
+            masters.
     """
 
     optimizer: OptimizerConfig

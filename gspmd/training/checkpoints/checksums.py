@@ -19,7 +19,7 @@ _THREADS = 8
 def write(folder: Path) -> None:
     """Write the file `checksums` of a folder, once all other files are on disk.
 
-    It has the size and the checksum of every other file.
+    The file has the size and the checksum of every other file.
     """
     own = {folder / FILE, folder / f"{FILE}.tmp"}  # A write that was killed may have left the temporary file.
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)

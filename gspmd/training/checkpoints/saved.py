@@ -12,7 +12,7 @@ ANEW = "start anew, with the command that began the run and another --out"
 _FOLDER = "checkpoints"
 
 renaming = threading.Lock()
-"""A lock that is held while a complete save is renamed to its step and older checkpoints are removed."""
+"""A lock that is held while a complete save gets its final name and older checkpoints are removed."""
 closed: set[Path] = set()
 """The folders of checkpoints that this process no longer changes; read and changed under the lock."""
 

@@ -44,11 +44,11 @@ class Corpus:
         vocabulary: size of the vocabulary, which is the number of ids that tokens can have.
         bytes_per_token: bytes of held-out text per held-out token, counting the separator of two texts as one byte.
         tokenizer: a hash that identifies the tokenizer; empty if tokens are bytes.
-        unit: the kind of text, "file" or "record".
+        unit: the kind of text, "file", "record" or "pair".
         digest: the hash that `identity` returns, if it is already known.
         objective: the objective that turns the texts into rows; None for windows of the joined texts.
         starts: a pair of arrays [texts + 1], for the training part and the held-out part: the index of each text's
-            first token, followed by the end of the last text. A pair of None if the objective does not need these
+            first token, followed by the end of the last text. Both are None if the objective does not need these
             indices.
     """
 

@@ -44,8 +44,7 @@ class Split:
         held_out: the files of text that are held out as a whole.
         cuts: for other files of text, the number of bytes after which the rest is held out; a file that is missing here
             is not cut.
-        bucket: the limit below which records are held out. A record's bucket, a number from a hash, is compared with
-            it.
+        bucket: a record is held out if its own bucket, a number from a hash, is below this number.
         field: the field of a record that has its text.
         prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
         pairs: whether records are pairs. The source and the target of a pair are one piece each.
@@ -148,7 +147,7 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose whole files that have about a fraction of all bytes, or the ends of all files.
+    """Choose what to hold out: whole files with about a fraction of all bytes, or the ends of all files.
 
     Whole files are chosen in order, and files with more than twice the wanted bytes are skipped. If the chosen files
     have less than half of the wanted bytes, or no file would be left for training, the end of every file is held out
@@ -179,7 +178,7 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
     """Return the number of first buckets to hold out, so that their bytes are nearest to the fraction.
 
-    Records remain on either side: at least one bucket with records is held out, and at least one is not.
+    At least one bucket with records is held out, and at least one is not.
 
     Args:
         buckets: total bytes of the records in each bucket.

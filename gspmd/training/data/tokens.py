@@ -86,7 +86,10 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
 
 
 def usual_ends(backend: Any) -> frozenset[int]:
-    """Return the id of the first special token with a usual name for the end of a text, for lack of a declared one."""
+    """Return the id of the special token with a usual name for the end of a text, as a set of at most one id.
+
+    The set is used for a tokenizer that declares no end.
+    """
     special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     return frozenset([special[name] for name in _ENDS if name in special][:1])
 

@@ -69,7 +69,7 @@ class Own:
         """Return every parameter by its path, as the user's class declares it.
 
         Raises:
-            ConfigError: the class returns something that is not a parameter, or no size for one of its dimensions.
+            ConfigError: the class returns something that is not a parameter, or no size for a dimension of a parameter.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -100,7 +100,8 @@ class Own:
         """Return every parameter by its path, with its line, spec and shape in a layout.
 
         Raises:
-            LayoutError: the layout lacks lines, or their dimensions differ; the message lists all faults.
+            LayoutError: the layout lacks lines, or a line's dimensions are not those of its parameter; the message
+                lists all faults.
         """
         sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
         found = self.parameters(layout)
@@ -193,7 +194,7 @@ class Own:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its metrics."""
+        """Return the loss and the metrics of a training step."""
         return self._loss(layout, params, tokens, key, train=True)
 
     def adjusted(
@@ -256,8 +257,8 @@ class Own:
         """Return spec, shape and dtype of every array that the model keeps, for `batch` texts of up to `room` tokens.
 
         Raises:
-            ConfigError: the class returns something that is not a `Kept`, or no size for one of its dimensions.
-            LayoutError: the layout lacks a line, or its dimensions differ.
+            ConfigError: the class returns something that is not a `Kept`, or no size for a dimension of an array.
+            LayoutError: the layout lacks a line, or a line's dimensions are not those of its array.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
         if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):

@@ -16,8 +16,9 @@ Figures = Mapping[str, jax.Array]
 Batch = jax.Array | Mapping[str, jax.Array]
 """The tokens of a step, int32 [B, L+1], or several arrays of integers by name.
 
-A model has several arrays if it has a source, or if its rows hold several texts. They are `tokens` and `segments` [B,
-L+1], and `source` and `source_segments` [B, T]. All arrays are sharded as `Trainable.batch_spec`.
+A model has several arrays if it has a source, or if its rows hold several texts. Their names are `tokens` and
+`segments`, both [B, L+1], and `source` and `source_segments`, both [B, T]. All arrays are sharded as
+`Trainable.batch_spec`.
 """
 
 

@@ -27,7 +27,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         [0.1, 1.0, 0.5, 0.0]
 
     Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), eq. 5, without restarts.
-    Differs: the first update does not have rate 0, but that of the first step of the warm-up.
+    Differs: the rate of the first update is not 0, but the rate after one step of the warm-up.
     """
     warmup = min(round(config.warmup * steps), steps - 1)
     first = config.learning_rate / (warmup or 1)

@@ -142,7 +142,7 @@ def _top(extra: int) -> float:
 
 
 def _step(key, count, g, mean, mean_scale, root, root_scale, *, betas, epsilon):
-    """Compute one update of one parameter and its new moments, as codes and scales."""
+    """Compute one update of one parameter, and the new moments as codes and scales."""
     g, (beta1, beta2) = g.astype(jnp.float32), betas
     spread = partial(_spread, size=g.shape[-1])
     signed = jnp.sign(mean) * decode(jnp.abs(mean.astype(jnp.int32)), spread(mean_scale), 0)

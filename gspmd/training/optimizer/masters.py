@@ -10,7 +10,7 @@ Tree = Any
 
 
 class MastersState(NamedTuple):
-    """The masters, and the state of the optimizer that updates them; masters and state are sharded as optimizer state."""
+    """The masters, and the state of the optimizer that updates them, all sharded as optimizer state."""
 
     masters: Tree
     inner: Any

@@ -152,7 +152,7 @@ def count() -> int:
 
 
 def first() -> bool:
-    """Return whether this is the first process, which writes and prints for all."""
+    """Return whether this is the first process, which writes and prints for all processes."""
     return index() == 0
 
 

@@ -25,8 +25,11 @@ _BEAT, _SILENCE = 2.0, 30.0
 _GRACE = 3.0
 """Seconds that the first process waits before it prints another process's fault, as it may find the same fault."""
 _SETTLE = 1.0
-"""Seconds to wait before an error counts as the cause of a failure. If the loss of another process caused the error,
-this process knows by then, since the system closes all connections of a process at once."""
+"""Seconds to wait before an error counts as the cause of a failure.
+
+If the loss of another process caused the error, this process knows by then, since the system closes all connections of
+a process at once.
+"""
 _ANSWER = 10.0
 """Seconds that a process gives the first process to print its fault, before it prints the fault itself.
 
@@ -46,7 +49,7 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault reported by another process: its text, whether that process caused it for sure, and when to print it."""
+    """A fault reported by another process: its text, whether that process surely caused it, and when to print it."""
 
     peer: int
     code: int
@@ -158,7 +161,8 @@ class Watch(threading.Thread):
         Args:
             message: the fault.
             code: the exit code of all processes.
-            sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
+            sure: whether this process certainly caused the fault. If false, the loss of another process may be the
+                cause.
             said: whether this process has already printed the fault.
         """
         if self._index != 0:
@@ -308,7 +312,7 @@ class Watch(threading.Thread):
 
         Args:
             message: the reason for the end, which is printed.
-            code: the the exit code of all processes.
+            code: the exit code of all processes.
             stay: whether to stay before ending, to tell processes that have not arrived.
         """
         if not self._ending.acquire(blocking=False):

@@ -153,7 +153,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Describe the metrics up to a step that are lost or changed; return None if no metrics are.
+    """Describe the metrics up to a step that are lost or changed, or return None if all are as written.
 
     Args:
         out: the run's folder.

@@ -87,7 +87,7 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> bool:
-    """Draw each expert's load over the steps, in a panel for each layer; its title has the layer's last metrics.
+    """Draw each expert's load over the steps; every layer has a panel, with the layer's last metrics in its title.
 
     Args:
         rows: the objects of metrics.jsonl. The value of `load` is [layers, X], the fraction of a layer's choices that

@@ -75,7 +75,10 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """Return a key for joining rows: the name without the part at index `position`, if the name has this part."""
+    """Return a key for joining rows: the name without the part at index `position`.
+
+    If the name has no such part, the key is the whole name.
+    """
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

@@ -223,7 +223,7 @@ class _Run:
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
-        """Validate on up to `last_validation` batches of held-out text, and write the result as the last metrics.
+        """Validate on up to `last_validation` batches of held-out text; write the result as the last line of metrics.
 
         If a signal arrives during the last batch, the run stops after the result is written.
         """

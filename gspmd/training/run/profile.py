@@ -41,7 +41,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int) -> bool:
-        """Stop recording and write the trace if this was the last step to record; return whether one was written."""
+        """Stop recording and write the trace if this was the last step to record; return whether it was the last."""
         if not self._running or step < self._last:
             return False
         self.close()

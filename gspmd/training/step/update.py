@@ -44,7 +44,7 @@ def make_step(
         loss: a function (params, batch, key) -> (loss, dictionary of metrics). `batch` is [B, L+1], or a tree of such
             arrays; `params` are sharded by the specs `moves.loss`.
         transform: the optimizer, whose state has a layout of its own.
-        rate: a function from a step to the learning rate, which is reported in the metrics.
+        rate: a function from the number of earlier updates to the learning rate, which is reported in the metrics.
         limit: the global norm to which gradients are clipped; 0 for no clipping.
         norm: a function for the global norm of gradients in the optimizer's layout.
         moves: the moves between layouts; None if all layouts agree.
@@ -109,7 +109,7 @@ def make_step(
 def _no_partial_sum(error: Exception, moves: Moves) -> PlanError:
     """Return an error that lists the parameters whose gradients are partial sums.
 
-    The model uses one of these parameters in an operation that JAX cannot differentiate.
+    The model uses one of these parameters in an operation for which JAX has no rule for partial sums.
     """
     operation = re.search(r"rule for (\w+)", str(error))
     named = f"the operation {operation[1]}" if operation else "an operation of the model"
