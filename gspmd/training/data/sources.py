@@ -122,7 +122,7 @@ def compression(path: Path) -> str:
 def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
     """Open a file, decompressed according to its suffix, or yield None if this Python cannot decompress it.
 
-    Errors, including those during the `with` block, are added to the faults.
+    Errors that occur while the file is read, inside the `with` block, are added to the faults.
     """
     opening: Any = _COMPRESSED.get(path.suffix, open)
     if path.suffix == ".zst":
