@@ -27,7 +27,8 @@ __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig",
 _SHORT = 50
 """Number of steps below which a run counts as a trial.
 
-A trial ends with a short validation and without a sample of text, so that its end does not take longer than its steps.
+By default, a trial ends with a short validation and without a sample of text, so that its end does not take longer than
+its steps.
 """
 
 
