@@ -17,7 +17,7 @@ class Bar:
 
     Attributes:
       label: the name of the row, above its bars on the left.
-      kind: the class that colors the row: a collective's kind, `"other"`, or `"ink"` for the row that stands out.
+      kind: the CSS class that colors the row: a collective's kind, `"other"`, or `"ink"` for the row that stands out.
       amounts: the amounts to which the bars' lengths are proportional, from top to bottom; all except the last are
           pale.
       told: the amounts as text, above the bars on the right.
@@ -41,12 +41,12 @@ def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: Text = 
 
     Args:
         title: the subject of the figure.
-        bars: the rows, in order; at most 14 are drawn, and a line says how many are not.
+        bars: the rows, in order; at most 14 are drawn, and a line states how many are left out.
         total: a line below the rows.
         plain: the same information as text, or a function that returns it.
 
     Returns:
-        The figure. Every row is a group whose `data-bar` is its label.
+        The figure. Every row is an SVG group whose attribute `data-bar` is the row's label.
     """
     canvas = Canvas()
     shown = bars[:_MOST]

@@ -22,20 +22,22 @@ def blocks_figure(
     *,
     devices: Sequence[int] | None = None,
 ) -> Figure:
-    """Draw a tensor on a mesh: a cell for each device, in which its block of the tensor is filled.
+    """Draw a tensor on a mesh: each device is a cell, in which the device's block of the tensor is filled.
 
     Copies of a block have the same color and position; summands of a partial sum are hatched and have a plus sign. On a
-    mesh of more than 64 devices, only the first ones and the last along each axis are drawn.
+    mesh of more than 64 devices only some devices are drawn: along each axis all, the first few and the last, or only
+    the first.
 
     Args:
         spec: a `gspmd.Spec` without open dimensions.
         sizes: the size of every dimension by letter, or the shape of the whole tensor.
-        mesh: size of every mesh axis, major first.
+        mesh: the size of every mesh axis, from major to minor.
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
 
     Returns:
-        The figure. Every device is a group with its id as `data-device`. It contains a rectangle with `data-block`, the
-        index of its block in row-major order, and, for a partial sum, `data-summand`.
+        The figure. Every device is an SVG group whose attribute `data-device` is the device's id. The group contains a
+        rectangle, whose attribute `data-block` is the index of the device's block in row-major order. For a partial sum
+        the rectangle also has `data-summand`, the index of the device's summand.
 
     Raises:
         SpecError: the spec does not fit the sizes and the mesh.

@@ -83,7 +83,7 @@ class Canvas:
         self.parts.append("</g>")
 
     def lines(self, x: float, y: float, words: Sequence[Sequence[Run]], wide: float, kind: str, step: float) -> float:
-        """Write words in lines no wider than `wide`, the first at baseline y; return the baseline after the last."""
+        """Write words in lines no wider than `wide`, from baseline y on; return the baseline for the next line."""
         line: list[Run] = []
         for word in words:
             if line and width_in(kind, [*line, *word]) > wide:

@@ -15,7 +15,7 @@ Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
-"""A document with or without a letter; on a machine without fonts, both are drawn alike."""
+"""A template of an SVG document with or without a letter; on a machine without fonts the two are drawn alike."""
 _SCALE = 3.0
 """Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 
@@ -62,7 +62,7 @@ class Figure:
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document: light, or dark if the reader prefers that. Texts are stored as text."""
+        """The picture as an SVG document, light or dark as the reader prefers. Texts are stored as text."""
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:
@@ -70,8 +70,8 @@ class Figure:
 
         Args:
           color: `"light"` or `"dark"` for one theme; empty for the theme that the reader prefers.
-          standalone: whether the picture is a document of its own. Otherwise it follows the theme of the page around
-            it, such as JupyterLab, and shrinks to the width that is available on the page.
+          standalone: whether the picture is a document of its own. If false, the picture is part of a page, such as
+              JupyterLab's: it follows the theme of this page, and shrinks to the width that is available there.
 
         Raises:
           ValueError: `color` is not a theme.
@@ -97,7 +97,7 @@ class Figure:
         )
 
     def save(self, path: str | PathLike[str], *, color: str = "") -> Path:
-        """Write the picture to a file, whose name ends in `.svg` or `.png`.
+        """Write the picture to a file with a name that ends in `.svg` or `.png`.
 
         Args:
           path: the file, which is replaced if it exists.
@@ -107,10 +107,10 @@ class Figure:
           The path of the file.
 
         Raises:
-          ValueError: the name has a different ending, or no file can have it; or `color` is not a theme.
+          ValueError: the name has a different ending or is no valid file name, or `color` is not a theme.
           OSError: the file cannot be written.
-          ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
-          RuntimeError: a PNG is asked for, and the machine has no fonts.
+          ImportError: a PNG is requested, but resvg, which draws PNGs, is not installed.
+          RuntimeError: a PNG is requested, but the machine has no fonts.
         """
         path = Path(fspath(path))
         if path.suffix.lower() == ".svg":
@@ -132,7 +132,7 @@ class Figure:
         Raises:
           ValueError: `color` is not a theme.
           ImportError: resvg is not installed.
-          RuntimeError: the machine has no fonts, without which resvg leaves texts out.
+          RuntimeError: the machine has no fonts; resvg would leave out all texts.
         """
         document = self.document(color)
         try:

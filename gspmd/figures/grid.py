@@ -11,8 +11,9 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The maximum number of devices that are drawn. A larger mesh is drawn in part: along each axis all devices, the first
-few and the last, or only the first.
+"""The maximum number of devices that are drawn.
+
+Of a larger mesh only some devices are drawn: along each axis all, the first few and the last, or only the first.
 """
 _ABREAST = 8
 """The maximum number of cells in a row."""
@@ -22,7 +23,7 @@ _THIN = 2.5
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number, its position in the grid in cells, and the gaps left of it and above it."""
+    """A device that is drawn: its number, its column and row in the grid, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -32,10 +33,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class MeshGrid:
-    """The arrangement of a mesh: the last axis to the right, the axis before it downward, all others as panels.
+    """The arrangement of a mesh: the last axis runs to the right, the second to last down, and all others form panels.
 
     Attributes:
-      mesh: size of every mesh axis.
+      mesh: the size of every mesh axis.
     """
 
     mesh: Mapping[str, int]
@@ -56,7 +57,7 @@ class MeshGrid:
 
     @property
     def elided(self) -> str:
-        """The caption if devices are left out, such as `64 of 256 devices are drawn, a=0 and b=0 only`, or ""."""
+        """The caption, such as `64 of 256 devices are drawn, a=0 and b=0 only`, or "" if all devices are drawn."""
         devices = prod(self.mesh.values())
         if self.drawn == devices:
             return ""
@@ -65,7 +66,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, last first: name, number of columns, and width and height of one coordinate in cells."""
+        """For every axis, from last to first: name, columns, and width and height of one coordinate in cells."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)
@@ -111,7 +112,7 @@ class MeshGrid:
 
 @dataclass(frozen=True)
 class CellSize:
-    """The sizes of a grid's cells, in CSS pixels; `head` is the height of a device's number, 0 if it is not drawn."""
+    """The sizes of a grid's cells, in CSS pixels; `head` is the height of a device's number, 0 to draw no numbers."""
 
     wide: float
     high: float
@@ -170,7 +171,7 @@ def _draw_cell(canvas: Canvas, x: float, y: float, held: Ownership, device: int,
 def _within(held: Ownership, device: int, wide: float, high: float) -> tuple[float, float, float, float]:
     """Return left, top, width and height of a device's block in a rectangle that stands for the whole tensor.
 
-    The last sharded dimension runs across, the dimension before it down, the one before that across again.
+    The last sharded dimension runs across, the second to last down, the third to last across again, and so on.
     """
     split = [(place, count) for place, count in zip(held.place(device), held.parts) if count > 1]
     at, size = [0.0, 0.0], [wide, high]

@@ -10,12 +10,12 @@ from gspmd.annotate.spec import Spec
 
 @dataclass(frozen=True)
 class Ownership:
-    """A tensor split into blocks over a mesh; devices are numbered with the last mesh axis fastest.
+    """A tensor split into blocks over a mesh; devices are numbered so that the last mesh axis varies fastest.
 
     Attributes:
       spec: the spec of the tensor.
-      shape: the sizes of its dimensions, in order.
-      mesh: size of every mesh axis.
+      shape: the sizes of the tensor's dimensions, in order.
+      mesh: the size of every mesh axis.
 
     Example:
       >>> from gspmd.annotate import Spec
@@ -74,18 +74,20 @@ class Ownership:
         return tuple(self._number(axes, at) for axes in self.spec.axes)
 
     def block(self, device: int) -> int:
-        """Return the index of a device's block among all blocks, with the last dimension fastest."""
+        """Return the index of a device's block among all blocks in row-major order."""
         number = 0
         for place, count in zip(self.place(device), self.parts):
             number = number * count + place
         return number
 
     def summand(self, device: int) -> int:
-        """Return the index of the summand that a device holds of a partial sum."""
+        """Return the index of the summand of a partial sum that a device holds."""
         return self._number(self.spec.partial, self.coordinates(device))
 
     def holder(self, place: Sequence[int], summand: int, copy: int) -> int:
-        """Return the device that holds a copy of a block; the copies are numbered in the order of the devices.
+        """Return the device that holds a given copy of a block.
+
+        `place` is the index of the block along each dimension. The copies are numbered in the order of the devices.
 
         >>> from gspmd.annotate import Spec
         >>> held = Ownership(Spec.parse("B_x"), (8,), {"x": 2, "y": 4})

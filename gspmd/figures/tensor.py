@@ -7,15 +7,16 @@ from math import prod
 from gspmd.figures.ownership import Ownership, sizes_text
 
 _ROWS, _COLUMNS, _HOLDERS = 16, 8, 4
-"""The maximum numbers of rows, of columns, and of devices of a block that are written."""
+"""The maximum numbers of rows, of columns, and of devices per block that are written."""
 _GAP = -1
 """The value that stands for indices that are left out."""
 
 
 def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
-    """Draw a tensor of any rank as text: the last sharded dimension across, all others down.
+    """Draw a tensor of any rank as text: the last sharded dimension runs across, all others run down.
 
-    A block lists its devices: `0 4` hold copies, `0 + 1` summands of a partial sum.
+    Each block lists its devices. `0 4` means that devices 0 and 4 hold copies of the block; `0 + 1` means that devices
+    0 and 1 hold summands of a partial sum.
 
     Args:
         held: the blocks of the devices.
@@ -45,7 +46,7 @@ def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """Return the indices that are written: all, or the first ones, a gap, and the last."""
+    """Return the indices that are written: all indices, or the first ones, a gap, and the last one."""
     return [*range(count)] if count <= most else [*range(most - 2), _GAP, count - 1]
 
 

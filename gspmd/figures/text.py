@@ -30,7 +30,7 @@ def width(runs: Iterable[Run], size: float) -> float:
 
 
 def tspans(runs: Iterable[Run], size: float) -> str:
-    """Return runs as the content of an SVG `<text>` with this font size."""
+    """Return runs of text as the content of an SVG `<text>` element of font size `size`."""
     drawn, depth = [], 0.0
     for text, kind in runs:
         wanted = _DROP * size if kind == "sub" else 0.0

@@ -1,4 +1,4 @@
-"""Arrangements of a run: each is a layout on a mesh, in force from some step on; the state is moved between them."""
+"""Arrangements of a run: each is a layout on a mesh for a range of steps; the state is moved from one to the next."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout on a mesh, in force from the end of a step on.
+    """A layout on a mesh that a run uses from a given step on.
 
     Attributes:
-        after: the step after which it is in force; 0 for the arrangement in which the run begins.
+        after: the step after which the arrangement is used; 0 for the arrangement in which the run begins.
         layout: the layout, resolved for this mesh.
-        mesh: the mesh, over the devices of the run, which are the same for all arrangements.
+        mesh: the mesh. Its devices are those of the run, the same for all arrangements.
     """
 
     after: int
@@ -54,13 +54,13 @@ def arrange(
 
     Args:
         training: the settings of the run, including its changes of layout.
-        sharding: the first layout and mesh; its lowering and axis types hold for all arrangements.
+        sharding: the settings of the first layout and mesh. Their lowering and axis types apply to all arrangements.
         sizes: sizes of the model's dimensions; see `Layout.check`.
         begin: the layout to begin in; by default the layout that `sharding` names.
 
     Raises:
-        ConfigError: the mesh of a change does not have as many devices as the run.
-        HostError, LayoutError: one of the layouts cannot be used, for a reason that `make_mesh` gives.
+        ConfigError: the mesh of a change of layout does not have as many devices as the run.
+        HostError, LayoutError: one of the layouts cannot be used; `make_mesh` lists the possible reasons.
     """
     changes = [parse_relayout(change) for change in training.relayout]
     layouts = [Layout.load(begin or sharding.layout).override(sharding.overrides)]
@@ -85,13 +85,13 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     """Start the JAX backend, and make a mesh with all axes of the layout.
 
     Args:
-        sharding: the requested mesh or number of devices; if it names neither, all devices are used.
+        sharding: the requested mesh or number of devices; if neither is requested, all devices are used.
         layout: the layout; if no mesh is requested, it determines how the devices are factored into a mesh.
         sizes: sizes of the model's dimensions; see `Layout.check`.
-        host_devices: number of fake CPU devices, if neither a mesh nor a number of devices is requested.
+        host_devices: number of fake CPU devices to use if neither a mesh nor a number of devices is requested.
 
     Raises:
-        ConfigError: mesh and number of devices contradict each other.
+        ConfigError: the requested mesh and number of devices contradict each other.
         HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
     """
     given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
@@ -108,7 +108,7 @@ def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device
     """Start the JAX backend, and return as many devices as the settings ask for; see `make_mesh` for `host_devices`.
 
     Raises:
-        ConfigError: mesh and number of devices contradict each other.
+        ConfigError: the requested mesh and number of devices contradict each other.
         HostError: the devices are not available.
     """
     return host.start(_wanted(sharding), sharding.platform, host_devices=host_devices)
@@ -137,14 +137,14 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: Sha
 
 
 def move(state: TrainState, like: TrainState) -> TrainState:
-    """Return a state sharded like `like`, on the same devices; the old state is freed, array by array.
+    """Move a state to the shardings of `like`, on the same devices; the old state is freed array by array.
 
     Args:
         state: the training state, as arrays.
-        like: shapes with shardings, or arrays, in the tree structure of `state`, on another mesh.
+        like: a tree with the structure of `state`, on another mesh. Its leaves are arrays, or shapes with shardings.
 
-    Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
-        run as it goes on.
+    Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a run
+        while it trains.
     Differs: any layout may follow any other one, and no process is restarted.
     """
 
@@ -160,10 +160,10 @@ def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
     """Raise an error if states differ in shapes or dtypes, for example because their layouts pad differently.
 
     Args:
-        states: for each arrangement, its name, and its state as shapes and dtypes.
+        states: a pair for each arrangement: its name, and the state as shapes and dtypes.
 
     Raises:
-        ConfigError: arrays differ from those of the first state; the message lists them.
+        ConfigError: the arrays of a state differ from those of the first state; the message lists the differences.
     """
     (first, wanted), *others = [(name, _forms(state)) for name, state in states]
     for name, forms in others:

@@ -25,7 +25,11 @@ __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig",
 
 
 _SHORT = 50
-"""Number of steps below which a run counts as a trial; the end of a trial should not take longer than its steps."""
+"""Number of steps below which a run counts as a trial.
+
+By default, a trial ends with a short validation and without a sample of text, so that its end does not take longer than
+its steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class TrainingConfig:
 
     @property
     def sampled(self) -> int:
-        """Length of the text that is generated at the end; 0 for none.
+        """Number of tokens of the text that is generated at the end; 0 for no text.
 
         >>> TrainingConfig(steps=3).sampled, TrainingConfig(steps=50).sampled, TrainingConfig(sample_bytes=8).sampled
         (0, 256, 8)
@@ -149,12 +153,12 @@ class TrainingConfig:
 
     @property
     def last_validation(self) -> int:
-        """Batches of the validation at the end; 0 for all of the held-out text."""
+        """Number of batches of the validation at the end; 0 for all of the held-out text."""
         given = self.final_validation_batches
         return given if given is not None else 16 if self.steps < _SHORT else 500
 
     def beside(self, folder: Path) -> "TrainingConfig":
-        """Return these settings with relative paths resolved from `folder`, in which their file is.
+        """Return these settings with relative paths resolved from `folder`, the folder of the settings file.
 
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
@@ -217,7 +221,8 @@ class Update:
         steps: total number of updates.
         microbatches: number of parts of a batch, computed one after another, or sent through pipeline stages.
         frozen: patterns of the names of parameters that are not trained.
-        parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
+        parameter_dtype: the dtype in which matrices are stored; if it is not float32, the optimizer keeps float32
+            masters.
     """
 
     optimizer: OptimizerConfig
@@ -282,7 +287,7 @@ class ShardingConfig:
         _refuse("sharding", faults)
 
     def beside(self, folder: Path) -> "ShardingConfig":
-        """Return these settings with a relative path of a layout file resolved from `folder`, in which their file is.
+        """Return these settings with a relative layout path resolved from `folder`, the folder of the settings file.
 
         >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
         'mine/own.toml'
@@ -301,7 +306,7 @@ class ShardingConfig:
 
 
 def _pattern_beside(pattern: str, folder: Path) -> str:
-    """Put a folder in front of a relative glob pattern, with special characters of the folder escaped."""
+    """Put a folder in front of a relative glob pattern; special characters in the folder's name are escaped."""
     path = os.path.join(folder, pattern)
     return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file atomically: if the process or the machine ends meanwhile, the file has its old or its new contents.
+    """Write a file atomically: if the process or the machine stops, the file has either its old or its new contents.
 
-    The text is written to a temporary file, which is renamed only when its contents are on disk. If it were renamed
-    earlier, the new name might reach the disk before the contents, and leave an empty file.
+    The text is written to a temporary file, which is renamed only when its contents are on disk. If the temporary file
+    were renamed earlier, the new name might reach the disk before the contents, and an empty file might be left.
     """
     beside = path.with_name(f"{path.name}.tmp")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)

@@ -42,10 +42,10 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
         params: the parameters, as a tree of placed arrays.
         transform: the optimizer, as an optax transformation.
         mesh: the mesh of the state.
-        specs: the spec of each parameter's optimizer state; by default that of the parameter.
+        specs: the spec of each parameter's optimizer state; by default the parameter's own sharding.
 
     Returns:
-        The state; its moments are sharded by their specs, and its counts are replicated.
+        The state. Moments are sharded as `specs` says, and the step and other counts are replicated.
     """
     shapes = abstract_initial(params, transform, mesh, specs)
     placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -56,7 +56,10 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
 def abstract_initial(
     params: Tree, transform: optax.GradientTransformation, mesh: Mesh, specs: Tree | None = None
 ) -> TrainState:
-    """Return shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
+    """Return the shapes, dtypes and shardings of the state that `initial` returns.
+
+    The parameters may be `jax.ShapeDtypeStruct`s.
+    """
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
     # This runs outside the current mesh, because the optimizer computes a few numbers here, and the mesh may be that of
@@ -71,12 +74,12 @@ def abstract_initial(
 
 
 def abstract(state: Tree) -> Tree:
-    """Return shapes, dtypes and shardings of a state, or of a part of it."""
+    """Return the shapes, dtypes and shardings of a state or of a part of a state."""
     return jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), state)
 
 
 def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
-    """Return a `jax.ShapeDtypeStruct` for an array of a state."""
+    """Return a `jax.ShapeDtypeStruct` for an array of a state, with the given sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -1,4 +1,4 @@
-"""Parsers of flags with a syntax of their own: a mesh, a change of layout, processes, steps to profile."""
+"""Parsers of flags that have a syntax of their own: a mesh, a change of layout, processes, and steps to profile."""
 
 import os
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ class Relayout:
     Attributes:
         after: the last step in the old layout.
         layout: the name of a preset, or the path of a layout file.
-        mesh: mesh axes and sizes as text; if empty, the layout's own rule factors the devices.
+        mesh: the mesh axes and their sizes as text; if empty, the layout's own rule factors the devices.
     """
 
     after: int
@@ -35,7 +35,7 @@ class Relayout:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, and the number of this one.
+    """The processes of a run, and the number of this process.
 
     Attributes:
         address: host and port of the first process.
@@ -56,7 +56,8 @@ def parse_processes(text: str) -> Processes:
         Processes(address='node1:8476', processes=4, process=0)
 
     Raises:
-        ConfigError: the text does not have this form, or there is no such process.
+        ConfigError: the text does not have this form, the port is out of range, or the number of this process is too
+            large.
     """
     address, *parts = (part.strip() for part in text.split(","))
     name, _, port = address.rpartition(":")
@@ -100,11 +101,14 @@ def parse_relayout(text: str) -> Relayout:
 
 
 AUTO = "auto"
-"""The value of `--layout` that asks for a search; `auto:FILE` asks for a search for the lines of a file."""
+"""The value of `--layout` that asks for a search for a layout.
+
+`auto:FILE` asks for a search that fills in the lines of a file.
+"""
 
 
 def lines_searched(layout: str) -> str | None:
-    """Return the file of `--layout auto:FILE`, `""` for `--layout auto`, and None for the name of a layout.
+    """Return the file in the text `auto:FILE`, "" for the text `auto`, and None for the name of a layout.
 
     Example:
         >>> lines_searched("auto"), lines_searched("auto:mixer.toml"), lines_searched("zero-3")
@@ -115,14 +119,14 @@ def lines_searched(layout: str) -> str | None:
 
 
 def layout_beside(layout: str, folder: Path) -> str:
-    """Put a folder in front of the relative path of a layout file; return the name of a preset unchanged."""
+    """Put a folder in front of a layout file's relative path; return the name of a preset unchanged."""
     if searched := lines_searched(layout):
         return f"{AUTO}:{os.path.join(folder, searched)}"
     return os.path.join(folder, layout) if is_path(layout) else layout
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse mesh axes and sizes.
+    """Parse mesh axes and their sizes.
 
     Example:
         >>> parse_mesh("x=4,y=2")

@@ -13,7 +13,7 @@ from gspmd.reading import ContentError, MissingError, ReadError, read_toml
 
 
 class Dataclass(Protocol):
-    """Any instance of a dataclass, recognized as the module `dataclasses` does."""
+    """Any instance of a dataclass, recognized as the module `dataclasses` recognizes it."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -35,23 +35,23 @@ class ConfigError(ValueError):
 
 
 def _shortened(line: str) -> str:
-    """Return a line, with its middle left out if it is very long."""
+    """Return a line; if it is very long, the middle is left out."""
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
 
 
 Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
-"""A function that takes a dataclass and the values of a file, and returns the dataclass to read and its values."""
+"""A function from a dataclass and the values of a file to the dataclass to read and the values for it."""
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
-    """Read a TOML file as the dataclass `cls`; its tables are the nested dataclasses.
+    """Read a TOML file as the dataclass `cls`; the tables of the file are the nested dataclasses.
 
     Args:
-        cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
-        path: the file. Missing keys keep their defaults.
-        typed: a function that chooses the dataclass from the file's values; None for `cls`.
+        cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses; each type may be `| None`.
+        path: the TOML file. Missing keys keep their defaults.
+        typed: a function that chooses the dataclass from the file's values; None to read `cls`.
 
-    Returns: An instance of `cls`, with relative paths resolved from the file's folder.
+    Returns: An instance of the dataclass, with relative paths resolved from the file's folder.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; the message
@@ -68,7 +68,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
 
 
 def beside(config: T, folder: Path) -> T:
-    """Resolve the relative paths in a configuration from a folder, by the method `beside` of its dataclasses."""
+    """Resolve the relative paths in a configuration from a folder, by the method `beside` of each dataclass in it."""
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     moved = {name: beside(value, folder) for name, value in inner.items() if _is_instance(value)}
     config = dataclasses.replace(config, **moved)
@@ -115,7 +115,7 @@ LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not positive and finite, or is an integer of `LIMIT` or more.
+    """Add a fault for every value that is not positive or not finite, or that is an integer of `LIMIT` or more.
 
     None is a valid value.
 
@@ -150,14 +150,14 @@ def _bounded(faults: list[str], values: Mapping[str, float | None]) -> None:
 
 
 def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
-    """Return the fault message for a value that is not one of the choices, with the nearest choice."""
+    """Return the message about a value that is not one of the choices; it proposes the nearest choice."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.7)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"
 
 
 def _tables(cls: type) -> dict[str, list[str]]:
-    """Return, for the name of each key, the tables of a file in which it may appear."""
+    """Return a mapping from the name of each key to the tables of a file in which the key may appear."""
     tables: dict[str, list[str]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         table, _ = _unwrap(hint)
@@ -202,7 +202,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _text_fault(text: str) -> str | None:
-    """Return the reason why a string cannot be the value of a setting, or None if it can."""
+    """Return the reason why a string cannot be the value of a setting, or None if it can be."""
     if "\0" in text:  # No file name can contain it.
         return "must have no null bytes"
     try:
@@ -237,7 +237,7 @@ def _convert(hint: Any, value: Any, key: str, faults: list[str], tables: Mapping
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """Return a type without Annotated and None, and whether None is allowed."""
+    """Return a type without its `Annotated` and `| None`, and whether None is allowed."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -271,7 +271,10 @@ def _wanted(hint: Any) -> str:
 
 
 def similar_config(path: Path) -> str:
-    """Return "Did you mean ...?" with a similar TOML file in a missing file's folder or a subfolder, or ""."""
+    """Return "Did you mean ...?" with a TOML file of a similar name near a missing file.
+
+    The folder of the missing file and its subfolders are searched. The result is "" if no name is similar.
+    """
     there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
     close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
     hints = [f"Did you mean {name!r}?" for name, stem in there.items() if stem in close]

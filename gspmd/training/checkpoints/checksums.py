@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written last, and compared with what is on disk before anything is read.
 
-The first line of the file `checksums` is the SHA-256 of all other lines, and these are `SHA256 BYTES PATH`, one for
-every other file. So a flipped byte in any file, including `checksums` itself, is noticed. Orbax writes no such
-checksums, and TensorStore's format has CRCs for its indices, but not for the arrays.
+The first line of the file `checksums` is the SHA-256 of all other lines. Each other line describes one of the
+checkpoint's other files, as `SHA256 BYTES PATH`. So a flipped byte in any file, including `checksums` itself, is
+noticed. Orbax writes no such checksums, and TensorStore's format has CRCs for its indices, but not for the arrays.
 """
 
 import hashlib
@@ -17,7 +17,10 @@ _THREADS = 8
 
 
 def write(folder: Path) -> None:
-    """Write the size and checksum of every other file of a folder, once all of them are on disk."""
+    """Write the file `checksums` of a folder, once all other files are on disk.
+
+    The file has the size and the checksum of every other file.
+    """
     own = {folder / FILE, folder / f"{FILE}.tmp"}  # A write that was killed may have left the temporary file.
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -34,7 +37,7 @@ def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
 
     Args:
         folder: the checkpoint.
-        process: the index of this process; each process reads the contents of its share of the files.
+        process: the index of this process. Each process reads only its share of the files.
         processes: number of processes.
 
     Example:

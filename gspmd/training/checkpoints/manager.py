@@ -38,13 +38,14 @@ class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
     A save is written to a temporary folder, given checksums, and then renamed. So if the process is killed during a
-    save, earlier checkpoints are unchanged, and nothing is left that could be mistaken for a checkpoint. As a context
-    manager, it waits at its end for the save in progress.
+    save, earlier checkpoints are unchanged, and nothing is left that could be mistaken for a checkpoint. The object is
+    a context manager: at the end of its `with` block it waits for the save in progress.
 
     Args:
         out: the run's folder.
         keep: number of checkpoints to keep, the newest ones.
-        tell: a function that gets a line for every complete save, from `check`, `wait` or the next `save`.
+        tell: a function that is called with a line of text about every complete save, by `check`, `wait` or the next
+            `save`.
     """
 
     def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):
@@ -71,7 +72,7 @@ class Checkpoints:
 
         Args:
             state: the state after a step, whose number names the checkpoint.
-            data: the position, and everything else that a resumed run needs, as JSON values.
+            data: the position of the data iterator, and everything else that a resumed run needs, as JSON values.
 
         Raises:
             OSError: this or the previous save could not be written.
@@ -109,9 +110,9 @@ class Checkpoints:
         """Restore a state, sharded like `like`, and the data that was saved with it.
 
         Args:
-            like: a state of the same model, abstract or not, on any mesh.
+            like: a state of the same model on any mesh, as arrays or as shapes with shardings.
             step: the step of the checkpoint, or None for the newest intact one.
-            tell: a function that gets a line for every newer checkpoint that is damaged.
+            tell: a function that is called with a line of text about every newer checkpoint that is damaged.
 
         Raises:
             ConfigError: there is no checkpoint, it cannot be read, or it is from a model of different sizes.
@@ -120,7 +121,7 @@ class Checkpoints:
         return restore.read_state(self._out, self.intact(step, tell), like)
 
     def intact(self, step: int | None = None, tell: Callable[[str], None] = print) -> int:
-        """Return the step of the checkpoint that `restore` would read; arguments and errors are the same."""
+        """Return the step of the checkpoint that `restore` would read; arguments and errors are those of `restore`."""
         self.wait()
         if step is None:
             step = restore.newest_intact(self._out, tell)
@@ -130,11 +131,11 @@ class Checkpoints:
         return step
 
     def data(self, step: int) -> dict[str, Any]:
-        """Return the data that was saved with a state, from a checkpoint that `intact` has returned."""
+        """Return the data that was saved with the state of a step; `intact` must have returned this step."""
         return restore.read_data(self._out, step)
 
     def continue_from(self, step: int) -> None:
-        """Rename checkpoints newer than a step to `<step>.aside`, for the next save to remove."""
+        """Rename the checkpoints newer than a step to `<step>.aside`; the next save removes them."""
         newer = {other for other in self._steps if other > step}
         self._steps -= newer
         for other in newer if self._primary else ():
@@ -179,7 +180,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """On failure of a save inside the block, remove its files and report the operating system's reason."""
+        """If a save inside the `with` block fails, remove its files and raise the operating system's reason."""
         try:
             yield
         except Exception as error:
@@ -210,7 +211,7 @@ class Checkpoints:
 
 
 def _is(folder: Path, opened: int) -> bool:
-    """Return whether a folder is the one that was opened: it was not deleted, and no other took its place."""
+    """Return whether a folder is still the one that was opened, neither deleted nor replaced."""
     try:
         return os.path.samestat(folder.stat(), os.fstat(opened))
     except OSError:
@@ -218,11 +219,11 @@ def _is(folder: Path, opened: int) -> bool:
 
 
 def _silence_unfinished_writes() -> None:
-    """Hide errors about arrays not yet written when the write of another array has failed.
+    """Hide the errors about arrays that were not yet written when the write of another array failed.
 
     Orbax closes its event loop when the write fails. The array writer then reports to the closed loop, in a thread
-    where nothing can catch the error; and Python warns about writes that have not begun, which are coroutines never
-    awaited.
+    where nothing can catch the error. Python also warns about the writes that have not begun, because they are
+    coroutines that were never awaited.
     """
     warnings.filterwarnings("ignore", message=_NOT_BEGUN, category=RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _show_unless_unfinished:

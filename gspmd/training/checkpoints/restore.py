@@ -24,7 +24,8 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
 
     Args:
         out: the run's folder, which is only read.
-        tell: a function that gets a line for each newer checkpoint, with the damaged file.
+        tell: a function that is called with a line of text about each newer checkpoint; the line names the damaged
+            file.
         doing: the first words of the error message.
 
     Raises:
@@ -92,12 +93,12 @@ def read_data(out: str | Path, step: int) -> dict[str, Any]:
 
 
 def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return the parameters of a checkpoint, placed and cast like `like`; the optimizer's state is not loaded.
+    """Return the parameters of a checkpoint with the shardings and dtypes of `like`, without the optimizer's state.
 
     Args:
         out: the run's folder, which is only read.
         step: the step of an intact checkpoint, for example from `newest_intact`.
-        like: path -> array, or `jax.ShapeDtypeStruct` with its sharding.
+        like: a mapping from the path of each parameter to an array, or to a `jax.ShapeDtypeStruct` with a sharding.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or is from a model of different sizes.
@@ -129,7 +130,10 @@ def shapes_of(tree: Any) -> dict[str, list[int]]:
 
 
 def _fault_of(folder: Path) -> str | None:
-    """Return the fault of a checkpoint, or None, the same in all processes; each process reads a share of the files."""
+    """Return the fault of a checkpoint, or None if it has none.
+
+    Each process reads a share of the files, and all processes return the same answer.
+    """
     own = checksums.fault_of(folder, processes.index(), processes.count())
     # The answers are not exchanged over devices: one process may finish long before another, and Gloo does not wait.
     damages = processes.gathered(own or "")

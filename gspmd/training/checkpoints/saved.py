@@ -1,4 +1,4 @@
-"""The checkpointed steps of a run, from the names of folders, without reading files or importing JAX."""
+"""The checkpointed steps of a run, found by the names of folders, without reading files or importing JAX."""
 
 import os
 import re
@@ -12,20 +12,20 @@ ANEW = "start anew, with the command that began the run and another --out"
 _FOLDER = "checkpoints"
 
 renaming = threading.Lock()
-"""Held while a save that is complete gets its name and older checkpoints are removed."""
+"""A lock that is held while a complete save gets its final name and older checkpoints are removed."""
 closed: set[Path] = set()
 """The folders of checkpoints that this process no longer changes; read and changed under the lock."""
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
-    """Return the folder of all checkpoints of a run or, given a step, of the checkpoint of this step."""
+    """Return the folder with all checkpoints of a run or, if a step is given, the folder of that step's checkpoint."""
     # Like Path.resolve, which has an error of its own for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
 
 
 def saved_steps(out: str | Path) -> list[int]:
-    """Return the steps with a checkpoint, ascending, from the names of folders; damaged ones are included."""
+    """Return the steps that have a checkpoint, ascending; damaged checkpoints count too, as only names are read."""
     folder = folder_of(out)
     if not os.path.isdir(folder):  # Raises no error for a name that no file can have.
         return []
@@ -35,15 +35,15 @@ def saved_steps(out: str | Path) -> list[int]:
 
 
 def newest(out: str | Path) -> int | None:
-    """Return the step of a run's newest checkpoint from the names of folders, or None."""
+    """Return the step of a run's newest checkpoint, or None if no folder is named like one."""
     return max(saved_steps(out), default=None)
 
 
 def last_step(out: str | Path) -> int | None:
-    """Return the step of a run's newest checkpoint for the last message of a process, or None.
+    """Return the step of a run's newest checkpoint for the last message of a process, or None if there is none.
 
-    A save in the background that is not yet complete stays so: it would remove the checkpoint that the message names,
-    if only one is kept.
+    A save that is still running in the background is not completed after this call. If only one checkpoint is kept, its
+    completion would remove the checkpoint that the message names.
     """
     with renaming:
         closed.add(folder_of(out))

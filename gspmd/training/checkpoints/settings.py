@@ -16,7 +16,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings that a resumed run needs, with absolute paths, and without those of a single start."""
+    """Return the settings that a resumed run needs, with absolute paths; settings of a single start are left out."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):
@@ -64,7 +64,7 @@ def load_settings(out: str | Path, doing: str = "cannot resume:") -> dict[str, A
 
 
 def has_settings(folder: str | Path) -> bool:
-    """Return whether the config.json of a folder is that of a run, not of a public checkpoint or another program."""
+    """Return whether a folder's config.json belongs to a run, and not to a public checkpoint or another program."""
     try:
         settings = read_json(Path(folder) / "config.json")
     except ReadError:

@@ -36,19 +36,20 @@ class Corpus:
     """Tokens of texts, split into a training part and a held-out part.
 
     Attributes:
-        name: a description of its source.
+        name: a description of where the texts come from.
         train: the tokens of the training texts, joined, [N].
         validation: the tokens of the held-out texts, joined, [N].
         files: number of texts in each part; a file that is cut near its end counts in both.
         gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each text compressed by itself.
-        vocabulary: size of the vocabulary: the number of ids that tokens can have.
+        vocabulary: size of the vocabulary, which is the number of ids that tokens can have.
         bytes_per_token: bytes of held-out text per held-out token, counting the separator of two texts as one byte.
         tokenizer: a hash that identifies the tokenizer; empty if tokens are bytes.
-        unit: the kind of text, "file" or "record".
+        unit: the kind of text, "file", "record" or "pair".
         digest: the hash that `identity` returns, if it is already known.
-        objective: the objective that makes rows of the texts; None for windows of the joined texts.
-        starts: for both parts, the index of each text's first token, followed by the end of the last text, [texts + 1];
-            None if the objective does not need them.
+        objective: the objective that turns the texts into rows; None for windows of the joined texts.
+        starts: a pair of arrays [texts + 1], for the training part and the held-out part: the index of each text's
+            first token, followed by the end of the last text. Both are None if the objective does not need these
+            indices.
     """
 
     name: str
@@ -80,17 +81,17 @@ class Corpus:
     def batches(self, batch: int, length: int, seed: int, process: int = 0, processes: int = 1) -> Batches:
         """Return an endless iterator over training batches, [B / processes, L+1], reshuffled every epoch.
 
-        Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; tokens
-        after the last whole window are dropped. With an objective, a batch is a dictionary of int32 arrays (see
-        `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
-        epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
-        checkpoints. This position does not depend on the number of processes.
+        Without an objective the tokens are cut into windows of `length` predicted tokens, and all windows are shuffled
+        together; tokens after the last whole window are dropped. With an objective, a batch is a dictionary of int32
+        arrays (see `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may
+        span two epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is
+        saved in checkpoints. This position does not depend on the number of processes.
 
         Args:
             batch: number of sequences in a batch, over all processes.
             length: number of tokens that a sequence predicts.
             seed: seed of the order of sequences, and of random spans and splits.
-            process: the index of this process, which reads its share of every batch: batch / processes rows.
+            process: the index of this process, which reads batch / processes rows of every batch.
             processes: the number of processes that share a batch.
 
         Raises:
@@ -114,7 +115,7 @@ class Corpus:
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
-        """Return the number of batches in the held-out part, but at most `limit` if that is not 0."""
+        """Return the number of batches in the held-out part; unless `limit` is 0, return at most `limit`."""
         sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
@@ -124,14 +125,15 @@ class Corpus:
     ) -> Iterator[Batch]:
         """Yield the held-out part as full batches, [B / processes, L+1].
 
-        Without a limit every token except the first is predicted. Sequences overlap as needed to fill all batches, and
-        tokens in an overlap count twice. With an objective every row appears once, and the last batch is filled up with
-        rows of padding; spans and splits are the same in every validation.
+        Without an objective, sequences are windows of the joined texts. If there is no limit, every token except the
+        first is predicted; sequences overlap as needed to fill all batches, and tokens in an overlap count twice. With
+        an objective and no limit, every row appears once. The last batch is then filled up with rows of padding, and
+        spans and splits are the same in every validation.
 
         Args:
             batch: number of sequences in a batch, over all processes.
             length: number of tokens that a sequence predicts.
-            limit: the largest number of batches, whose sequences are spread evenly over the held-out part; 0 for all.
+            limit: the largest number of batches, or 0 for no limit. Sequences are spread evenly over the held-out part.
             process, processes: see `batches`.
         """
         mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
@@ -150,13 +152,13 @@ class Corpus:
             yield {name: np.stack([row[name] for row in made]) for name in padding}
 
     def training_rows(self, length: int, most: int) -> int:
-        """Return the number of distinct training rows if the corpus has an objective, at most `most`."""
+        """Return the number of distinct training rows, but at most `most`; the corpus must have an objective."""
         assert self.objective is not None
         examples = self.objective.examples(Part(self.train, self.starts[0]), length)
         return count_rows(examples, most) if isinstance(examples, Items) else min(len(examples), most)
 
     def bytes_per_prediction(self, length: int) -> float:
-        """Return the bytes of held-out text for each predicted token."""
+        """Return the mean number of bytes of held-out text for each predicted token."""
         return self.bytes_per_token * (self.objective.text_share(length) if self.objective else 1.0)
 
     @property
@@ -166,7 +168,10 @@ class Corpus:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens, such as those of prompts, are read but not predicted, and stored as `~t`, below 0."""
+        """Whether some tokens, such as those of prompts, are read but not predicted.
+
+        Such a token t is stored as `~t`, which is below 0.
+        """
         return self.train.dtype.kind == "i"
 
     @property
@@ -183,7 +188,7 @@ class Corpus:
 
     @cached_property
     def _held_out(self) -> dict[int, Rows]:
-        """A cache of the held-out rows by their length, so that they are packed only once."""
+        """A cache of the held-out rows by row length, so that rows are packed only once."""
         return {}
 
     @property
@@ -237,14 +242,14 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
 
 
 def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
-    """Return the settings that determine the sequence of training batches, to be compared by `check_stream`."""
+    """Return the settings that determine the sequence of training batches, for `check_stream` to compare."""
     wanted = {"text": corpus.identity(), "batch": config.batch, "length": config.length, "seed": config.seed}
     wanted |= corpus.objective.identity() if corpus.objective else {}
     return wanted | ({"tokenizer": corpus.tokenizer} if corpus.tokenizer else {})
 
 
 def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise an error if a resumed run would see other batches than the run before.
+    """Raise an error if a resumed run would see batches that differ from those of the original run.
 
     Raises:
         ConfigError: the batches would differ; the message names every setting that differs.

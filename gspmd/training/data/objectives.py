@@ -1,9 +1,9 @@
 """Training objectives other than windows of text: packed documents, span corruption, prefixes and pairs.
 
-A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1]; for an
-encoder–decoder `tokens` is the row of the decoder, and there are also `source` [T] and `source_segments` [T]. Segments
-number the documents of a row from 1; padding, which comes last, has segment 0. Source segment s belongs to target
-segment s. A token is predicted from the token before it if both are in the same segment.
+A row is a dictionary of int32 arrays. For a decoder-only model the arrays are `tokens` [L+1] and `segments` [L+1]. For
+an encoder–decoder, `tokens` and `segments` are the decoder's, and the encoder has `source` [T] and `source_segments`
+[T]. Segments number the documents of a row from 1; padding, which comes last, has segment 0. Source segment s belongs
+to target segment s. A token is predicted from the token before it if both are in the same segment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,16 +25,16 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int, random: np.random.Generator) -> Row:
-        """Return a row, drawing its random choices from `random`."""
+        """Return a row, whose random choices are drawn from `random`."""
 
 
 class Objective(Protocol):
-    """A training objective: it makes rows from a part of a corpus.
+    """A training objective, which turns a part of a corpus into rows.
 
     Attributes:
-        borders: whether it needs to know where texts begin and end.
+        borders: whether the objective needs to know where texts begin and end.
         paired: whether texts form pairs of a source and a target.
-        predicts_texts: whether it predicts all of a text, or of a target, and not only spans.
+        predicts_texts: whether every token of a text, or of a target, is predicted, and not only spans.
     """
 
     borders: ClassVar[bool]
@@ -45,10 +45,10 @@ class Objective(Protocol):
         """Return the rows of a part of the corpus, or items to be packed into rows."""
 
     def text_share(self, length: int) -> float:
-        """Return the mean fraction of predicted tokens that are text; sentinels and end tokens stand for no bytes."""
+        """Return the mean fraction of predicted tokens that stand for text, as sentinels and end tokens do not."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the rows: a resumed run must not change them."""
+        """Return the settings that determine the rows, which a resumed run must not change."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Part:
     """The training part or the held-out part of a corpus.
 
     Attributes:
-        tokens: the tokens of its texts, joined, [N].
-        starts: the index of each text's first token, followed by the end of the last text, [texts + 1]; a source and
-            its target are two texts. None if the objective does not need them.
+        tokens: the tokens of the part's texts, joined, [N].
+        starts: the index of each text's first token, followed by the end of the last text, [texts + 1]. A source and
+            its target count as two texts. None if the objective does not need these indices.
     """
 
     tokens: np.ndarray | Tokens
@@ -94,7 +94,7 @@ class SpanCorruption:
         source_length: number of tokens of a source, which determines the size of the window.
         start: the token that is put before a target.
         end: the token that is put after a source and after a target.
-        sentinel: the id of the first sentinel; each further one has the id below the last.
+        sentinel: the id of the first sentinel; each further sentinel has the next lower id.
         noise_density: the fraction of a window's tokens that belong to spans.
         mean_span: mean number of tokens of a span.
     """
@@ -116,7 +116,7 @@ class SpanCorruption:
 
     @property
     def window(self) -> int:
-        """The number of tokens of text whose corruption fills a source."""
+        """The number of tokens of a window of text that fills a source once it is corrupted."""
         return self.noise.window(self.source_length)
 
     def examples(self, part: Part, length: int) -> Rows:
@@ -165,7 +165,7 @@ class Prefix:
         return {"objective": "prefix", **asdict(self)}
 
     def _window(self, length: int) -> int:
-        """Return the size of the largest window whose parts fit into source and target wherever it is split."""
+        """Return the size of the largest window whose parts fit into source and target, wherever it is split."""
         return min(self.source_length, length)
 
 
@@ -209,11 +209,11 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         config: the `TrainingConfig` of the run.
         vocabulary: the vocabulary size of the model.
         start: the model's start token, which is put before a target.
-        tokenizer: the tokenizer, as for `load`; None if tokens are bytes.
+        tokenizer: the tokenizer that `load` gets too; None if tokens are bytes.
 
     Raises:
-        ConfigError: the vocabulary has no room for these tokens, a row has no room for a target, or the tokenizer adds
-            tokens to a text besides its end token.
+        ConfigError: the vocabulary has no room for these tokens; `source_length` or `length` is too small; or the
+            tokenizer has no end token, adds other tokens to a text, or has too few sentinels.
     """
     if config.objective == "next-token":
         return PackedText() if config.pack else None
@@ -269,7 +269,7 @@ def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Makes rows for an encoder–decoder from pairs of a source and a target."""
+    """A maker of rows for an encoder–decoder from pairs of a source and a target."""
 
     source_length: int
     length: int
@@ -312,7 +312,7 @@ class _Split:
 
 
 class _Pieces:
-    """Documents cut into pieces that fit into a row; a document of one token has no piece, as it predicts nothing."""
+    """Documents cut into pieces that fit into a row; a document of one token has no piece, as nothing is predicted."""
 
     def __init__(self, part: Part, length: int):
         self._tokens, self._length, self.rooms = part.tokens, length, (length + 1,)

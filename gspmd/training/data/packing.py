@@ -1,4 +1,4 @@
-"""Packing: several documents, or pairs, share a row, chosen by first-fit from a limited number of items."""
+"""Packing: several documents, or pairs, share a row; first-fit chooses them from a limited number of items."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -18,23 +18,25 @@ class Items(Protocol):
 
     @property
     def rooms(self) -> Sequence[int]:
-        """The number of tokens that fit into a row, on each side (source and target of a pair are two sides)."""
+        """The number of tokens that fit into a row: one number, or two for rows of pairs (source and target)."""
 
     def __len__(self) -> int: ...
 
     def sizes(self, items: np.ndarray) -> np.ndarray:
-        """Return an array [items, sides] of the number of tokens of each item on each side."""
+        """Return the number of tokens of each item, [items, sides]; the two sides of a pair are source and target."""
 
     def row(self, items: np.ndarray) -> Row:
-        """Return a row that consists of these items, in this order."""
+        """Return a row that consists of the given items, in the given order."""
 
 
 def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
-    """Put each item into the first row that has room for all its sides; return the items of each row.
+    """Put each item into the first row that has room for it, and return the items of each row.
+
+    A pair has two sides, its source and its target, and a row must have room for both.
 
     Args:
-        sizes: number of tokens of each item on each side, [items, sides].
-        rooms: number of tokens that a row holds on each side, [sides].
+        sizes: the number of tokens of each item on each side, [items, sides].
+        rooms: the number of tokens that a row holds on each side, [sides].
 
     Raises:
         ValueError: an item is larger than a row.
@@ -61,7 +63,7 @@ def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
 
 
 def count_rows(items: Items, most: int) -> int:
-    """Return the number of rows into which items are packed in order, at most `most`."""
+    """Return the number of rows that the items fill if they are packed in order, but at most `most`."""
     count = 0
     for rows in _in_order(items):
         count += len(rows)
@@ -89,8 +91,8 @@ class PackedBatches(Iterator[Row]):
     """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
 
     The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled once
-    more, because its last rows are less full. The seed gives every process the same rows, of which it only reads the
-    tokens of its own.
+    more, because its last rows are less full. The seed gives every process the same rows, but each process reads only
+    the tokens of its own rows.
 
     Args:
         items: the documents or pairs.
@@ -111,7 +113,7 @@ class PackedBatches(Iterator[Row]):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def get_state(self) -> dict[str, int]:
-        """Return the position: the number of windows used up so far, and of rows used up in the current window."""
+        """Return the position: the number of windows used up, and the number of rows used up in the current window."""
         return {"window": self._window, "row": self._row}
 
     def set_state(self, state: dict[str, int]) -> None:
@@ -141,7 +143,7 @@ class PackedBatches(Iterator[Row]):
 
 
 def _in_order(items: Items) -> Iterator[list[np.ndarray]]:
-    """Yield, for each window of items in order, the items of each of its rows."""
+    """Yield a list of rows for each window of items, in order; each row is an array of item indices."""
     for begin in range(0, len(items), WINDOW):
         window = np.arange(begin, min(begin + WINDOW, len(items)))
         yield [window[row] for row in first_fit(items.sizes(window), items.rooms)]

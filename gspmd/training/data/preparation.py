@@ -54,28 +54,29 @@ def load(
     settings.
 
     The split depends only on the contents of the files, so it is the same on every machine. Copies of a file count
-    once, and copies of a record are in the same part. Whole files are held out; but if there are too few files, or one
-    has most of the text, every file is cut near its end.
+    once, and copies of a record are in the same part. Whole files are held out if possible. If there are too few files,
+    or one file has most of the text, every file is cut near its end, and the ends are held out.
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: fraction of the bytes to hold out; with whole files, between half and twice this fraction is held out.
+        fraction: fraction of the bytes to hold out. If whole files are held out, they have between half and twice this
+            fraction.
         tokenizer: an object with `backend` and `ends`, such as `gspmd_models.checkpoints.Tokenizer`; None for bytes.
         field: the field of a record that has its text.
         prompt: the field of a record that has its prompt. The prompt's tokens come before the text, each stored as its
             complement `~t`: they are read, but not predicted. Empty for records without a prompt.
-        source: the field of a record that has the source of a pair, whose target is in `field`.
-        objective: the objective that makes rows of the texts; None for windows of the joined texts.
-        length: number of tokens that a row predicts, into which the target of a pair and its end token must fit.
+        source: the field of a record that has the source of a pair. The target is in the field named by `field`.
+        objective: the objective that turns the texts into rows; None for windows of the joined texts.
+        length: number of tokens that a row predicts. The target of a pair, with its end token, must not be longer.
         cache: the folder for tokens; if empty, `$GSPMD_CACHE` or ~/.cache/gspmd.
-        console: where progress is shown.
+        console: the console on which progress is shown.
 
     Raises:
         ConfigError: a pattern matches no file, a file or line cannot be read, a pair lacks a side or is too long, there
             is no text, or tokens cannot be written; the message lists all faults.
 
-    Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. That makes no
-        difference to tokenizers that split texts there themselves, such as byte-level tokenizers.
+    Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. This makes no
+        difference for tokenizers that split texts at these points anyway, such as byte-level tokenizers.
     """
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
@@ -163,7 +164,10 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool = False) -> dict[str, Any] | None:
-    """Return the index of stored tokens, or None if there are none or they are damaged (reported if `tell`)."""
+    """Return the index of stored tokens, or None if there are no tokens or they are damaged.
+
+    If `tell` is true, damage is reported.
+    """
     try:
         counter = progress.counter("Checking the tokens", shards.bytes_of(folder))
         return shards.read_index(folder, names, folder.name, counter)
@@ -176,7 +180,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
 
 
 def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
-    """Return the files by hash, kind and compression, sorted by these, without empty files and copies."""
+    """Return a sorted mapping from (hash, kind, compression) to a file, without empty files and copies."""
     faults, found = Faults(), {}
     counter = progress.counter("Reading the text", sum(size for size, _ in stamps.values()))
     for path in stamps:
@@ -205,7 +209,8 @@ class _Part:
         name: the name of the part, such as "train".
         encoding: the encoding of the tokens.
         masked: whether some tokens are read but not predicted, such as those of prompts.
-        borders: whether to keep the positions at which texts begin; the last text is then ended like the others.
+        borders: whether to store the positions at which texts begin. If so, the last text is followed by the same
+            tokens as the others.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool, borders: bool = False):
@@ -257,7 +262,7 @@ class _PairedPart(_Part):
     Args:
         folder, name, encoding: see `_Part`.
         rooms: the largest number of tokens of a source and of a target, each with its end token.
-        faults: the collection that gets a line for every side that is too long.
+        faults: the collection to which a fault is added for every source or target that is too long.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, rooms: tuple[int, int], faults: Faults):
@@ -285,7 +290,10 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """The size of texts under gzip -9, each compressed by itself; after a prompt, only the bytes that the text adds."""
+    """The size of texts under gzip -9, each compressed by itself.
+
+    If a text has a prompt, only the bytes that the text adds to the compressed prompt count.
+    """
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -328,7 +336,7 @@ def _tokenize(
         folder: the folder to create.
         encoding: the encoding of the tokens.
         name: the name of the data, for error messages.
-        fields: the field of a record with its text, and the field with its prompt or source.
+        fields: the names of two fields of a record: the field of its text, and the field of its prompt or source.
         fraction: the fraction of the bytes to hold out.
         progress: the display of how much has been read.
         names: the names of everything to be written: the tokens of both parts, and optionally the positions at which
@@ -380,7 +388,7 @@ def _tokenize(
 
 
 def _starts(part: str) -> str:
-    """Return the name under which the positions at which a part's texts begin are stored."""
+    """Return the name under which the positions of a part's texts are stored."""
     return f"{part}-starts"
 
 
@@ -398,7 +406,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return size and modification time of a file, or zeros if it no longer exists."""
+    """Return the size and modification time of a file, or zeros if the file no longer exists."""
     try:
         status = path.stat()
     except OSError:

@@ -60,7 +60,7 @@ class Tokens(Sequence):
 
 
 class Writer:
-    """Writes tokens to the files `<folder>/<name>-00000.tokens`, ..., little-endian, without a header.
+    """A writer of tokens to the files `<folder>/<name>-00000.tokens`, ..., little-endian, without a header.
 
     Args:
         folder: an existing folder.
@@ -116,14 +116,16 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 def read_index(
     folder: Path, names: Sequence[str], key: str, read: Callable[[int], None] = lambda size: None
 ) -> dict[str, Any] | None:
-    """Check all tokens of a folder, and return its index, or None if there is no such folder.
+    """Check all tokens of a folder, and return the folder's index, or None if there is no such folder.
 
-    All tokens are read once, and compared with the SHA-256 in the index: training would not notice a flipped bit.
+    All tokens are read once, and compared with the SHA-256 in the index, because training would not notice a flipped
+    bit.
 
     Args:
         folder: the folder of the tokens.
         names: the names of the parts that the folder must have.
-        key: identifies the texts and the tokenizer from which the tokens were made; must equal `key` in the index.
+        key: a string that identifies the texts and the tokenizer from which the tokens were made. It must equal `key`
+            in the index.
         read: a function that is called after each read with its number of bytes.
 
     Raises:
@@ -206,7 +208,7 @@ def created(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Let only one process of this machine create a folder at a time, and remove what killed processes have left.
+    """Let only one process of this machine create a folder at a time, and remove the leftovers of killed processes.
 
     Args:
         folder: the folder, which need not exist.
@@ -238,5 +240,8 @@ def _file(name: str, number: int) -> str:
 
 
 def _partial(folder: Path) -> str:
-    """Return the prefix of temporary folders of this machine; others may share the disk, but not the locks."""
+    """Return the prefix of this machine's temporary folders.
+
+    The prefix contains the machine's name, because other machines may share the disk, but not the locks.
+    """
     return f".{folder.name}.{socket.gethostname()}."

@@ -31,7 +31,7 @@ _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 OTHERS = "Name other files, or none for Python's standard library."
 FIELD = "text"
-"""The field of a record that has its text, unless a different field is named."""
+"""The field of a record that has its text, unless another field is named."""
 # A cut after such a line feed, or before such a space, does not change the tokens of GPT-2 and its successors, which
 # split white space depending on the text after it.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
@@ -68,7 +68,7 @@ class Faults:
 
 
 def matching(patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns, sorted; those of Python's standard library if there are none.
+    """Return the files that match the patterns, sorted; without patterns, the files of Python's standard library.
 
     Raises:
         ConfigError: a pattern matches no file; the message names every such pattern.
@@ -104,7 +104,7 @@ def _standard_library() -> list[Path]:
 
 
 def kind(path: Path) -> str:
-    """Return the kind of a file by its name: "text" (one document), "json" or "parquet" (a document per record).
+    """Return the kind of a file by its name: "text" (one document), or "json" or "parquet" (a document per record).
 
     >>> [kind(Path(name)) for name in ("a.py", "a.jsonl", "a.jsonl.gz", "a.parquet")]
     ['text', 'json', 'json', 'parquet']
@@ -114,13 +114,16 @@ def kind(path: Path) -> str:
 
 
 def compression(path: Path) -> str:
-    """Return the suffix of a file that `opened` decompresses, or "" for any other file."""
+    """Return the suffix of a file if `opened` decompresses files with this suffix, and "" if not."""
     return path.suffix if path.suffix in (*_COMPRESSED, ".zst") else ""
 
 
 @contextmanager
 def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
-    """Open a file, decompressing it by its suffix; yield None if that is not possible, and add errors to the faults."""
+    """Open a file, decompressed according to its suffix, or yield None if this Python cannot decompress it.
+
+    Errors that occur while the file is read, inside the `with` block, are added to the faults.
+    """
     opening: Any = _COMPRESSED.get(path.suffix, open)
     if path.suffix == ".zst":
         if sys.version_info < (3, 14):
@@ -143,16 +146,16 @@ def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
 def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield a text in pieces of at most `PIECE` bytes.
 
-    A piece ends where most tokenizers end a token anyway: after a line, or else before a space; never within a
-    character of UTF-8.
+    A piece ends where most tokenizers end a token anyway: after a line if possible, and otherwise before a space. It
+    never ends within a character of UTF-8.
 
     Args:
         file: an open file at the beginning of the text.
         cut: the number of bytes after which part 1 begins, reduced by up to three so that no character is cut; None if
-            everything is part 0.
+            the whole text is part 0.
 
     Yields:
-        The index of the part, and a piece of it.
+        The index of the part, 0 or 1, and a piece of this part.
     """
     held = b""
     for part, left in enumerate((None,) if cut is None else (cut, None)):
@@ -170,9 +173,9 @@ def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, b
 
 
 def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: Callable[[int], None]) -> int:
-    """Return the number of bytes of a text; with `utf8`, add a fault that names its first line that is not UTF-8.
+    """Return the number of bytes of a text; if `utf8` is true, add a fault for the first line that is not UTF-8.
 
-    `read` is called after each read, with the number of bytes that it read.
+    `read` is called after each read, with the number of bytes that were read.
     """
     decoder, size, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
     while True:
@@ -197,7 +200,7 @@ def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterato
     Args:
         path: the file.
         field: the field or column with the text.
-        faults: gets a line for every record without a text, which is skipped.
+        faults: the collection to which a fault is added for every record without a text; such records are skipped.
         prompt: the field or column with the prompt; empty for documents without one.
     """
     fields = {"prompt": prompt, "field": field} if prompt else {"field": field}
@@ -207,13 +210,14 @@ def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterato
 
 
 def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: position, source and target.
+    """Yield the position, source and target of every pair in a file, as UTF-8.
 
     Args:
-        path: the file; in a tab-separated file a line is SOURCE, a tab, TARGET.
+        path: a file of JSON lines, Parquet or tab-separated lines; a tab-separated line is SOURCE, a tab, TARGET.
         source: the field or column with the source.
         target: the field or column with the target.
-        faults: gets a line for every pair without one of its sides, which is skipped.
+        faults: the collection to which a fault is added for every pair without a source or without a target; such pairs
+            are skipped.
     """
     fields = {"source": source, "field": target}
     rows = _tab_separated(path, faults) if kind(path) == "text" else _fields(path, fields, faults)
@@ -235,7 +239,7 @@ def is_of_pairs(path: Path) -> bool:
 
 
 def _fields(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """Yield the texts of some fields of every record, and the position of the record in its file."""
+    """Yield the position of every record in its file, and the texts of the record's given fields."""
     rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
     for where, texts in rows:
         wrong = [
@@ -254,7 +258,7 @@ _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a
 
 
 def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, and the position of each."""
+    """Yield the position and the text of every line of a file that is not blank."""
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
@@ -322,7 +326,7 @@ def _parquet(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[
 
 
 def _end(text: bytes, most: int) -> int:
-    """Return where to cut a text that is longer than `most` bytes."""
+    """Return the index at which to cut a text that is longer than `most` bytes."""
     cuts = [match.end() for match in _BETWEEN_LINES.finditer(text, most // 2, most)]
     cuts = cuts or [match.start() for match in _BEFORE_WORDS.finditer(text, most // 2, most)]
     return cuts[-1] if cuts else _last_character(text[:most])

@@ -7,11 +7,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SpanNoise:
-    """Random spans of a text, of one or more tokens each; in the source, each span is replaced by a sentinel.
+    """Random spans of one or more tokens of a text; in the source, each span is replaced by a sentinel.
 
     A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, but at least one token and
-    one span. The lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text and
-    ends with noise.
+    one span. The lengths of the spans, and of the stretches of text before them, are drawn uniformly. A window begins
+    with text and ends with noise.
 
     Attributes:
         density: the fraction of tokens that are noise.
@@ -34,7 +34,7 @@ class SpanNoise:
         return noise, min(max(round(noise / self.mean), 1), window - noise)
 
     def lengths(self, window: int) -> tuple[int, int]:
-        """Return the numbers of tokens of source and target, both with a sentinel per span and an end token.
+        """Return the numbers of tokens of source and target, each including one sentinel per span and an end token.
 
         >>> SpanNoise().lengths(568)
         (512, 114)
@@ -43,7 +43,9 @@ class SpanNoise:
         return window - noise + spans + 1, noise + spans + 1
 
     def window(self, source_length: int) -> int:
-        """Return the size of the largest window whose source has at most `source_length` tokens, which is at least 3.
+        """Return the size of the largest window whose source has at most `source_length` tokens.
+
+        `source_length` must be at least 3.
 
         >>> SpanNoise().window(512)
         568
@@ -54,7 +56,7 @@ class SpanNoise:
         return window
 
     def mask(self, window: int, random: np.random.Generator) -> np.ndarray:
-        """Draw a mask of the tokens of a window that are noise, booleans [window].
+        """Draw a boolean mask [window], which is true for the tokens of a window that are noise.
 
         >>> SpanNoise(density=0.4, mean=2).mask(10, np.random.default_rng(0)).astype(int).tolist()
         [0, 0, 0, 0, 0, 1, 1, 0, 1, 1]
@@ -70,7 +72,7 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int) -> tuple[np.nda
     Args:
         tokens: the window, [N].
         mask: [N], true for tokens of noise.
-        sentinel: the id of the first sentinel; each further one has the id below the last.
+        sentinel: the id of the first sentinel; each further sentinel has the next lower id.
 
     Example:
         >>> source, target = corrupt(np.arange(6), np.array([0, 1, 1, 0, 0, 1], bool), 99)

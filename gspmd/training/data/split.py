@@ -21,9 +21,9 @@ class Piece(NamedTuple):
     """A piece of a text, to be tokenized.
 
     Attributes:
-        part: the index of the part to which it belongs: training or held out.
-        begins: whether it is the first piece of a text.
-        bytes: its bytes.
+        part: the name of the part to which the piece belongs: training or held out.
+        begins: whether the piece is the first one of a text.
+        bytes: the bytes of the piece.
         read: whether the piece is read but not predicted, like a prompt or a source.
         where: the file and line of a pair, for error messages; empty for other texts.
     """
@@ -37,17 +37,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The files of a corpus, and how they are divided into training and held-out texts.
+    """The files of a corpus, and their division into training and held-out texts.
 
     Attributes:
         paths: the files, in the order of the hashes of their contents.
         held_out: the files of text that are held out as a whole.
         cuts: for other files of text, the number of bytes after which the rest is held out; a file that is missing here
             is not cut.
-        bucket: records whose bucket (a number from a hash) is below this are held out.
+        bucket: a record is held out if its own bucket, a number from a hash, is below this number.
         field: the field of a record that has its text.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
-        pairs: whether records are pairs, each side of which is one piece.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
+        pairs: whether records are pairs. The source and the target of a pair are one piece each.
     """
 
     paths: Sequence[Path]
@@ -96,10 +96,10 @@ def split(
 ) -> Split:
     """Read all texts once, without keeping them, and choose those that are held out.
 
-    The first text files are held out as a whole, up to the given fraction of the bytes; if they miss the fraction by
-    half, the end of every file is held out instead. A record is held out if its hash is below a limit, so that all
-    copies of a record are in the same part. With prompts, and for pairs, the hash is that of the prompt or source, so
-    that training never sees a held-out prompt or source with a different answer.
+    The first text files are held out as a whole, until they have about the given fraction of the bytes. If they have
+    less than half of this fraction, the end of every file is held out instead. A record is held out if its hash is
+    below a limit, so that all copies of a record are in the same part. If records have prompts or are pairs, the prompt
+    or source is hashed, so that training never sees a held-out prompt or source with a different answer.
 
     Args:
         paths: the files, in an order that depends only on their contents.
@@ -108,7 +108,7 @@ def split(
         name: the name of the data, for error messages.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
         read: a function that is called after each read with its number of bytes.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty for none.
+        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
         of_pairs: whether records are pairs.
 
     Raises:
@@ -147,15 +147,19 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose the first whole files up to a fraction of all bytes or, if they miss it by half, the ends of all files.
+    """Choose what to hold out: whole files with about a fraction of all bytes, or the ends of all files.
+
+    Whole files are chosen in order, and files with more than twice the wanted bytes are skipped. If the chosen files
+    have less than half of the wanted bytes, or no file would be left for training, the end of every file is held out
+    instead.
 
     Args:
         sizes: bytes of the files, all positive.
         fraction: the fraction of the bytes to hold out.
 
     Returns:
-        The indices of the files that are held out whole; or, for each file, the number of bytes after which the rest is
-        held out.
+        The indices of the files that are held out whole, and a mapping from the index of a file to the number of bytes
+        after which the rest is held out. One of the two is empty.
 
     Example:
         >>> hold_out_files([100] * 10, 0.2), hold_out_files([100], 0.1)
@@ -172,12 +176,15 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return how many of the first buckets have bytes nearest to the fraction: at least one, but not all.
+    """Return the number of first buckets to hold out, so that their bytes are nearest to the fraction.
+
+    At least one bucket with records is held out, and at least one is not.
 
     Args:
         buckets: total bytes of the records in each bucket.
         fraction: the fraction of the bytes to hold out.
-        side: the part of a record that is hashed, for error messages: its source or prompt; empty for its text.
+        side: the part of a record that is hashed, "source" or "prompt", for error messages; empty if its text is
+            hashed.
 
     Raises:
         ConfigError: all records are in one bucket.
@@ -204,7 +211,7 @@ def no_text(files: int, name: str) -> ConfigError:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number of things as text.
+    """Return a count with its noun as text.
 
     >>> count_of(1, "file"), count_of(2500, "record")
     ('1 file', '2,500 records')

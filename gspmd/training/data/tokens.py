@@ -13,7 +13,7 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of texts as tokens, applied to pieces of texts, with the tokens that go around a text.
+    """An encoding of texts as tokens: a function that encodes pieces of texts, and the tokens around texts.
 
     Attributes:
         vocabulary: number of ids.
@@ -21,7 +21,7 @@ class Encoding:
         between: ids between two texts.
         end: the id that ends a source or a target of an encoder–decoder; None if there is no such token.
         digest: a string that identifies the tokenizer; empty for bytes.
-        encode: a function from a list of pieces of UTF-8 to the ids of each.
+        encode: a function from a list of pieces in UTF-8 to an array of ids for each piece.
     """
 
     vocabulary: int
@@ -35,7 +35,8 @@ class Encoding:
         """Return the smallest integer type that holds the ids, little-endian on every machine.
 
         Args:
-            masked: whether it also holds the complements `~t` of ids, below 0, for tokens that are not predicted.
+            masked: whether the type also holds the complements `~t` of ids. They are below 0, and stand for tokens that
+                are not predicted.
         """
         return np.min_scalar_type(-self.vocabulary if masked else self.vocabulary - 1).newbyteorder("<")
 
@@ -56,12 +57,13 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
     """Return the encoding of a tokenizer, which encodes pieces on all cores.
 
     Every text begins with the tokens that the tokenizer puts before a text, such as a beginning-of-text token. Texts
-    are separated by the tokens that it puts after a text or, if there are none, by its first end-of-text token, a
-    special token with a usual name, or a line feed.
+    are separated by the tokens that the tokenizer puts after a text. If there are none, they are separated by the first
+    of these that exists: the tokenizer's first end-of-text token, a special token with a usual name for the end of a
+    text, or a line feed.
 
     Args:
-        tokenizer: an object with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a
-            text (`gspmd_models.checkpoints.Tokenizer`).
+        tokenizer: an object such as `gspmd_models.checkpoints.Tokenizer`. Its attribute `backend` is a tokenizer of the
+            library `tokenizers`, and its attribute `ends` has the ids that end a text.
     """
     # Truncation and padding are turned off in a copy.
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
@@ -84,7 +86,10 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
 
 
 def usual_ends(backend: Any) -> frozenset[int]:
-    """Return the id of the special token with a usual name for the end of a text, if a tokenizer declares no end."""
+    """Return the id of the special token with a usual name for the end of a text, as a set of at most one id.
+
+    The set is used for a tokenizer that declares no end.
+    """
     special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     return frozenset([special[name] for name in _ENDS if name in special][:1])
 

@@ -1,4 +1,4 @@
-"""Finding a custom model by its name, such as `mixer:Mixer`: its module is imported, and its class checked."""
+"""Finding a custom model by its name, such as `mixer:Mixer`: the module is imported, and the class is checked."""
 
 import dataclasses
 import inspect
@@ -25,9 +25,9 @@ METHODS = {
 }
 """Methods that a class needs to be a `gspmd.training.model.Model`, with the arguments that each is called with."""
 _MORE = {"flops_per_token": ("length",)}
-"""Methods that a class may have besides."""
+"""Optional methods of such a class, with the arguments that each is called with."""
 _DECODING = {"kept": (), "step": ("layout", "params", "tokens", "position", "kept")}
-"""Methods of a class that decodes, which has both."""
+"""The two methods of a class that decodes, with the arguments that each is called with."""
 _NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 
 
@@ -40,11 +40,11 @@ def find(name: str) -> type:
     """Return the class of a custom model, given its name.
 
     Args:
-        name: `module:Name`, or `folder/module:Name`. The module is first looked for in that folder (by default the
-            current one), and then where Python looks for modules.
+        name: `module:Name`, or `folder/module:Name`. The module is first looked for in `folder` (by default the current
+            folder), and then where Python looks for modules.
 
     Raises:
-        ConfigError: the module does not exist or does not have this name, or the object of this name is not a model.
+        ConfigError: the module does not exist or has nothing of this name, or the object of this name is not a model.
     """
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
@@ -93,10 +93,11 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
 
 
 def blamed(error: BaseException) -> list[str]:
-    """Return lines with an error and its place in a custom model's code, or [] if it arose elsewhere.
+    """Return lines with an error and its place in a custom model's code, or [] if the model is not to blame.
 
-    Such an error, raised by JAX or Python, is for the user to correct, and most frames of its traceback are those of
-    libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is not blamed.
+    An error that JAX or Python raises in a model's code is for the user to correct, but most frames of its traceback
+    are those of libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is
+    not blamed.
     """
     package = Path(__file__).resolve().parents[2]
     frames = [(Path(frame.filename).resolve(), frame) for frame in traceback.extract_tb(error.__traceback__)]
@@ -110,7 +111,7 @@ def blamed(error: BaseException) -> list[str]:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Return the file of a module, or the folder of its package, inside a folder, or None if there is neither."""
+    """Return a module's file or its package's folder inside `folder`, or None if neither exists."""
     top = folder / module.partition(".")[0]
     return next((path for path in (top.with_suffix(".py"), top) if path.exists()), None)
 
@@ -136,7 +137,10 @@ def _faults(found: Any) -> list[str]:
 
 
 def _fault_of_call(found: type, name: str, given: Sequence[str]) -> str:
-    """Return why a method of a class cannot be called with these arguments, or "" if it can, or if it has none."""
+    """Return the fault if a method of a class cannot be called with the given arguments.
+
+    The result is "" if the method can be called, or if the class has no such method.
+    """
     method = getattr(found, name, None)
     if not callable(method):
         return ""
@@ -153,7 +157,7 @@ def _fault_of_call(found: type, name: str, given: Sequence[str]) -> str:
 
 
 def beside(name: str, folder: Path) -> str:
-    """Put a folder in front of a model's name, if the model's module is in this folder.
+    """Put a folder in front of a model's name if the model's module is in this folder.
 
     >>> beside("mixer:Mixer", Path("there"))
     'mixer:Mixer'
@@ -174,19 +178,20 @@ def typed_with(cls: type[T], model: type) -> type[T]:
 def with_model(
     cls: type[T], values: Mapping[str, Any], given: str = "", folder: Path = Path(), *, again: bool = False
 ) -> tuple[type[T], dict[str, Any]]:
-    """Return a settings class with the fields of the requested custom model, and the values without its name.
+    """Return a settings class with the fields of the requested custom model, and the values for this class.
 
-    If no custom model is requested, class and values are returned unchanged.
+    The name of the model moves from `class` in the table `model` to the key `model_class`. If no custom model is
+    requested, class and values are returned unchanged.
 
     Args:
         cls: a dataclass with the fields `model`, for settings of a built-in model, and `model_class`.
-        values: the values of a settings file, or of a run; `class` in their table `model` names the model.
-        given: the name of a custom model in the flags, which takes precedence.
+        values: the values of a settings file, or of a run; the key `class` in the table `model` names the model.
+        given: the name of a custom model in the flags. It takes precedence over the one in `values`.
         folder: the folder that contains the settings file.
-        again: whether a run is resumed; its model must then be the same.
+        again: whether a run is resumed. The model must then be the run's.
 
     Raises:
-        ConfigError: there is no such model, for a reason that `find` gives, or the run has a different model.
+        ConfigError: there is no such model (see `find`), or the run has a different model.
     """
     table = values.get("model", {})
     written = table.get("class", "") if isinstance(table, Mapping) else ""

@@ -21,7 +21,7 @@ _BATCH, _LOGITS = "embedding.tokens", "output.logits"
 # The most missing lines that a message names.
 _SHOWN = 4
 _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_byte")
-"""Names of metrics that a step, or the run, adds to the metrics of the loss."""
+"""Names of the metrics that a step, or the run, adds to the metrics of the loss."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Own:
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
-        """Return the sizes that do not depend on batch and length; those of parameters are all among them."""
+        """Return the sizes that do not depend on batch and length, among them those of all parameters' dimensions."""
         one, two = (self._sizes(each, each, least=0) for each in (1, 2))
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
@@ -69,7 +69,7 @@ class Own:
         """Return every parameter by its path, as the user's class declares it.
 
         Raises:
-            ConfigError: the class returns something that is not a parameter, or no size for one of its dimensions.
+            ConfigError: the class returns something that is not a parameter, or no size for a dimension of a parameter.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -100,7 +100,8 @@ class Own:
         """Return every parameter by its path, with its line, spec and shape in a layout.
 
         Raises:
-            LayoutError: the layout lacks lines, or their dimensions differ; the message lists all faults.
+            LayoutError: the layout lacks lines, or a line's dimensions are not those of its parameter; the message
+                lists all faults.
         """
         sizes, rows, faults, missing = self.fixed_sizes(), {}, [], []
         found = self.parameters(layout)
@@ -152,7 +153,7 @@ class Own:
         return getattr(self.model, "batch_line", _BATCH)
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return the spec of a batch of tokens [B, L+1]: that of `batch_line`, with L unsharded."""
+        """Return the spec of a batch of tokens [B, L+1], which is the spec of `batch_line` with L unsharded."""
         try:
             spec = layout.spec(self.batch_line)
         except LayoutError as error:
@@ -163,25 +164,25 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: one per microbatch, as there are no stages."""
+        """Return the number of parts into which the step cuts a batch: all microbatches, as there are no stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout for the loss, where a parameter is `EF reduced-x` if its gradient is a partial sum over x.
 
-        This holds for gradients that [gradients] states as partial sums, even with several microbatches: whether others
-        could stay partial sums depends on the equations of the model, which are not known here.
+        Only gradients that [gradients] states as partial sums are treated so, even with several microbatches. Whether
+        other gradients could stay partial sums depends on the equations of the model, which are not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
         return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of each array of a batch, which has only `tokens`."""
+        """Return the width of each array of a batch; the only array is `tokens`."""
         return {"tokens": length + 1}
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return None, because the loss of a custom model decides by itself over how many tokens it averages."""
+        """Return None, because the loss of a custom model itself decides over how many tokens it averages."""
         return None
 
     def loss(
@@ -193,7 +194,7 @@ class Own:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its metrics."""
+        """Return the loss and the metrics of a training step."""
         return self._loss(layout, params, tokens, key, train=True)
 
     def adjusted(
@@ -204,7 +205,7 @@ class Own:
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return parameters and metrics as they are: parameters that are not trained do not change."""
+        """Return parameters and metrics unchanged, because a custom model does not update untrained parameters."""
         return still, figures
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
@@ -256,8 +257,8 @@ class Own:
         """Return spec, shape and dtype of every array that the model keeps, for `batch` texts of up to `room` tokens.
 
         Raises:
-            ConfigError: the class returns something that is not a `Kept`, or no size for one of its dimensions.
-            LayoutError: the layout lacks a line, or its dimensions differ.
+            ConfigError: the class returns something that is not a `Kept`, or no size for a dimension of an array.
+            LayoutError: the layout lacks a line, or a line's dimensions are not those of its array.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
         if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):
@@ -290,10 +291,10 @@ class Own:
         position: jax.Array,
         kept: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the logits after each of the given tokens, and the arrays that the model keeps afterwards.
+        """Return the logits after each of the given tokens, and the new contents of the arrays that the model keeps.
 
         Raises:
-            ConfigError: the class does not return these; the message names every fault.
+            ConfigError: the class returns something else; the message names every fault.
         """
         decoder = cast(Decoder, self.model)
         found = decoder.step(layout, self._taken(layout, params), tokens, position, kept)
@@ -322,8 +323,8 @@ class Own:
         """Raise an error if a training step of these sizes cannot run under a resolved layout.
 
         Raises:
-            LayoutError: the layout has faults, all of which are listed; or it has stages or padding, which only the
-                models that come with gspmd support.
+            LayoutError: the layout has faults, and the message lists all of them; or the layout has stages or padding,
+                which only the models that come with gspmd support.
         """
         doing = f"cannot use layout '{layout.name}' for a custom model"
         if layout.get("pipeline.layers") is not None:
@@ -340,7 +341,7 @@ class Own:
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
-        """Return the FLOPs per token of forward and backward pass: those the class states, or six per parameter."""
+        """Return the FLOPs per token of forward and backward pass: what the class states, or 6 per parameter."""
         told = getattr(self.model, "flops_per_token", None)
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
@@ -348,7 +349,7 @@ class Own:
         """Initialize every parameter, sharded, in float32; the values do not depend on the layout or the mesh.
 
         Raises:
-            ConfigError: an initializer returns an array of a different shape.
+            ConfigError: an initializer is not a function, or does not return an array of the parameter's shape.
         """
         rows, found = self.rows(layout), self.parameters(layout)
         for path, each in found.items():
@@ -372,7 +373,7 @@ class Own:
 
 
 def _without_line(what: str, given: Parameter | Kept, layout: Layout, used: Collection[str]) -> str:
-    """Return the fault of a tensor whose line the layout lacks; `used` has lines that are those of other tensors."""
+    """Return the fault of a tensor whose line the layout lacks; `used` has the lines that other tensors use."""
     section, _, name = given.line.partition(".")
     alike = (line for line, dims in layout.own.items() if dims == given.dims and line not in used)
     near = suggestion(given.line, alike)

@@ -1,4 +1,4 @@
-"""The interface from which training steps are built; `Own` and `gspmd_models.step` implement it."""
+"""The interface of models from which training steps are built; `Own` and `gspmd_models.step` implement it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,12 @@ from gspmd.training.toml import ConfigError
 
 Figures = Mapping[str, jax.Array]
 Batch = jax.Array | Mapping[str, jax.Array]
-"""The tokens of a step, int32 [B, L+1]; or, for a model that has a source or whose rows hold several texts, several
-arrays [B, ...] of integers by name: `tokens` and `segments` [B, L+1], `source` and `source_segments` [B, T]. All are
-sharded as `Trainable.batch_spec`."""
+"""The tokens of a step, int32 [B, L+1], or several arrays of integers by name.
+
+A model has several arrays if it has a source, or if its rows hold several texts. Their names are `tokens` and
+`segments`, both [B, L+1], and `source` and `source_segments`, both [B, T]. All arrays are sharded as
+`Trainable.batch_spec`.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class Row:
     """One parameter under a layout.
 
     Attributes:
-        line: the line of the layout that has its spec, the same for every layer.
+        line: the line of the layout that has the parameter's spec, the same for every layer.
         spec: the spec of the array, with N first if layers are stacked.
         shape: the shape of the whole array.
-        float32: whether it is stored in float32, whatever `parameter_dtype` is.
+        float32: whether the parameter is stored in float32, whatever `parameter_dtype` is.
     """
 
     line: str
@@ -37,14 +40,14 @@ class Row:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter has two or more dimensions besides N: weight decay applies only to such parameters."""
+        """Whether the parameter has two or more dimensions besides N; only such parameters have weight decay."""
         return len(set(self.spec.dims) - {"N"}) > 1
 
 
 class Trainable(Protocol):
     """A model that can be trained under any layout: parameters, their specs, and a loss.
 
-    Parameters are arrays by path.
+    Parameters are a mapping from path to array.
     """
 
     def sizes(self, batch: int, length: int) -> Mapping[str, int]:
@@ -60,7 +63,7 @@ class Trainable(Protocol):
         """Return the spec in which the optimizer gets each parameter's gradient."""
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters: those that no pattern of `frozen` matches."""
+        """Return the paths of the trained parameters, which no pattern of `frozen` matches."""
 
     def batch_spec(self, layout: Layout) -> Spec:
         """Return the spec of a batch of tokens [B, L+1]."""
@@ -68,19 +71,20 @@ class Trainable(Protocol):
     def widths(self, length: int) -> Mapping[str, int]:
         """Return the width of each array of a batch in whose rows `length` tokens are predicted.
 
-        A batch with only `tokens` is that array itself, not a mapping.
+        If `tokens` is the only array, a batch is this array itself, not a mapping.
         """
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch, if the loss does not cut it."""
+        """Return the number of parts into which the step cuts a batch: 1 if the loss itself cuts the batch."""
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout for the loss of a training step, with `EF reduced-x` where a gradient is a partial sum."""
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens over which the loss of a batch is averaged, or None for all its tokens.
+        """Return the number of tokens over which the loss of a batch is averaged, or None for all tokens.
 
-        This is the whole batch, because its microbatches may differ in the number of predicted tokens.
+        The number is counted over the whole batch and not per microbatch, because microbatches may differ in the number
+        of predicted tokens.
         """
 
     def loss(
@@ -92,7 +96,7 @@ class Trainable(Protocol):
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its metrics; `predicted` is what the method `predicted` returned."""
+        """Return the loss and the metrics of a training step; `predicted` is what the method `predicted` returned."""
 
     def adjusted(
         self,
@@ -102,12 +106,15 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return the untrained parameters after a step, and its metrics; a model may update them by a rule of its own.
+        """Return the untrained parameters and the metrics after a step.
+
+        A model may update its untrained parameters by a rule of its own.
 
         Args:
-            layout: the layout that shards them.
+            layout: the layout of the parameters.
             still: the untrained parameters before the step.
-            figures: the metrics of the step, averaged over microbatches; if `non_finite` is 1, no parameter may change.
+            figures: the metrics of the step, averaged over microbatches. If the metric `non_finite` is 1, no parameter
+                may change.
             parts: number of microbatches.
             frozen: patterns of parameters that are not trained.
         """
@@ -134,13 +141,14 @@ def trained_paths(
     """Return the paths of the parameters that are trained, in their order.
 
     Args:
-        keys: the line in the layout of every parameter, by the parameter's path.
-        frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, `attention.*`.
+        keys: the line of the layout that has each parameter's spec, by the parameter's path.
+        frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, such as `attention.*`.
         still: further paths that are not trained.
         staged: paths of parameters in pipeline stages, which must all be trained.
 
     Raises:
-        ConfigError: a pattern matches no parameter, no parameter is left to train, or one in stages is not trained.
+        ConfigError: a pattern matches no parameter, no parameter is left to train, or a parameter in stages is not
+            trained.
 
     Example:
         >>> trained_paths({"table": "embedding.table", "blocks.w_in": "ffn.w_in"}, frozen=("embedding.*",))

@@ -18,8 +18,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate schedule: linear warm-up, then cosine decay to the final fraction.
 
     Args:
-        config: the rate, and the fractions of warm-up and of the final rate.
-        steps: number of updates in all.
+        config: the settings, of which the highest rate and the fractions of warm-up and final rate are used.
+        steps: total number of updates.
 
     Example:
         >>> rate = schedule(OptimizerConfig(learning_rate=1.0, warmup=0.1, final_fraction=0.0), steps=100)
@@ -27,7 +27,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         [0.1, 1.0, 0.5, 0.0]
 
     Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), eq. 5, without restarts.
-    Differs: the rate of the first update is one step of the warm-up, not 0.
+    Differs: the rate of the first update is not 0, but the rate after one step of the warm-up.
     """
     warmup = min(round(config.warmup * steps), steps - 1)
     first = config.learning_rate / (warmup or 1)
@@ -44,7 +44,8 @@ def adamw(
     Args:
         config: the settings of AdamW.
         steps: total number of updates.
-        decayed: a tree like the parameters, True for those with weight decay; None to decay all.
+        decayed: a tree like the parameters, with True for each parameter that has weight decay; None to decay all
+            parameters.
         seed: the seed for stochastic rounding of int8 moments.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
@@ -62,8 +63,8 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
 
     Args:
         gradients: any tree of arrays.
-        limit: the largest norm; 0 for no clipping.
-        norm: the function for the global norm; for sharded gradients, one with planned collectives.
+        limit: the largest global norm; 0 for no clipping.
+        norm: the function that computes the global norm. For sharded gradients, use one with planned collectives.
 
     Returns:
         The scaled gradients, and the norm before scaling, a float32 scalar.

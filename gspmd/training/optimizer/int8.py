@@ -1,4 +1,4 @@
-"""Adam with 8-bit moments: each block of values has a scale, and the codes are dense near zero."""
+"""Adam with 8-bit moments: each block of values has a scale, and the codes are densest near zero."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import optax
 Tree = Any
 
 _DECADES = 7
-"""Number of decades that codes span: from 10^-7 of the largest value in a block to this value."""
+"""Number of decades that codes span, from 10^-7 times the largest value of a block to the largest value."""
 
 
 class Int8AdamState(NamedTuple):
@@ -32,22 +32,23 @@ def scale_by_int8_adam(
 
         m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
 
-    Updates and moments are computed in float32. m is rounded up or down to 0 or one of 127 codes of each sign, √v to 0
-    or one of 254 codes, with the probabilities that make the expectation exact. A √v that is not 0 is never rounded to
-    0, which would make the next update as large as 1/ε.
+    Updates and moments are computed in float32. m is rounded up or down to 0 or one of 127 codes of each sign, and √v
+    to 0 or one of 254 codes. The probabilities of rounding up and down make the expectation exact, with one exception:
+    a √v that is not 0 is never rounded to 0, because the next update could be as large as 1/ε.
 
     Args:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        epsilon: added to the root of the second moment, as in Adam.
-        block: number of values along the last dimension that share a scale; reduced to gcd(block, size of the last
-            dimension). Each device must hold whole blocks, which `block_faults` checks.
-        seed: the seed of stochastic rounding. Its random numbers depend only on the seed, the number of the update and
-            the parameter, not on the layout, nor on how often the run was resumed.
+        epsilon: the number that is added to the root of the second moment, as in Adam.
+        block: number of values along the last dimension that share a scale. It is reduced to gcd(block, size of the
+            last dimension). Each device must hold whole blocks; `block_faults` checks this.
+        seed: the seed of stochastic rounding. The random numbers depend only on the seed, the number of the update and
+            the parameter. They do not depend on the layout, or on how often the run was resumed.
 
     Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
-    Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which spans half as
-        many decades; blocks are 64 values of one row, not 2,048 regardless of the shape.
+    Differs: values are rounded stochastically, not to the nearest code. The root of the second moment is stored instead
+        of the second moment, because it spans half as many decades. A block has 64 values of one row, not 2,048 values
+        regardless of the shape.
     """
 
     def init(params: Tree) -> Int8AdamState:
@@ -79,8 +80,8 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 
     Args:
         shapes: the shape of each parameter, by name.
-        local: the shape of its moments on one device, by name.
-        block: as in `scale_by_int8_adam`.
+        local: the shape of each parameter's moments on one device, by name.
+        block: the block size, as in `scale_by_int8_adam`.
 
     Example:
         >>> block_faults({"w": (8, 64)}, {"w": (8, 16)}, block=64)
@@ -96,19 +97,19 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 
 
 def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> jax.Array:
-    """Round |x| / block_of, in [0, 1], at random to one of two nearest codes, so that `decode` is |x| on average.
+    """Round x / block_of, in [0, 1], at random to one of the two nearest codes, so that `decode` gives x on average.
 
     Code 0 is 0. The decade k, from 10^(k-7) to 10^(k-6), is divided into 2^(k+extra) equal parts, with a code in the
     middle of each.
 
     Args:
-        x: values that are all of one sign.
+        x: values that are not negative.
         block_of: for each value, the largest value of its block.
         draws: uniform random numbers from 0 to 1.
-        extra: 0 for 127 codes, 1 for 254.
+        extra: 0 for 127 codes, 1 for 254 codes.
 
     Returns:
-        int32 codes.
+        The codes, int32, in the shape of `x`.
     """
     share = jnp.where(block_of > 0, x / jnp.where(block_of > 0, block_of, 1), 0) * _top(extra)
     decade = jnp.clip(jnp.floor(jnp.log10(jnp.maximum(share, 1e-30))) + _DECADES, 0, _DECADES - 1)
@@ -141,7 +142,7 @@ def _top(extra: int) -> float:
 
 
 def _step(key, count, g, mean, mean_scale, root, root_scale, *, betas, epsilon):
-    """Compute one update of one parameter and its new moments, as codes and scales."""
+    """Compute one update of one parameter, and the new moments as codes and scales."""
     g, (beta1, beta2) = g.astype(jnp.float32), betas
     spread = partial(_spread, size=g.shape[-1])
     signed = jnp.sign(mean) * decode(jnp.abs(mean.astype(jnp.int32)), spread(mean_scale), 0)
@@ -172,7 +173,7 @@ def _spread(scale: jax.Array, size: int) -> jax.Array:
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Wrap a step to work under Explicit axes too, where arrays that are cut into blocks would need sharded types."""
+    """Wrap a step to work under Explicit axes too, where reshaping arrays into blocks would need sharded types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

@@ -10,7 +10,7 @@ Tree = Any
 
 
 class MastersState(NamedTuple):
-    """The masters and the state of the optimizer that updates them; both are sharded as optimizer state."""
+    """The masters, and the state of the optimizer that updates them, all sharded as optimizer state."""
 
     masters: Tree
     inner: Any
@@ -20,10 +20,10 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
     """Let an optimizer update float32 masters, of which the parameters are rounded copies.
 
     An update is the difference that `optax.apply_updates` adds to the parameters to get the rounded masters. An update
-    below half a unit in a parameter's last place is not lost: it stays in the master.
+    of less than half a unit in a parameter's last place is not lost, because the master keeps it.
 
     Args:
-        inner: the optimizer, which gets gradients and masters in float32.
+        inner: the optimizer that updates the masters. It gets gradients and masters in float32.
 
     Returns:
         An optimizer whose `init` takes the parameters before they are rounded.
@@ -39,7 +39,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
         ('bfloat16', 1.0078125, 1.0078125)
 
     Source: Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.1; Rajbhandari et al. 2020,
-        ZeRO (arXiv 1910.02054), section 3.1, for its bytes.
+        ZeRO (arXiv 1910.02054), section 3.1, for the bytes that masters take.
     """
 
     def init(params: Tree) -> MastersState:

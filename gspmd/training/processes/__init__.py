@@ -1,4 +1,4 @@
-"""A run of several processes: they meet before JAX starts, compare settings, watch each other, and end together.
+"""Runs of several processes, which meet before JAX starts, compare settings, watch each other, and end together.
 
 Reading order: joining, arrival, watch, native, comparison, rows.
 """

@@ -1,8 +1,8 @@
 """The meeting of the processes of a run before JAX starts, at the port where JAX's service will listen.
 
 JAX's own wait prints nothing, does not notice a process that is interrupted meanwhile, and accepts two processes with
-number 0. Here each process opens a connection that `Watch` keeps during the whole run, and by which the end of a
-process is noticed.
+number 0. Here each process opens a connection to process 0. `Watch` keeps the connections open during the whole run,
+and notices by them that a process has ended.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ WELCOME = b"welcome\0"
 """The first process's answer to a process that has arrived."""
 _AGAIN = 0.2
 _CONNECTING = 5.0
-"""Longest time for one attempt to connect, in seconds; once connected, a process may wait longer for the first one."""
+"""Longest time for one attempt to connect, in seconds; a connected process may wait longer for an answer."""
 _IN_USE = 2.0
 """Longest wait for a port that is in use, for example because a run has just ended, in seconds."""
 
 
 def door(at: Processes) -> socket.socket:
-    """Return the listening socket on which the first process accepts the others.
+    """Return the listening socket on which the first process accepts the other processes.
 
     Raises:
         ConfigError: the address cannot be parsed, the port is in use, or this process may not listen there.
@@ -50,14 +50,15 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return a connection from this process to the first one, as soon as the first one listens.
+    """Return a connection from this process to the first process, as soon as the first process answers.
 
     Args:
-        at: the processes of the run, and the number of this one.
-        limit: number of seconds to try; at least one attempt is made.
+        at: the processes of the run, and the number of this process.
+        limit: number of seconds during which to try; at least one attempt is made.
 
     Raises:
-        ConfigError: the address cannot be parsed, or the first process did not arrive; the message has the last error.
+        ConfigError: the address cannot be parsed, or the first process did not answer in time; the message has the last
+            error.
     """
     where, began, said = _host_and_port(at), time.monotonic(), False
     heard, found = b"", ""
@@ -97,7 +98,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
 
 
 def say_waiting(missing: list[int], processes: int, address: str, found: str = "") -> None:
-    """Report on stderr the processes that this one waits for, and the last error, if any."""
+    """Report on stderr the processes that this process waits for, and the last error if there was one."""
     line = f"Waiting for {named(missing)} of {processes} at {address}, for at most {LIMIT:.0f} seconds"
     with contextlib.suppress(OSError):
         print(f"{line}: {found}." if found else f"{line}.", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """Comparison of the settings of all processes of a run, before anything is compiled.
 
-Each process compiles its own program. If programs differ in a batch or a collective, they wait for each other forever,
-or a library aborts. If they differ only in a number, such as a learning rate, they run and compute nonsense.
+Each process compiles its own program. If the programs differ in a batch or a collective, the processes wait for each
+other forever, or a library aborts. If the programs differ only in a number, such as a learning rate, they run and
+compute nonsense.
 """
 
 import hashlib
@@ -37,11 +38,11 @@ _LONGEST = 200
 def compare(
     facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes have different settings."
 ) -> None:
-    """Raise an error if processes have different values; all processes must call this function.
+    """Raise an error if the processes have different values; all processes must call this function.
 
     Args:
-        facts: a function that returns values by name, nested or not, that JSON can express, such as settings. It is not
-            called if there is only one process.
+        facts: a function that returns values by name, such as settings. The mapping may be nested, and JSON must be
+            able to express the values. The function is not called if there is only one process.
         doing: the first words of the error message.
 
     Raises:
@@ -61,8 +62,8 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
     """Return a line for each name whose values differ between processes.
 
     Args:
-        hosts: the machine's name, for each process.
-        facts: the values by name, for each process.
+        hosts: the name of the machine of each process.
+        facts: the values of each process, by name.
 
     Example:
         >>> differences(["a", "b", "b"], [{"batch": "8"}, {"batch": "8"}, {"batch": "16"}])
@@ -82,10 +83,10 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
 
 
 def environment(*modules: ModuleType) -> dict[str, Any]:
-    """Return the versions and the options of JAX and XLA that change a program, as facts for `compare`.
+    """Return the versions of packages, and the options of JAX and XLA that change a program, for `compare`.
 
     Args:
-        modules: packages and modules besides gspmd whose source affects the program, such as that of the model.
+        modules: packages and modules besides gspmd whose source affects the program, such as the module of the model.
     """
     versions = {"gspmd": gspmd.__version__, "gspmd's source": _source(gspmd, *modules)}
     for package in _PACKAGES:
@@ -99,7 +100,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
 
 
 def _source(*modules: ModuleType) -> str:
-    """Return a hash of the source files of packages and modules: two checkouts of one version may differ."""
+    """Return a hash of the source files of packages and modules, because two checkouts of one version may differ."""
     digest = hashlib.sha256()
     for module in modules:
         file = Path(str(module.__file__))
@@ -110,7 +111,7 @@ def _source(*modules: ModuleType) -> str:
 
 
 def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested names, joined by dots, with their values as text."""
+    """Yield the names of nested values, joined by dots, and the values as text."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
@@ -124,7 +125,7 @@ def _short(value: str) -> str:
 
 
 def _named(processes: Sequence[int], hosts: Sequence[str] | None = None) -> str:
-    """Return process numbers as text, such as `processes 0 to 6`, with their machines if given."""
+    """Return process numbers as text, such as `processes 0 to 6`; if `hosts` is given, with the machines' names."""
     where = sorted({hosts[process] for process in processes}) if hosts else []
     on = f" (on {', '.join(where[:4])}{', …' if len(where) > 4 else ''})" if where else ""
     first, last = processes[0], processes[-1]

@@ -1,4 +1,4 @@
-"""Joining the processes of a run before JAX starts, and leaving them together."""
+"""Joining the processes of a run before JAX starts, and ending the processes together."""
 
 import os
 import signal
@@ -38,10 +38,11 @@ _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Arrange that a fault raised before `join` is reported to the other processes, since they wait for this one.
+    """Arrange that a fault before `join` is reported to the other processes, since they wait for this one.
 
     Args:
-        given: the argument of `join`, from the flags alone because reading all settings may fail; "" for one process.
+        given: the argument that `join` will get, read from the flags alone, because reading all settings may fail; ""
+            for one process.
     """
     global _expected
     _expected = given
@@ -53,7 +54,7 @@ def several() -> bool:
 
 
 def join(given: str) -> None:
-    """Join the processes of a run as one cluster; from then on, if one process dies, all end.
+    """Join the processes of a run as one cluster; from then on, if one process dies, all processes end.
 
     Args:
         given: "auto" for the cluster that JAX detects, `HOST:PORT,processes=N,process=I`, or "" for one process.
@@ -89,7 +90,7 @@ def join(given: str) -> None:
 
 
 def _found(given: str) -> Processes:
-    """Return the processes described by `--distributed`, and the number of this one.
+    """Return the processes described by `--distributed`, and the number of this process.
 
     Raises:
         ConfigError: the flag cannot be parsed, or no cluster is detected.
@@ -117,7 +118,7 @@ def _come(at: Processes, limit: float) -> Watch:
     """Meet the other processes of a run, and start to watch them.
 
     Raises:
-        ConfigError: the processes do not meet, for a reason that `arrival.door` or `arrival.knock` gives.
+        ConfigError: the processes do not meet; `arrival.door` and `arrival.knock` list the possible reasons.
     """
     global _watch
     if at.process == 0:
@@ -129,7 +130,10 @@ def _come(at: Processes, limit: float) -> Watch:
 
 
 def _runtime() -> Any:
-    """Return JAX's state of distributed processes, or None if JAX is not imported, so that none has been joined."""
+    """Return JAX's state of distributed processes, or None if JAX is not imported.
+
+    Without JAX, no other process has been joined.
+    """
     if "jax" not in sys.modules:
         return None
     from gspmd.jax_internals import distributed_runtime
@@ -138,32 +142,32 @@ def _runtime() -> Any:
 
 
 def index() -> int:
-    """Return the number of this process; unlike `jax.process_index`, without starting a backend or importing JAX."""
+    """Return the number of this process without starting a backend or importing JAX, unlike `jax.process_index`."""
     return runtime.process_id if (runtime := _runtime()) else 0
 
 
 def count() -> int:
-    """Return the number of processes of the run; unlike `jax.process_count`, this starts no backend and no JAX."""
+    """Return the number of processes without starting a backend or importing JAX, unlike `jax.process_count`."""
     return runtime.num_processes if (runtime := _runtime()) else 1
 
 
 def first() -> bool:
-    """Return whether this is the first process, which writes and prints for all."""
+    """Return whether this is the first process, which writes and prints for all processes."""
     return index() == 0
 
 
 def _client() -> Any:
-    """Return the client of the key-value store that all processes share, with its barriers."""
+    """Return the client of JAX's key-value store and barriers, which all processes share."""
     return _runtime().client
 
 
 def flag() -> str:
-    """Return the flag that joins the processes of this run again, as text, or "" for a single process."""
+    """Return the flag with which a resumed run joins its processes again, as text, or "" for a single process."""
     return f" --distributed {_given}" if count() > 1 else ""
 
 
 def told(make: Callable[[], str]) -> str:
-    """Return, in all processes, the text that `make` returns in the first one."""
+    """Return, in all processes, the text that `make` returns in the first process."""
     global _questions
     if count() == 1:
         return make()
@@ -175,7 +179,7 @@ def told(make: Callable[[], str]) -> str:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all processes in the first process, and no texts in the others; no device is used."""
+    """Return the texts of all processes in the first process, and [] in the other processes; no device is used."""
     global _questions
     if count() == 1:
         return [text]
@@ -189,15 +193,16 @@ def gathered(text: str) -> list[str]:
 def meet(before: str) -> None:
     """Wait until all processes have called this function, so that they start the next program together.
 
-    Call it between the compilation of a program that all of them run and its first run. In the first run they open
-    connections for its collectives, and Gloo waits only 30 seconds for each; but one process may have found a program
-    in the cache that another process compiles for minutes.
+    If all processes run a program, call this function after the program is compiled and before it runs for the first
+    time. In the first run the processes open connections for the program's collectives, and Gloo waits only 30 seconds
+    for each connection. But one process may have found the program in the cache, while another process compiles it for
+    minutes.
 
     Args:
-        before: the name of the next program, for the message.
+        before: the name of the next program, for the error message.
 
     Raises:
-        RuntimeError: some process has not called this function within two hours.
+        RuntimeError: a process has not called this function within two hours.
     """
     global _meetings
     if count() == 1:
@@ -215,7 +220,7 @@ def meet(before: str) -> None:
 
 
 def agreed(choose: Callable[[], Path]) -> Path:
-    """Return, in all processes, the folder that `choose` returns in the first one.
+    """Return, in all processes, the folder that `choose` returns in the first process.
 
     Raises:
         ConfigError: this process cannot see the folder.
@@ -231,7 +236,7 @@ def agreed(choose: Callable[[], Path]) -> Path:
 
 @contextmanager
 def watching(advice: Callable[[], str]) -> Iterator[None]:
-    """Add advice to the message about a lost process inside a `with` block."""
+    """Add advice to the message that is printed if a process is lost inside a `with` block."""
     if _watch:
         _watch.advice = advice
     yield
@@ -252,7 +257,7 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
     Args:
         code: the exit code.
         message: the fault.
-        sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
+        sure: whether this process certainly caused the fault. If false, the loss of another process may be the cause.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The process only waits from now on.
     try:
@@ -269,10 +274,10 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 def _come_to_tell(code: int, message: str) -> bool:
     """Meet the expected processes to tell them about a fault; return whether this process has printed it.
 
-    Once this process and the first one have met, the first one prints the fault, through the watch. If the first one
-    does not arrive soon, this process prints the fault itself, and goes on waiting, because the first one would wait
-    for it. An interrupted process does not wait: it tells the first one only if that one is already listening, because
-    no process waits for this one before then.
+    Once this process and the first process have met, the first process prints the fault, through the watch. If the
+    first process does not arrive soon, this process prints the fault itself. It still waits for the first process,
+    which would otherwise wait for it. An interrupted process does not wait. It tells the first process only if that one
+    is already listening, because otherwise no process is waiting yet.
     """
     spoken, interrupted = threading.Event(), code > 128
 
@@ -297,7 +302,11 @@ def _come_to_tell(code: int, message: str) -> bool:
 
 
 def _aborted(said: str) -> None:
-    """Report that a library aborted the process: as the loss of another process, unless this one is alone."""
+    """Report that a library aborted the process.
+
+    If there are other processes, first wait for a moment: if the loss of another process is the cause, the watch ends
+    this process with that reason.
+    """
     if _watch:
         _watch.settle()
         _watch.fail(said)

@@ -1,4 +1,4 @@
-"""Separation of the output of native libraries from that of the run, and messages for their aborts.
+"""Separation of the output of native libraries from the run's output, and messages when a library aborts.
 
 Gloo writes a line for every connection, and JAX aborts with a stack trace in C++ when the first process is lost.
 """
@@ -15,11 +15,11 @@ from typing import IO
 _SHOWN = 4000
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[object] = []
-"""The handler; C holds a pointer to it."""
+"""The handler of SIGABRT, kept alive because C holds a pointer to it."""
 
 
 def keep_apart(aborted: Callable[[str], None]) -> None:
-    """Redirect the output of native libraries to a temporary file; if one aborts, end with a message.
+    """Redirect the output of native libraries to a temporary file; if a library aborts, end with a message.
 
     Args:
         aborted: a function that is called after an abort with the last output of the libraries; the process ends when
@@ -36,7 +36,10 @@ def keep_apart(aborted: Callable[[str], None]) -> None:
 
 
 def _on_abort(log: IO[bytes], aborted: Callable[[str], None]) -> None:
-    """Handle SIGABRT in the thread that aborts: Python's handlers run in the main thread, which may be blocked."""
+    """Handle SIGABRT in the thread that aborts.
+
+    Python's own handlers run in the main thread, which may be blocked.
+    """
 
     @_HANDLER
     def handle(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a batch that a process reads, and their transfer to its devices."""
+"""The rows of a batch that a process reads, and the transfer of these rows to the process's devices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from gspmd.training.toml import ConfigError
 
 
 def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
-    """Return the smallest equal part of a batch with all rows of this process's devices, as (index, number of parts).
+    """Return the smallest part of a batch that has all rows of this process's devices, as (index, number of parts).
 
-    Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are
-    scattered over it, or if there is only one process.
+    A batch is cut into parts of equal size. Processes whose devices hold the same rows get the same part. The part is
+    the whole batch, (0, 1), if the rows are scattered over the batch, or if there is only one process.
 
     Args:
         sharding: the sharding of a batch, [B, L+1], with L unsharded.
@@ -31,13 +31,13 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
 def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Callable[[Any], Any]:
     """Return a function that puts this process's part of a batch onto its devices, as part of a global array.
 
-    The part is that of `part_of`.
+    The part is the one that `part_of` returns.
 
     Args:
-        sharding: the sharding of the batch, [B, L+1], or of each of its arrays, with L unsharded.
+        sharding: the sharding of the batch, [B, L+1], or of each array of the batch, with L unsharded.
         batch: number of sequences in the batch.
-        vocabulary: number of tokens of the model, to make the function raise a ConfigError for ids outside of it, which
-            a compiled program cannot detect. None for no check.
+        vocabulary: number of ids that the model has. The returned function raises ConfigError for ids outside of the
+            vocabulary, because a compiled program cannot detect them. None for no check.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)
@@ -61,7 +61,7 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
 
 
 def _check_ids(rows: np.ndarray | Mapping[str, np.ndarray], vocabulary: int) -> None:
-    """Raise an error about ids outside of a vocabulary; a token that is not predicted may be its complement `~t`."""
+    """Raise an error if ids are outside of a vocabulary; a token t that is not predicted may be stored as `~t`."""
     arrays = rows if isinstance(rows, Mapping) else {"tokens": rows}
     least = {"tokens": -vocabulary, "source": 0}
     wrong = [

@@ -1,7 +1,7 @@
-"""The watch over the other processes: if one ends unexpectedly, all end, with one message.
+"""The watch over the other processes: if one process ends unexpectedly, all processes end, with one message.
 
-The first process has a connection to each of the others. The system closes the connections of a process that dies, so
-its end is noticed immediately. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own
+The first process has a connection to every other process. The system closes the connections of a process that dies, so
+the death is noticed immediately. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own
 heartbeat takes longer, and its message names neither the process nor a remedy.
 """
 
@@ -21,18 +21,24 @@ from typing import Any
 from gspmd.training.processes import arrival
 
 _BEAT, _SILENCE = 2.0, 30.0
-"""Seconds between two signs of life, and seconds without a sign after which a process counts as lost."""
+"""Seconds between two signs of life, and seconds without a sign of life after which a process counts as lost."""
 _GRACE = 3.0
-"""Seconds that the first process waits before it prints another process's fault: it may find the same fault itself."""
+"""Seconds that the first process waits before it prints another process's fault, as it may find the same fault."""
 _SETTLE = 1.0
-"""Seconds to wait before an error counts as the cause of a failure. If the loss of another process caused the error,
-this process knows by then, since the system closes all connections of a process at once."""
+"""Seconds to wait before an error counts as the cause of a failure.
+
+If the loss of another process caused the error, this process knows by then, since the system closes all connections of
+a process at once.
+"""
 _ANSWER = 10.0
-"""Seconds for the first process to print another process's fault; after that, the other process prints it itself. Well
-over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
+"""Seconds that a process gives the first process to print its fault, before it prints the fault itself.
+
+This is well over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`.
+"""
 _PROMPT = 10.0
-"""Seconds for a caller to say its process number, which our processes do immediately. A stranger, such as a port
-scanner, is disconnected then, since it would keep a descriptor open.
+"""Seconds within which a caller must send its process number, which our processes do immediately.
+
+Any other caller, such as a port scanner, is disconnected then, since it would keep a descriptor open.
 """
 _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
@@ -53,22 +59,24 @@ class _Told:
 
 
 class Watch(threading.Thread):
-    """A thread that listens to the other processes, and tells them about this one.
+    """A thread that listens to the other processes, and sends them signs of life and faults of this process.
 
-    A fault of any process ends all of them, and is printed once, by the first process. Each other process reports its
-    fault to the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a
-    consequence of another one. While some processes have not arrived, and may have the same fault, the first process
-    stays to tell them, unless a process was interrupted or lost.
+    A fault of any process ends all processes, and is printed once, by the first process. Every other process reports a
+    fault to the first process at once, and then stays until the first process ends it. So the first fault to arrive is
+    not the consequence of another fault. If a fault occurs before all processes have arrived, the first process stays
+    to tell the late ones, which may have the same fault. It does not stay if a process was interrupted or lost.
 
     Args:
         index: the number of this process.
         count: number of processes.
-        peers: the connections: of process 0 to all others, by their numbers; of any other process to process 0.
-        door: the listening socket on which the others arrive, for process 0 if it has no connections yet.
-        address: the address of the door.
+        peers: the connections by process number. Process 0 is connected to all others, and any other process only to
+            process 0.
+        door: for process 0, if it has no connections yet: the listening socket on which the other processes arrive.
+        address: the address of the listening socket.
 
     Attributes:
-        advice: a function that returns the end of a message: the saved step, and the command to continue with.
+        advice: a function that returns the last words of a message: the saved step, and the command with which to
+            continue.
         complete: an event that is set once all processes have arrived.
     """
 
@@ -141,19 +149,20 @@ class Watch(threading.Thread):
                     os._exit(self._over)
 
     def leave(self) -> None:
-        """Tell the others that this process is done, so that its end is not taken for a loss."""
+        """Tell the other processes that this process is done, so that its end is not taken for a loss."""
         self._done.set()
         self._tell("done")
 
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
         """Let the first process print a fault of this process once, and end all other processes.
 
-        It returns only if this process has to end by itself; otherwise the process ends during the call.
+        The call returns only if this process has to end itself; otherwise the process ends during the call.
 
         Args:
             message: the fault.
-            code: exit code of all processes.
-            sure: whether this process surely caused the fault; if not, the loss of another process may have caused it.
+            code: the exit code of all processes.
+            sure: whether this process certainly caused the fault. If false, the loss of another process may be the
+                cause.
             said: whether this process has already printed the fault.
         """
         if self._index != 0:
@@ -176,11 +185,11 @@ class Watch(threading.Thread):
             self.join()  # This ends the process.
 
     def settle(self) -> None:
-        """Wait for a moment, during which this process is ended if another one is lost or has failed."""
+        """Wait for a moment; if another process is lost or has failed, this process is ended meanwhile."""
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
-        """Accept a new connection; its caller must then send the number of its process."""
+        """Accept a new connection; the caller must then send its process number."""
         if self._door:
             try:
                 caller, _ = self._door.accept()
@@ -248,7 +257,7 @@ class Watch(threading.Thread):
         return [process for process in range(1, self._count) if process not in self._peers]
 
     def _stays(self, code: int) -> bool:
-        """Return whether this process stays after it has printed a fault, to report it to processes yet to arrive."""
+        """Return whether this process stays after printing a fault, to report it to processes that arrive later."""
         waits = time.monotonic() - self._began < arrival.LIMIT
         return self._door is not None and waits and code <= 128  # Greater codes mean signals.
 
@@ -265,7 +274,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Act on the complete messages among the words of another process, and return these messages."""
+        """Act on the complete messages in what another process has sent, and return these messages."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))
@@ -286,13 +295,13 @@ class Watch(threading.Thread):
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 
     def _end_told(self) -> None:
-        """Print the fault that another process has reported, if any, and end."""
+        """If another process has reported a fault, print it and end this process."""
         if self._told:
             message = f"Process {self._told.peer} of {self._count} failed: {self._told.message.strip()}"
             self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)
 
     def _advised(self, message: str) -> str:
-        """Append the saved step and the command to continue with to a message, on a new line after a traceback."""
+        """Append `advice` to a message: after a space, or on a new line if the message has several lines."""
         advice = ""
         with contextlib.suppress(OSError):  # The run's folder may be lost too.
             advice = self.advice().strip()
@@ -302,9 +311,9 @@ class Watch(threading.Thread):
         """End this process and those that it watches, unless another thread is already doing so.
 
         Args:
-            message: the reason, which is printed.
+            message: the reason for the end, which is printed.
             code: the exit code of all processes.
-            stay: whether to stay first, for processes that have not arrived.
+            stay: whether to stay before ending, to tell processes that have not arrived.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -325,7 +334,7 @@ class Watch(threading.Thread):
 
 
 def _send(connection: socket.socket, words: bytes) -> bool:
-    """Send a message to another process, and return whether that was possible; its end is noticed when reading."""
+    """Send a message to another process, and return whether it could be sent; a process's end is noticed on reading."""
     try:
         connection.sendall(words)
         return True
@@ -334,7 +343,7 @@ def _send(connection: socket.socket, words: bytes) -> bool:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return the bytes that another process has sent, or none if it has ended."""
+    """Return the bytes that another process has sent, or no bytes if that process has ended."""
     try:
         return connection.recv(1 << 16)
     except OSError:

@@ -15,14 +15,14 @@ from gspmd.display.units import duration
 
 
 class Display:
-    """A display of step, loss, bits per byte, tokens per second, MFU if it is known, and remaining time.
+    """A display of step, loss, bits per byte, tokens per second, MFU if known, and remaining time.
 
     Args:
         console: the console to print to.
-        steps: number of steps of the whole run.
-        done: number of steps already done before this start, or before a change of layout.
-        every: number of steps between two lines that stay visible. With 0, a terminal shows only the progress bar, and
-            other outputs get a line every few seconds.
+        steps: the number of steps of the whole run.
+        done: the number of steps done before this start of the run, or before a change of layout.
+        every: the number of steps between two lines that stay visible. If it is 0, a terminal shows only the progress
+            bar, and any other output gets a line every few seconds.
     """
 
     def __init__(self, console: Console, steps: int, done: int = 0, every: int = 0):

@@ -17,7 +17,7 @@ _SECONDS = 10
 
 
 class Events:
-    """The events in `<out>/events`, written in the calling thread so that a full disk raises an error there.
+    """The events in `<out>/events`, written in the calling thread so that a full disk raises an error in this thread.
 
     Args:
         out: the run's folder.
@@ -35,7 +35,7 @@ class Events:
             self._write(Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Add a metric of a step: a scalar, [layers] or [layers, X]; see `Metrics.write`."""
+        """Add a metric of a step. Its value is a scalar, [layers] or [layers, X]; see `Metrics.write`."""
         if value.ndim == 0:
             self._add(step, scalar(name, float(value)))
             return
@@ -73,7 +73,7 @@ class Events:
 
 
 def _buckets(shares: np.ndarray) -> dict[str, Any]:
-    """Return tensorboardX's arguments for a histogram: bucket i, from i - ½ to i + ½, holds the load of expert i."""
+    """Return tensorboardX's arguments for a histogram in which bucket i, from i - ½ to i + ½, has expert i's load."""
     shares, index = shares.astype(np.float64), np.arange(len(shares))
     moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
     limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}

@@ -1,4 +1,4 @@
-"""Idle experts: those that get no token, or few tokens, during a whole interval of steps."""
+"""Idle experts, which get no token, or few tokens, during a whole interval of steps."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from gspmd.annotate.errors import listed
 
 FEW = 0.25
-"""The fraction of an even load below which an expert has few tokens: it learns little, and its slots are empty."""
+"""The fraction of an even load below which an expert has few tokens, learns little, and leaves its slots empty."""
 
 
 class IdleExperts:
@@ -23,11 +23,12 @@ class IdleExperts:
         self._known: dict[int, dict[int, float]] = {}
 
     def add(self, step: int, load: Any) -> list[str]:
-        """Add the loads of a step; after each interval, return a sentence for each layer whose idle experts changed.
+        """Add the loads of a step; after an interval, return a sentence for each layer whose idle experts changed.
 
         Args:
             step: the number of the step.
-            load: [layers, X] the fraction of choices sent to each expert, or None for a model without experts.
+            load: [layers, X], the fraction of a layer's choices that each expert gets; None for a model without
+                experts.
 
         Example:
             >>> watch = IdleExperts(2)
@@ -53,7 +54,7 @@ class IdleExperts:
 
 
 def _idle(shares: np.ndarray) -> dict[int, float]:
-    """Return the experts that get few tokens, with their load relative to a balanced one."""
+    """Return the experts that get few tokens, each with its load relative to a balanced load."""
     return {expert: share for expert, share in enumerate(shares.tolist()) if share < FEW}
 
 

@@ -1,4 +1,4 @@
-"""Memory of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
+"""The memory of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,19 @@ _COLUMNS = (
 
 
 def device_bytes(tree: Any) -> int:
-    """Return the bytes of arrays, or of shapes with shardings, on one device."""
+    """Return the bytes that arrays, or shapes with shardings, take on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
-    """Raise an error if arrays would not fit, before they are made: fake CPU devices would make the machine swap.
+    """Raise an error if arrays would not fit, before they are made.
+
+    Without this check, arrays on fake CPU devices could make the machine swap.
 
     Args:
         doing: the first words of the error message.
-        parts: the arrays by name, or shapes with shardings.
+        parts: the arrays, or shapes with shardings, by name.
         devices: the devices of this process.
         remedy: the last words of the error message.
 
@@ -58,14 +60,14 @@ def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
 
         4·P/p + 4·P/g + 8·P/o bytes
 
-    where p, g and o are the numbers of shards of parameters, gradients and optimizer state in the layout: all 1 for
-    data parallelism, o = d for ZeRO-1 over d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. The rest of what
-    the compiled program takes is activations and other intermediate values.
+    where p, g and o are the numbers of shards of parameters, gradients and optimizer state in the layout. All three are
+    1 for data parallelism. Over d devices, o = d for ZeRO-1, g = o = d for ZeRO-2, and p = g = o = d for ZeRO-3. The
+    remaining memory of the compiled program is taken by activations and other intermediate values.
 
     Args:
         state: the training state, or its shapes.
-        gradients: shapes with shardings of all gradients, as they are before the optimizer's update.
-        compiled: the compiled step, whose arguments begin with the state; None if there is no compiled step.
+        gradients: the shapes and shardings of all gradients before the optimizer's update.
+        compiled: the compiled step, whose first argument is the state; None if there is no compiled step.
 
     Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 3 and figure 1.
     """

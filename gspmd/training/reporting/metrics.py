@@ -25,9 +25,9 @@ class Metrics:
 
     Args:
         out: the run's folder.
-        resumed_at: the step from which the run resumes; metrics of later steps are dropped.
+        resumed_at: the step from which the run resumes; metrics of later steps are removed from the file.
         settings: the settings of the run, which are recorded in the events.
-        log: "wandb" to log to Weights & Biases too.
+        log: "wandb" to log to Weights & Biases too; None for files only.
 
     Raises:
         ConfigError: the package that `log` needs is not installed.
@@ -58,16 +58,16 @@ class Metrics:
             self.text(resumed_at or 0, "settings", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add the JSON object of a step, and its events.
+        """Write the metrics of a step, as a JSON object and as events.
 
-        An object without a loss is a final validation. It replaces an earlier final validation of the same step: a run
-        that is resumed at its end validates again.
+        An object without a loss is a final validation. It replaces an earlier final validation of the same step,
+        because a run that is resumed at its end validates again.
 
         Args:
             step: the step's number.
-            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
-                bucket i for expert i, and an event with the largest value times X, which is 1 if the load is balanced.
-                The file has arrays as lists.
+            figures: the metrics by name. A scalar is one event, and [layers] is an event for each layer. [layers, X] is
+                a histogram for each layer, with bucket i for expert i, and an event with the largest value times X,
+                which is 1 if the load is balanced. In the file, arrays are lists.
 
         Raises:
             OSError: the file was deleted or replaced, or cannot be written.
@@ -91,7 +91,10 @@ class Metrics:
                     sink.add(step, name, np.asarray(value))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the objects of all updates once they are on disk; checkpoints store it, for `lost`."""
+        """Return the SHA-256 of the objects of all updates, once these are on disk.
+
+        Checkpoints store the hash, and `lost` compares it.
+        """
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
@@ -106,12 +109,12 @@ class Metrics:
             sink.picture(step, name, png)
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the file by a new one once that is complete, so that a full disk loses no metrics."""
+        """Replace the file by a new file once the new file is complete, so that a full disk loses no metrics."""
         write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
 
     def _check_there(self) -> None:
-        """Raise OSError if the file was deleted or replaced: what is written to it would be lost without an error."""
+        """Raise OSError if the file was deleted or replaced, because metrics would then be lost without an error."""
         try:
             there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except OSError:
@@ -150,15 +153,16 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Describe metrics up to a step that are lost or changed; return None if there are none.
+    """Describe the metrics up to a step that are lost or changed, or return None if all are as written.
 
     Args:
         out: the run's folder.
         step: the step of the checkpoint from which the run resumes.
-        digest: `Metrics.digest` at that step; None for a checkpoint of a version that did not store it.
+        digest: the result of `Metrics.digest` at that step; None for a checkpoint of an earlier version, which did not
+            store it.
 
     Raises:
-        ConfigError: the file cannot be read, for a reason that `read` gives.
+        ConfigError: the file cannot be read; see `read`.
     """
     rows = [row for row in read(out) if _is_of_update(row) and row["step"] <= step]
     if digest is not None and hashlib.sha256(_lines(rows).encode()).hexdigest() == digest:
@@ -175,7 +179,7 @@ def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
 
 
 def _is_of_update(row: Mapping[str, Any]) -> bool:
-    """Return whether an object is about an update, and not a validation at the end."""
+    """Return whether an object is about an update, and not about a validation at the end."""
     return "loss" in row
 
 
@@ -184,11 +188,14 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def best_validation(out: str | Path, *, of_updates: bool = False) -> tuple[float | None, int | None]:
-    """Return the lowest bits per byte of held-out text in `<out>/metrics.jsonl`, and its step, or None for both.
+    """Return the lowest bits per byte of held-out text in `<out>/metrics.jsonl`, and the step of this validation.
+
+    Both are None if there was no validation.
 
     Args:
         out: the run's folder.
-        of_updates: whether to leave out validations at the end, which read more text than those between updates.
+        of_updates: whether to leave out validations at the end of training, which read more text than those between
+            updates.
     """
     rows = [row for row in read(out) if row.get("val_bits_per_byte") is not None]
     scored = [(row["val_bits_per_byte"], row["step"]) for row in rows if _is_of_update(row) or not of_updates]

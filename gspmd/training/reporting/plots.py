@@ -22,7 +22,7 @@ _LABEL = 0.055
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> None:
-    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labeled at its end.
+    """Draw bits per byte over the steps, for training, held-out text and gzip; each curve is labeled at its end.
 
     Args:
         rows: the objects of metrics.jsonl.
@@ -66,8 +66,8 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Label each curve at its end with its name and last value; overlapping labels are moved apart.
 
-    A curve that ends outside the clipped axes has its label at their edge: at the curve's value, the label would leave
-    no room for the axes.
+    If a curve ends outside the clipped axes, its label is at the edge of the axes. A label at the curve's value would
+    leave no room for the axes.
     """
     low, high = axes.get_ylim()
     heights = _apart([min(max((value - low) / (high - low), 0.0), 1.0) for value, *_ in ends], _LABEL)
@@ -76,7 +76,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Move heights in [0, 1] apart, up and down equally, so that neighbors differ by at least `gap`."""
+    """Move heights in [0, 1] apart, as much up as down, so that neighbors differ by at least `gap`."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     up, down = list(heights), list(heights)
     for below, above in pairwise(order):
@@ -87,11 +87,12 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> bool:
-    """Draw each expert's load over the steps, in one panel per layer, whose title has the layer's last metrics.
+    """Draw each expert's load over the steps; every layer has a panel, with the layer's last metrics in its title.
 
     Args:
-        rows: the objects of metrics.jsonl. Their `load` is [layers, X], the fraction of choices sent to each expert.
-            `dropped`, `entropy` and `confidence`, [layers], appear in the titles if present.
+        rows: the objects of metrics.jsonl. The value of `load` is [layers, X], the fraction of a layer's choices that
+            each expert gets. The values of `dropped`, `entropy` and `confidence`, [layers], appear in the titles if an
+            object has them.
         path: the PNG file to write.
         name: the name of the run, for the title.
 
@@ -125,8 +126,8 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays for the heat map.
 
-    They are the edges of its columns in training steps, of shape [columns + 1], and the mean load of each column, of
-    shape [columns, layers, X].
+    The first array has the edges of the map's columns, in training steps, [columns + 1]. The second array has the mean
+    load of each column, [columns, layers, X].
     """
     steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
@@ -189,7 +190,8 @@ def _title(axes: Axes, title: str, name: str) -> None:
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Smooth a curve by local linear regression, over about a fiftieth of its length to either side.
 
-    Unlike a moving or an exponential average, this neither lags behind a falling curve nor is biased at the ends.
+    Unlike a moving or an exponential average, the regression does not lag behind a falling curve, and is not biased at
+    the ends.
     """
     width = len(values) // 50
     if not width:

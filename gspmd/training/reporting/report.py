@@ -1,4 +1,4 @@
-"""Console output of a run: a header and tables before the first step, plots, a sample and a summary at the end."""
+"""Console output of a run: a header and tables before the first step; plots, a sample and a summary at the end."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +30,9 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     """Print every tensor's spec, and its shape and bytes on one device.
 
     Args:
-        console: where to print.
+        console: the console to print to.
         title: the title of the table.
-        placed: spec and global shape of every tensor, by its name.
+        placed: the spec and the global shape of every tensor, by its name.
         mesh: the mesh that the specs refer to.
         dtype: the dtype of all tensors except token ids (int32) and logits (float32).
     """
@@ -47,12 +47,12 @@ def finish(
     """Draw the plots, and generate, write and print a sample text.
 
     Args:
-        console: where to print.
+        console: the console to print to.
         out: the run's folder.
         name: the name of the run, for the plots.
         prompt: the beginning of the sample text.
         sample: a function that returns the sample text, including the prompt; None for no sample.
-        metrics: the metrics in which plots and text are recorded too.
+        metrics: the metrics, in which the plots and the text are recorded too.
     """
     from gspmd.training.reporting import plots  # Slow to import, and only needed at the end.
 
@@ -78,9 +78,9 @@ def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, 
     """Print the summary of a run: time, scores, files, and commands that may come next.
 
     Args:
-        console: where to print.
+        console: the console to print to.
         out: the run's folder.
-        seconds: seconds since this start of the run.
+        seconds: the seconds since this start of the run.
         commands: commands by their purpose; each is printed on a line without a border, so that it can be copied.
     """
     rows = read(out)

@@ -19,10 +19,10 @@ class Speed:
 
     Attributes:
         tokens: number of tokens of one step, over all devices.
-        flops: FLOPs that the model needs for these tokens, forward and backward: per token, 6 for each parameter of a
+        flops: FLOPs that forward and backward pass need for these tokens. A token needs 6 for each parameter of a
             matrix product, and 12 · layers · heads · head size · length for attention. Recomputation to save memory
             does not count.
-        peak: FLOP/s of all devices together, or None if that is unknown; there is no MFU then.
+        peak: FLOP/s of all devices together; None if the rate is unknown, and then there is no MFU.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.
     """
@@ -32,7 +32,7 @@ class Speed:
     peak: float | None = None
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of a step that took this many seconds.
+        """Return the metrics of a step that took `seconds` seconds.
 
         >>> Speed(tokens=1000, flops=3e12, peak=2e13).figures(0.5)
         {'tokens_per_second': 2000.0, 'mfu': 0.3}
@@ -42,21 +42,22 @@ class Speed:
 
 
 def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
-    """Return the total FLOP/s of these devices for dense matrix products, at their chip's peak.
+    """Return the total peak FLOP/s of devices for dense matrix products.
 
     Args:
         devices: devices of one kind.
         dtype: the dtype of the operands.
 
     Returns:
-        The peak, or None for fake devices, which share the cores of one host, and for chips that chips.toml lacks.
+        The peak rate. None for fake devices, because they share the cores of one host, and for chips that chips.toml
+        lacks.
     """
     chip = chip_of_device(devices[0].device_kind)
     return None if chip is None else len(devices) * chip.flops(dtype)
 
 
 def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
-    """Return a line that states the peak that MFU refers to, or the reason why there is no MFU."""
+    """Return a line that states the peak rate to which MFU refers, or the reason why there is no MFU."""
     chip = chip_of_device(devices[0].device_kind)
     if chip is not None:
         return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"

@@ -1,4 +1,4 @@
-"""The table of specs, shapes and bytes printed before the first step; similar tensors share a row."""
+"""The table of specs, shapes and bytes that is printed before the first step; similar tensors share a row."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _COLUMNS = (
 
 
 def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4) -> Sheet:
-    """Build a table with a row for each tensor, or group of similar tensors: spec, shape and bytes on one device.
+    """Build a table of specs, shapes and bytes on one device, with a row for each tensor or group of similar tensors.
 
     Args:
         title: the title of the table.
-        placed: spec and global shape of every tensor, by its name.
+        placed: the spec and the global shape of every tensor, by its name.
         mesh: sizes of the mesh axes.
-        itemsize: bytes per element, one number for all tensors or one for each name.
+        itemsize: the bytes of an element: one number for all tensors, or a mapping with a number for each name.
     """
     sheet, total = Sheet(title, _COLUMNS), 0
     for row in _alike(placed):
@@ -52,13 +52,13 @@ class _Row:
 
     @property
     def name(self) -> str:
-        """All names combined into one, with braces around the parts that differ."""
+        """All names combined into one name, with braces around the parts that differ."""
         parts = zip(*(name.split(".") for name in self.names))
         return ".".join(map(_braced, parts))
 
 
 def _alike(placed: Placed) -> list[_Row]:
-    """Group tensors of the same spec and shape whose names can be combined into one with braces."""
+    """Group tensors of the same spec and shape whose names can be combined into one name with braces."""
     names = list(placed)
     rows = [_Row((name,), *placed[name]) for name in names]
     for position in (-1, -2, 1):
@@ -67,7 +67,7 @@ def _alike(placed: Placed) -> list[_Row]:
 
 
 def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
-    """Join rows of the same spec and shape whose names differ only in the part at this position."""
+    """Join rows of the same spec and shape whose names differ only in the part at index `position`."""
     groups: dict[tuple, list[_Row]] = {}
     for row in rows:
         groups.setdefault((row.spec, row.shape, *_without(row, position)), []).append(row)
@@ -75,7 +75,10 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """Return a key for joining rows: the name without the part at a position, or the whole name if it has none."""
+    """Return a key for joining rows: the name without the part at index `position`.
+
+    If the name has no such part, the key is the whole name.
+    """
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

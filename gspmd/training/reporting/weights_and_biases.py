@@ -20,7 +20,9 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """A log at Weights & Biases of what `Events` records; each start is a run there, in a group named after `out`.
+    """A log at Weights & Biases of the metrics, texts and pictures that `Events` records.
+
+    Each start of a run is a run at Weights & Biases, in a group named after `out`.
 
     Args:
         out: the run's folder.
@@ -33,7 +35,7 @@ class WeightsAndBiases:
         self._run = self._wandb.init(project="gspmd", name=name, group=name, dir=str(out), config=dict(settings))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Log a metric of a step: a scalar, [layers], or [layers, X] as a histogram with bucket i for expert i."""
+        """Log a metric of a step: a scalar, [layers], or [layers, X], a histogram with bucket i for expert i."""
         if value.ndim == 0:
             figures: dict[str, Any] = {name: value.item()}
         elif value.ndim == 1:

@@ -1,4 +1,4 @@
-"""The folder of a run: the given one, the newest, or a new one, locked so that only one run uses it at a time."""
+"""The folder of a run: a given, the newest or a new folder, locked so that only one run uses the folder at a time."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ _CONDITIONS = {
 _REPLACED = ("config.json", "metrics.jsonl", "loss.png", "experts.png", "sample.txt")
 _WRITTEN = (*_REPLACED, "events")
 _held: dict[Path, int] = {}
-"""The open folders that this process has locked."""
+"""The folders that this process has locked, each with the file descriptor that holds the lock."""
 
 
 class Unwritable(Exception):
@@ -37,7 +37,8 @@ class Unwritable(Exception):
     Attributes:
         step: the step of the newest checkpoint, or None if there is none.
         out: the run's folder.
-        once: the condition under which the run can continue, such as "once there is room"; empty if there is none.
+        once: the condition under which the run can continue, such as "once there is room"; empty if there is no such
+            condition.
     """
 
     def __init__(self, error: OSError, step: int | None, out: Path):
@@ -59,18 +60,18 @@ def choose_out(
 ) -> Path:
     """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
 
-    A run that ended before it saved a step cannot be resumed, and is begun again in its folder, since a scheduler
-    starts the same command again. Its files, if there are any, are kept in a folder earlier-1, earlier-2 and so on.
+    A run that ended before it saved a step cannot be resumed. It is begun again in the same folder, since a scheduler
+    starts the same command again. Files that it left are moved to a folder earlier-1, earlier-2 and so on.
 
     Args:
         out: the folder; "" for the newest run if a run is resumed, and otherwise for a new folder under runs/.
-        resume: if true the folder must hold a run with a checkpoint, otherwise it must not.
-        step: the step of the checkpoint that it must hold; None for any.
-        tell: called with a line if files of an earlier run are moved.
+        resume: whether a run is resumed. If true, the folder must hold a run with a checkpoint; if false, it must not.
+        step: the step of the checkpoint that the folder must hold; None for any step.
+        tell: a function that is called with a line of text if files of an earlier run are moved.
 
     Raises:
-        ConfigError: the folder cannot be written, another run writes there, or it holds a run, or files of something
-            else, that would be overwritten.
+        ConfigError: the folder cannot be written, another run writes there, or a run or other files in the folder would
+            be overwritten; or there is no checkpoint to resume from.
     """
     path = _named(out, resume)
     _check(path, resume, step)
@@ -102,11 +103,11 @@ def check_out(out: str, *, resume: bool, step: int | None = None, reads: Iterabl
 
     Args:
         out, resume, step: see `choose_out`.
-        reads: the files that the run reads, which it must not move or replace.
+        reads: the files that the run reads; the run must not move or replace them.
 
     Raises:
-        ConfigError: the folder cannot be created or written, or it holds a run, or files of something else, that would
-            be overwritten.
+        ConfigError: the folder cannot be created or written, or a run or other files in the folder would be
+            overwritten; there is no checkpoint to resume from; or the run would move or replace a file that it reads.
     """
     path = _named(out, resume)
     _check(path, resume, step)
@@ -127,7 +128,7 @@ def _named(out: str, resume: bool) -> Path:
 
 
 def _check(path: Path, resume: bool, step: int | None) -> None:
-    """Raise an error if a folder should hold a run but does not, or if it holds a run or other files but should not."""
+    """Raise an error if a resumed run has no checkpoint in a folder, or a new run would overwrite files there."""
     at = newest(path)
     if resume and at is None:
         fault = f"there is no checkpoint under {str(path)!r}."
@@ -144,7 +145,7 @@ def _check(path: Path, resume: bool, step: int | None) -> None:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Return whether a folder is that of a run, with or without a checkpoint, and not of something else."""
+    """Return whether a folder belongs to a run, with or without a checkpoint."""
     if os.path.lexists(path / "config.json"):
         return has_settings(path)
     return os.path.lexists(path / "metrics.jsonl")
@@ -155,7 +156,7 @@ def _there(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
-    """Move the files of an earlier run that has no checkpoint to a new folder within its own."""
+    """Move the files of an earlier run without a checkpoint to a new folder inside the run's folder."""
     if not _is_of_run(path):
         return
     there = _there(path, _WRITTEN)
@@ -168,9 +169,9 @@ def _set_aside(path: Path, tell: Callable[[str], object]) -> None:
 
 
 def _hold(path: Path) -> None:
-    """Lock the folder itself, which leaves no file behind; the lock ends with the process in any case.
+    """Lock the folder itself, which leaves no file behind; the lock ends when the process ends.
 
-    Some file systems, such as some shared ones, cannot lock folders; there a second run is not detected.
+    Some file systems, among them some shared ones, cannot lock folders. On these a second run is not detected.
     """
     try:
         folder = os.open(path, os.O_RDONLY)

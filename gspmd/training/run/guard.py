@@ -1,4 +1,4 @@
-"""Updates whose loss or gradient is not finite: each is skipped, and too many of them end the run."""
+"""Updates whose loss or gradient is not finite: each is skipped, and too many such updates end the run."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Guard:
     """A counter of the updates that were skipped during the whole run.
 
     Args:
-        allowed: number of updates that may be skipped; if one more is, the run ends.
+        allowed: number of updates that may be skipped; one more ends the run.
         skipped: number of updates skipped before the run was resumed.
         console: the console on which each skipped update is reported.
     """
@@ -34,7 +34,7 @@ class Guard:
         self.allowed, self.skipped, self._console = allowed, skipped, console
 
     def count(self, step: int, figures: Mapping[str, Any]) -> str | None:
-        """Count an update if it was skipped; return the reason for which the run must end, or None."""
+        """Count an update if it was skipped; return the reason why the run must end, or None if it goes on."""
         if not figures["non_finite"]:
             return None
         self.skipped += 1

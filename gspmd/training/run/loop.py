@@ -53,21 +53,21 @@ def fit(
     Args:
         config: the length of the run, and how often to validate and save.
         program: the functions and the initial state. For a run that changes its layout, a mapping from a step to a
-            function that makes the program in force after this step, with 0 for the first program; the state is moved
-            to each program's shardings.
+            function, which makes the program that is used after this step; the key of the first program is 0. The state
+            is moved to each program's shardings.
         corpus: the text to train on.
         out: the run's folder, which must exist.
-        console: where progress is shown.
+        console: the console on which progress is shown.
         settings: all settings of the run, which are saved in `out`, so that the run can be resumed.
-        last: a function that is called at the end with the last state and the metrics, to which it can add pictures and
-            text. The metrics are None in all processes but the first.
+        last: a function that is called at the end with the last state and the metrics. It can add pictures and text to
+            the metrics, which are None in all processes but the first.
 
     Returns:
         The last state.
 
     Raises:
-        Interrupted: after SIGINT, SIGTERM or SIGHUP, or if the console's output is closed, once a checkpoint is saved.
-            An interrupted validation writes no result.
+        Interrupted: SIGINT, SIGTERM or SIGHUP has arrived, or the console's output was closed. The error is raised once
+            a checkpoint is saved. An interrupted validation writes no result.
         Diverged: more than `config.non_finite` losses or gradients were not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit the model.
         OSError: `out` can no longer be written; complete checkpoints stay intact. A failed save is noticed at the next
@@ -246,7 +246,7 @@ class _Run:
             self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Return the metrics of `limit` batches of held-out text (0 for all of it), or none if interrupted."""
+        """Return the metrics of `limit` batches of held-out text (0 for all batches), or {} if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:
@@ -297,13 +297,13 @@ class _Run:
 
     @property
     def _nats_per_token(self) -> float:
-        """Nats per token that correspond to one bit per byte: a loss divided by this is in bits per byte."""
+        """Nats per token that correspond to one bit per byte; a loss divided by this number is in bits per byte."""
         return math.log(2) * self.corpus.bytes_per_prediction(self.config.length)
 
 
 @jax.jit
 def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-    """Return the number of predicted tokens in a batch: those that are neither below 0 nor first in a segment."""
+    """Return the number of predicted tokens in a batch, which are neither below 0 nor the first of a segment."""
     if not isinstance(batch, Mapping):
         return jnp.sum(batch[:, 1:] >= 0)
     tokens, segments = batch["tokens"], batch["segments"]

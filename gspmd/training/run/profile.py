@@ -17,9 +17,9 @@ class Profile:
         steps: `"FROM:TO"`, both included, or "" for no recording.
         out: the run's folder, in which the trace is written to profile/.
         done: the number of steps done before this start.
-        tell: a function that gets a line if some of the steps are already done. That is not an error, because a run may
-            be resumed with the flags that began it.
-        record: whether this process records; of several processes only the first one does.
+        tell: a function that is called with a line of text if some of the requested steps are already done. This is not
+            an error, because a run may be resumed with the flags that began it.
+        record: whether this process records. Of several processes, only the first one should.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Profile:
             self._running = True
 
     def after(self, step: int) -> bool:
-        """Stop recording and write the trace if this was the last step to record; return whether it was."""
+        """Stop recording and write the trace if this was the last step to record; return whether it was the last."""
         if not self._running or step < self._last:
             return False
         self.close()
         return True
 
     def close(self) -> None:
-        """Stop a recording in progress, and write the trace so far."""
+        """Stop a recording in progress, and write the trace of the steps so far."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

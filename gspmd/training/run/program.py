@@ -23,15 +23,17 @@ class Program:
         state: the initial state; for a resumed run, the shapes and shardings of the state to be restored.
         step: a function (state, batch, key) -> (state, metrics), from `jit_step`; the metrics include `cross_entropy`
             and `non_finite`.
-        evaluate: a function (params, batch) -> mean cross-entropy in nats; if it is jitted, it is compiled once, before
+        evaluate: a function (params, batch) -> mean cross-entropy in nats. A jitted function is compiled once, before
             its first use.
-        place: a function that puts a batch, integers [B, L+1] or a dictionary of them, onto the devices; it gets only
-            the rows that this process reads.
+        place: a function that puts a batch, integers [B, L+1] or a dictionary of such arrays, onto the devices. It gets
+            only the rows that this process reads.
         key: the random key from which the key of each step is derived, so that a resumed run draws the same numbers.
         part: the part of every batch that this process reads, as (index, number of parts), from `processes.part_of`.
-        context: a function that makes the context in which all other functions are called, as `Arrangement.context`.
-        gradients: shapes with shardings of all gradients before the optimizer's update; None if unknown.
-        flops: model FLOPs of a step; `peak` is the FLOP/s of all devices, as in `Speed`. MFU is computed from both.
+        context: a function that makes the context in which all other functions are called, such as
+            `Arrangement.context`.
+        gradients: the shapes and shardings of all gradients before the optimizer's update; None if unknown.
+        flops: the model's FLOPs in a step, as in `Speed`. The field `peak` has the FLOP/s of all devices, and MFU is
+            computed from the two.
     """
 
     state: TrainState

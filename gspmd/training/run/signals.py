@@ -1,7 +1,8 @@
-"""SIGINT, SIGTERM and SIGHUP during a run: deferred to the end of a step, where the run saves and stops.
+"""SIGINT, SIGTERM and SIGHUP during a run, which are deferred to the end of a step, where the run saves and stops.
 
-A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for the background jobs of a
-script, since it is meant for the foreground. SIGTERM is always handled, because schedulers end jobs with it.
+A signal that is ignored when a run begins stays ignored. This concerns SIGHUP under `nohup`, and SIGINT for the
+background jobs of a script, because SIGINT is meant for foreground jobs. SIGTERM is always handled, because schedulers
+end jobs with it.
 """
 
 import os
@@ -40,15 +41,16 @@ _HEARD = "\nStopping {}. To stop at once: interrupt again.\n"
 
 
 class Stop:
-    """Defers SIGINT, SIGTERM and SIGHUP to the end of a step; a second SIGINT or SIGTERM interrupts at once.
+    """A context that defers SIGINT, SIGTERM and SIGHUP to the end of a step; a second SIGINT or SIGTERM acts at once.
 
-    A terminal that is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts
-    down sends SIGTERM after it: neither asks for a faster end. A second Ctrl-C in a terminal interrupts at once,
-    because a step may take long, and the first one includes compilation.
+    A second Ctrl-C in a terminal interrupts at once, because a step may take long, and the first step includes
+    compilation. Signals after a SIGHUP do not ask for a faster end: a terminal that is closed sends SIGHUP more than
+    once, from the kernel and from the shell, and a machine that shuts down sends SIGTERM after SIGHUP.
 
     Attributes:
-        when: the end of the sentence that a signal prints in a terminal: when the program stops, and what it does then.
-        number: the number of the first signal, or None before any.
+        when: the last words of the sentence that is printed in a terminal after a signal: when the program stops, and
+            what it does then.
+        number: the number of the first signal, or None before the first signal.
     """
 
     number: int | None = None
@@ -64,7 +66,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Treat it as a signal if the console's output, such as a pipe, is closed inside a `with` block."""
+        """Treat the closing of the console's output, such as a pipe, inside a `with` block as a signal."""
 
         def ask() -> None:
             console.quiet = True
@@ -84,7 +86,7 @@ class Stop:
         return self.number is not None
 
     def agreed(self) -> bool:
-        """Return whether any process has received a signal, so that all stop at the same step.
+        """Return whether any process has received a signal, so that all processes stop at the same step.
 
         Every process must call this function.
         """
@@ -110,7 +112,7 @@ class Stop:
             )  # The signal may interrupt print, which cannot be entered again.
 
     def interrupt(self) -> NoReturn:
-        """Raise the exception of the first signal, at a point where the program can stop."""
+        """Raise the exception of the signal that arrived; call this method where the program can stop."""
         _raise(self.number or signal.SIGINT, None)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -131,7 +133,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore further signals while a program prints its last message, so that it is printed exactly once."""
+    """Ignore further signals inside a `with` block, so that a program's last message is printed exactly once."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _heard()}
     try:
         yield
@@ -141,7 +143,7 @@ def unheard() -> Iterator[None]:
 
 
 def _heard() -> list[int]:
-    """Return the numbers of the signals that this thread handles; only the main thread can handle any."""
+    """Return the numbers of the signals that this thread handles; only the main thread can handle signals."""
     if current_thread() is not main_thread():
         return []
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""The training step: gradients of microbatches, moves to and from the optimizer's layout, and the new state."""
+"""The training step: the gradients of microbatches, moves to and from the optimizer's layout, and the new state."""
 
 from typing import TYPE_CHECKING
 

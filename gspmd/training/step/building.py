@@ -1,4 +1,4 @@
-"""Building the training step, the state and the evaluation of any model in any layout, abstractly or for arrays."""
+"""Building of the training step, the state and the evaluation of any model in any layout, abstract or for arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,11 +33,11 @@ Parameters = Mapping[str, Any]
 def abstract_program(
     model: Trainable, update: Update, batch: int, length: int
 ) -> Callable[[Layout, jax.sharding.Mesh], tuple[Step, TrainState, Any, Any]]:
-    """Return a function (layout, mesh) -> one update, uncompiled, with its three abstract arguments.
+    """Return a function (layout, mesh) -> (update, state, batch, key), an uncompiled update and its abstract arguments.
 
-    Nothing is allocated. The layout must be resolved and must fit the model (`Trainable.check`). Trace, lower or
-    compile the update under `jax.set_mesh(mesh)`. The mesh may belong to an offline topology; for `gspmd.trace` an
-    abstract mesh without devices is enough.
+    The function allocates nothing. The layout must be resolved, and must fit the model (`Trainable.check`). Trace,
+    lower or compile the update under `jax.set_mesh(mesh)`. The mesh may belong to an offline topology. For
+    `gspmd.trace` an abstract mesh without devices is enough.
 
     Args:
         model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
@@ -60,7 +60,7 @@ def abstract_parameters(model: Trainable, layout: Layout, mesh: jax.sharding.Mes
 
 
 def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> Any:
-    """Return the shape and sharding of a batch, int32 [B, L+1], or of each array of a batch."""
+    """Return the shape and sharding of a batch, int32 [B, L+1], or of each array of a batch of several arrays."""
     spec = model.batch_spec(layout)
     arrays = {name: abstract(spec, (batch, width), jnp.int32, mesh) for name, width in model.widths(length).items()}
     return arrays["tokens"] if len(arrays) == 1 else arrays
@@ -75,13 +75,13 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     Args:
         model: any model.
         layout: the layout, resolved for the mesh.
-        update: the settings of the update. Loss and metrics are those of the whole batch; with several microbatches
-            they are means, and every microbatch has its own random draws. Frozen parameters have neither gradients nor
-            optimizer state.
+        update: the settings of the update. Loss and metrics are those of the whole batch. If there are several
+            microbatches, loss and metrics are averaged over microbatches, and every microbatch has its own random
+            draws. Frozen parameters have no gradients and no optimizer state.
 
     Returns:
         A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] sharded as
-        `Trainable.batch_spec`, and a random key. Call or lower it under `jax.set_mesh`.
+        `Trainable.batch_spec`, and a random key. Call or lower the function under `jax.set_mesh`.
     """
     trained = model.trained(layout, update.frozen)
     for_loss = model.for_loss(layout, update.microbatches)
@@ -129,7 +129,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
 def initial_state(
     model: Trainable, layout: Layout, values: Parameters, update: Update, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Return the state before the first update: all parameters, and optimizer state for those that are trained.
+    """Return the state before the first update: all parameters, and optimizer state for the trained parameters.
 
     Args:
         model, layout, update: see `training_step`.
@@ -142,7 +142,10 @@ def initial_state(
 def abstract_state(
     model: Trainable, layout: Layout, values: Parameters, update: Update, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Return the shapes, dtypes and shardings of `initial_state`; the parameters may be `jax.ShapeDtypeStruct`s."""
+    """Return the shapes, dtypes and shardings of the state that `initial_state` returns.
+
+    The parameters may be `jax.ShapeDtypeStruct`s.
+    """
     return _state(abstract_initial, model, layout, values, update, mesh)
 
 
@@ -168,9 +171,9 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: Any) -> jax.Array | ja
 def abstract_gradients(
     model: Trainable, layout: Layout, params: Parameters, mesh: jax.sharding.Mesh, frozen: Sequence[str] = ()
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the gradients of all trained parameters.
+    """Return the shapes, dtypes and shardings of the gradients of all trained parameters.
 
-    Partial sums count as already reduced into the optimizer's layout, as in ZeRO-2.
+    A gradient that is a partial sum has the optimizer's sharding here, as if it were already reduced (as in ZeRO-2).
 
     Args:
         model, layout, frozen: see `training_step`.
@@ -186,7 +189,7 @@ def abstract_gradients(
 def evaluation_step(
     model: Trainable, layout: Layout, microbatches: int = 1
 ) -> Callable[[Parameters, Batch], jax.Array]:
-    """Build the evaluation: (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
+    """Return a function (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
 
     Args:
         model, layout: see `training_step`.
@@ -196,7 +199,7 @@ def evaluation_step(
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """Return AdamW with weight decay for matrices only; the dimension N of stacked layers is not counted."""
+    """Return AdamW with weight decay for matrices only; N does not count as a dimension of stacked layers."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)

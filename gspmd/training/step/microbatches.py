@@ -1,4 +1,4 @@
-"""Microbatches: a batch is computed in several parts, and gradients are added up before they are reduced."""
+"""Microbatches: a batch is computed in several parts, and the parts' gradients are added before they are reduced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +13,14 @@ from gspmd.pipeline.microbatches import cut_batch
 
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""A function of parameters, a batch, a random key and optionally a `total`, which returns the loss and further
-metrics."""
+"""A function of parameters, a batch, a random key and optionally a `total`. It returns the loss and other metrics."""
 
 
 @dataclass(frozen=True)
 class Microbatches:
     """The split of a batch into microbatches.
 
-    Every device splits its own sequences, so nothing is sent: a microbatch has some sequences of every device.
+    Every device splits its own sequences, so a microbatch has some sequences of every device, and nothing is sent.
 
     Attributes:
         count: number of microbatches.
@@ -32,28 +31,28 @@ class Microbatches:
     batch: Spec
 
     def split(self, batch: Tree) -> Tree:
-        """Split each array [B, L] of a batch into [M, B/M, L], like `gspmd.pipeline.microbatches.cut_batch`."""
+        """Split each array [B, L] of a batch into [M, B/M, L], as `gspmd.pipeline.microbatches.cut_batch` does."""
         return jax.tree.map(lambda tokens: cut_batch(tokens, self.batch, self.count), batch)
 
     def value_and_gradients(
         self, loss: Loss, specs: Tree, params: Tree, batch: Tree, key: jax.Array
     ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Tree]:
-        """Return the loss, its metrics and its gradients, each averaged over microbatches.
+        """Return the loss, the metrics and the gradients, each averaged over microbatches.
 
-        For a loss that is a mean over sequences or tokens, this equals the result for the whole batch. With experts it
-        differs: groups of tokens that span sequences, their capacity, and the auxiliary losses are computed for each
-        microbatch, and every microbatch has its own random draws.
+        If the loss is a mean over sequences or tokens, the result is the same as for the whole batch. If the model has
+        experts, the result differs: groups of tokens that span sequences, the capacity of groups, and auxiliary losses
+        are computed for each microbatch, and every microbatch has its own random draws.
 
         Args:
             loss: a function (params, batch, key) -> (loss, dictionary of metrics).
             specs: the spec in which the loss gets each parameter.
-            params: the parameters, in these specs.
+            params: the parameters, sharded by `specs`.
             batch: [B, L], or a tree of such arrays.
             key: random key.
 
         Returns:
-            The same as `jax.value_and_grad` with `has_aux`; the gradient of a parameter `EF reduced-x` is a partial sum
-            over x.
+            A result like that of `jax.value_and_grad` with `has_aux`: ((loss, metrics), gradients). The gradient of a
+            parameter `EF reduced-x` is a partial sum over x.
         """
 
         def share(params: Tree, tokens: Tree, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -72,7 +71,7 @@ class Microbatches:
 
 
 def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
-    """Return zeros with the type of a parameter's gradient, possibly a partial sum, in float32 or wider."""
+    """Return zeros in float32 or wider with the sharding of a parameter's gradient, which may be a partial sum."""
     return mapped(
         lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
         spec.partition_spec(),

@@ -1,4 +1,4 @@
-"""The moves of a training step: parameters to the loss, gradients to the optimizer, and new parameters back."""
+"""The moves of a training step: parameters to the loss, gradients to the optimizer, and updated parameters back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,22 +11,23 @@ from gspmd.annotate.spec import Spec
 
 Tree = Any
 Reshard = Callable[..., jax.Array]
-"""A function such as `gspmd.reshard`, which moves an array by an equation, under a lowering if one is given."""
+"""A function such as `gspmd.reshard`, which moves an array by an equation; a lowering may be given."""
 
 
 @dataclass(frozen=True)
 class Moves:
     """Functions that reshard parameters and gradients within a step.
 
-    If all layouts agree, nothing moves. If the optimizer state is sharded further (ZeRO-1), parameters are sliced,
-    gradients are reduce-scattered if they are partial sums and otherwise sliced, and the new parameters are
-    all-gathered.
+    If all layouts agree, nothing moves. If the optimizer state is sharded further (ZeRO-1), parameters are sliced, and
+    the new parameters are all-gathered. Gradients are reduce-scattered if they are partial sums, and sliced if they are
+    not.
 
     Attributes:
-        to_loss: brings parameters to the specs in which the loss gets them.
-        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's.
-        to_optimizer: brings parameters to the optimizer's specs.
-        to_parameters: brings updated parameters back to their own specs.
+        to_loss: a function that moves parameters to the specs in which the loss gets them.
+        gradients_to_optimizer: a function that moves gradients from the specs in which the loss leaves them to the
+            optimizer's specs.
+        to_optimizer: a function that moves parameters to the optimizer's specs.
+        to_parameters: a function that moves updated parameters back to their own specs.
         parameters: the spec of each parameter; None if not given.
         loss: the spec in which the loss gets each parameter; None if not given.
 
@@ -51,16 +52,16 @@ def plan_moves(
 ) -> Moves:
     """Build the moves of a step from trees of specs.
 
-    The gradient of a parameter that the loss gets as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
-    several uses add to this partial sum, and a single move reduces it to the optimizer's spec.
+    If the loss gets a parameter as `EF reduced-x`, the parameter's gradient is `EF partialsum-x`. Microbatches, layers
+    and several uses of the parameter add to this partial sum, and a single move reduces it to the optimizer's spec.
 
     Args:
         parameters: the spec of each parameter.
         optimizer: the spec of each parameter's optimizer state, with the same dimensions.
         reshard: a function that moves an array by an equation, such as `gspmd.reshard`.
-        gradients: the spec that each gradient gets first, before it moves to the optimizer's spec; None, or the
+        gradients: the spec to which each gradient moves first, before it moves to the optimizer's spec. None, or the
             parameter's own spec, for a single move.
-        loss: the spec in which the loss gets each parameter; None for the parameter's own.
+        loss: the spec in which the loss gets each parameter; None for the parameter's own spec.
 
     Example:
         >>> specs = [{"w": Spec.parse(text)} for text in ("EF", "E_xF", "EF reduced-x")]

@@ -35,27 +35,29 @@ def make_step(
 ) -> Step:
     """Build the function of a training step, not compiled: (state, batch, key) -> (state, metrics).
 
-    Gradients that are partial sums are reduced once, on their way to the optimizer, however many microbatches, layers
-    and uses of a parameter add to them. Under Explicit mesh axes a partial sum is part of a type, but Auto axes have no
-    such types; on a mesh with Auto axes the gradients are computed and reduced under Explicit axes of the same mesh.
+    A gradient that is a partial sum is reduced once, when it moves to the optimizer, however many microbatches, layers
+    and uses of a parameter add to it. Partial sums are part of an array's type under Explicit mesh axes, but Auto axes
+    have no such types. So on a mesh with Auto axes, such gradients are computed and reduced under Explicit axes of the
+    same mesh.
 
     Args:
-        loss: a function (params, batch, key) -> (loss, dictionary of metrics). batch is [B, L+1], or a tree of such
-            arrays; params are sharded as `moves.loss`.
+        loss: a function (params, batch, key) -> (loss, dictionary of metrics). `batch` is [B, L+1], or a tree of such
+            arrays; `params` are sharded by the specs `moves.loss`.
         transform: the optimizer, whose state has a layout of its own.
-        rate: the learning rate by step, which is reported in the metrics.
-        limit: the largest global norm of gradients, to which they are clipped; 0 for no clipping.
+        rate: a function from the number of earlier updates to the learning rate, which is reported in the metrics.
+        limit: the global norm to which gradients are clipped; 0 for no clipping.
         norm: a function for the global norm of gradients in the optimizer's layout.
         moves: the moves between layouts; None if all layouts agree.
-        microbatches: the split of the batch and its spec; needed if gradients are partial sums.
-        total: a function from the whole batch to the `total` of each microbatch's loss, such as the number of tokens
-            over which the loss is averaged; None, or a result of None, for a loss without `total`.
+        microbatches: the split of the batch, and the batch's spec; needed if gradients are partial sums.
+        total: a function of the whole batch. Its result, such as the number of tokens over which the loss is averaged,
+            is passed to the loss of each microbatch as `total`. If the function or its result is None, the loss gets no
+            `total`.
 
     Returns:
-        A pure function. The key is folded with the step, so that a resumed run has the same random draws as an
-        uninterrupted one. If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the
-        step number advances: parameters and optimizer state stay unchanged. New or old values are selected in the
-        optimizer's layout.
+        A pure function. The step number is folded into the key, so that a resumed run has the same random draws as an
+        uninterrupted run. If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the
+        step number advances, while parameters and optimizer state stay unchanged. The choice between new and old values
+        is made in the optimizer's layout.
     """
     moves = moves or Moves()
     if microbatches is None and moves.partial:
@@ -105,7 +107,10 @@ def make_step(
 
 
 def _no_partial_sum(error: Exception, moves: Moves) -> PlanError:
-    """Return an error with the parameters among which one is computed with in a way that JAX cannot differentiate."""
+    """Return an error that lists the parameters whose gradients are partial sums.
+
+    The model uses one of these parameters in an operation for which JAX has no rule for partial sums.
+    """
     operation = re.search(r"rule for (\w+)", str(error))
     named = f"the operation {operation[1]}" if operation else "an operation of the model"
     specs = jax.tree_util.tree_flatten_with_path(moves.loss, is_leaf=lambda leaf: isinstance(leaf, Spec))[0]
@@ -118,6 +123,6 @@ def _no_partial_sum(error: Exception, moves: Moves) -> PlanError:
 
 
 def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Wrapped:
-    """Jit a step so that the new state has the shardings of the old one, which is donated."""
+    """Jit a step so that the new state has the shardings of the old state; the old state is donated."""
     keep = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(keep, None), compiler_options=dict(compiler_options or {}))
