@@ -120,9 +120,9 @@ def compression(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
-    """Open a file, decompressed according to its suffix, or yield None if this Python cannot decompress it.
+    """Open a file, decompressed according to its suffix, or yield None if it cannot be opened or decompressed.
 
-    Errors that occur while the file is read, inside the `with` block, are added to the faults.
+    The reason for None is added to the faults. So are errors that occur while the file is read, in the `with` block.
     """
     opening: Any = _COMPRESSED.get(path.suffix, open)
     if path.suffix == ".zst":
@@ -135,7 +135,13 @@ def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
             return
         opening = importlib.import_module("compression.zstd").open
     try:
-        with opening(path, "rb") as file:
+        file = opening(path, "rb")
+    except OSError as error:  # It may have been deleted since its name was found.
+        faults.add(f"cannot read {str(path)!r}: {error.strerror or error}.")
+        yield None
+        return
+    try:
+        with file:
             yield file
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         faults.add(f"{str(path)!r} is damaged: {error}.")

@@ -216,3 +216,12 @@ def test_bytes_of_parquet_that_are_no_text_are_one_fault(tmp_path):
     _, faults = read(tmp_path / "a.parquet")
     assert len(faults) == 1
     assert "cannot be read as Parquet: " in faults[0]
+
+
+@pytest.mark.parametrize("name", ["gone.txt", "gone.txt.gz", "gone.txt.bz2", "gone.txt.xz"])
+def test_a_file_that_is_deleted_after_its_name_was_found_is_one_fault(tmp_path, name):
+    faults = Faults()
+    with sources.opened(tmp_path / name, faults) as file:
+        assert file is None
+    with pytest.raises(ConfigError, match=rf"cannot read '.*{name}': No such file or directory\.$"):
+        faults.refuse("cannot read the data:")
