@@ -14,8 +14,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
-    A token's experts depend on the whole group, including later tokens. So a decoder trained with this router sees the
-    future, and cannot generate text; `config.causal` is False.
+    A token's experts depend on the whole group, including later tokens. So a decoder that is trained with this router
+    sees the future, and cannot generate text. `config.causal` is therefore False.
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -47,7 +47,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
-    """Rank the tokens for each expert: [G, L, X] int32; ranks from the capacity C on become C; padding comes last."""
+    """Rank the tokens of a group for each expert, best first: [G, L, X] int32.
+
+    All ranks above the capacity C are returned as C. Padding comes last.
+    """
     odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
     # Make -0.0 equal to 0.0: lax.top_k orders 0.0 before -0.0.
     odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)
