@@ -62,7 +62,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Return pairs (block size, number of blocks) that cover `size` rows; the last block may extend beyond these rows."""
+    """Return pairs (block size, number of blocks) that cover `size` rows; the last block may extend beyond the rows."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
     cuts = []
     for block in large:
