@@ -11,7 +11,10 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the canonical name of a dtype, given as a name, a numpy dtype or a scalar type (also of ml_dtypes).
+    """Return the canonical name of a dtype.
+
+    Args:
+        dtype: a name, a numpy dtype or a scalar type; dtypes of ml_dtypes are known too.
 
     Raises:
         PlanError: no dtype has this name.

@@ -51,7 +51,7 @@ class Occupancy(NamedTuple):
 
     Attributes:
         links: seconds for which the links of a node are busy.
-        network: seconds for which the network between nodes is busy, at the same time.
+        network: seconds for which the network between nodes is busy, at the same time as the links.
         latency: further seconds, which do not depend on the bytes.
     """
 
@@ -321,7 +321,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the times for which a collective that uses the links of all its axes at once occupies links and network."""
+    """Return the times for which a collective that uses the links of all its axes at once keeps hardware busy."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)

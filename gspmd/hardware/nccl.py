@@ -24,8 +24,8 @@ class Protocol(NamedTuple):
         tree: additional seconds per step of a tree between nodes.
         share: fraction of the bandwidth that the protocol reaches.
 
-    Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
-    which is 0.37 to 0.39 from Ampere to Blackwell.
+    Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` divided by the links'
+    bandwidth, which is 0.37 to 0.39 from Ampere to Blackwell.
     """
 
     start: float

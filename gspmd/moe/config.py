@@ -35,7 +35,7 @@ class Kind:
     scored: bool = False
 
     def choices_of(self, k: int | None) -> int:
-        """Return the number of choices per token from which capacity is computed; `k` is that of `MoEConfig`."""
+        """Return the number of choices per token from which capacity is computed, for `MoEConfig.k` = `k`."""
         return 1 if self.by_experts else self.choices or k or 2
 
 

@@ -113,7 +113,7 @@ class LayerExperts:
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute the layer for tokens [G, L, E] by capacity slots [G, X, C, E]; a choice without a slot adds 0."""
+    """Compute the layer for tokens [G, L, E] with capacity slots [G, X, C, E]; a choice without a slot adds 0."""
     capacity, config = experts.config.capacity(x.shape[1]), experts.config
     slots = _dispatch(x, routing, config, places)
     ctx, work = context(), experts.work(x, capacity, places)
@@ -187,7 +187,7 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute the layer for tokens [G, L, E] by rows sorted by expert, one per choice; no token is dropped or padded.
+    """Compute the layer for tokens [G, L, E] with one row per choice, sorted by expert; no token is dropped or padded.
 
     If experts are sharded, each group sends one buffer to each shard of the experts. The size of a buffer is static, so
     the buffer has room for the worst case, L · min(k, X / shards) rows. All buffers together have min(shards, X / k) /

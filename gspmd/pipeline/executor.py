@@ -1,10 +1,10 @@
 """Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
 
-The module `schedule` explains ticks and slots. Every stage computes in every slot of a tick. If the stage has no
-microbatch in the slot, its results are masked. There is no branch instead of the mask, because a permute in a branch
-that only some devices take would wait for the other devices. Gradients are computed here too, chunk by chunk, by
-`jax.vjp` of a chunk's forward pass. The forward pass is recomputed from the chunk's input, so for each microbatch in
-flight a stage holds only the input of a chunk.
+The module `schedule` explains ticks and slots. Every stage computes in every slot of a tick. If a stage has no
+microbatch in a slot, the stage's results are masked. This is not a branch, because a permute in a branch that only some
+devices take would wait for the other devices. Gradients are computed here too, chunk by chunk, by `jax.vjp` of a
+chunk's forward pass. The forward pass is recomputed from the chunk's input, so for each microbatch in flight a stage
+holds only the input of a chunk.
 
 Several stacks of blocks, such as an encoder and a decoder, are several pipelines through the same stages, one after the
 other. The output of a stack goes from the last stage back to the first stage. From there, this output goes unchanged

@@ -193,7 +193,7 @@ def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Split the edges of a bipartite multigraph into as many matchings as its largest degree.
+    """Split the edges of a bipartite multigraph into as many matchings as the largest degree of its vertices.
 
     Args:
         edges: pairs (source, target); sources and targets are numbered separately.

@@ -10,7 +10,7 @@ from gspmd.moe.platform import BLOCKS
 def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
     """Multiply each row by its expert's matrix in `weights` [X, E, F], or by the transpose if `transposed`.
 
-    Without `transposed`, rows [R, E] become [R, F]; with it, rows [R, F] become [R, E].
+    Rows [R, E] become [R, F] or, if `transposed`, rows [R, F] become [R, E].
     """
     ends, contracted = jnp.cumsum(sizes), ((1,), (1 if transposed else 0,))
 

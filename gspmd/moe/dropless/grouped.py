@@ -34,8 +34,8 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
-        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after those of the last expert
-            give 0 and have gradient 0.
+        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after the last expert's rows give
+            0 and have gradient 0.
         form: "ragged" or "blocks"; None means "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Expert dropout: training sets random hidden activations of experts to 0, and chooses the same ones on every mesh."""
+"""Expert dropout: training sets random hidden activations of experts to 0, the same activations on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,11 +18,11 @@ KEY = Spec(("K",), ((),))
 class Dropout:
     """Expert dropout of one layer.
 
-    The random numbers of a row depend only on its group, its expert and its position in the expert's queue, so they are
-    the same in every layout and for every form of dispatch.
+    The random numbers of a row depend only on the row's group, its expert and its position in the expert's queue. So
+    these numbers are the same in every layout and for every form of dispatch.
 
     Attributes:
-        rate: the fraction of hidden activations that become 0; the others are divided by 1 - rate.
+        rate: the fraction of hidden activations that become 0; all other activations are divided by 1 - rate.
         tokens: the number of tokens in a group, which is also the largest possible length of an expert's queue.
         features: F, the width of the hidden activations.
 

@@ -1,7 +1,8 @@
 """The experts as one planned program: slots are sent in chunks, and one chunk is multiplied while others are sent.
 
-Lowering `looped` runs this program instead of two all-to-alls and the experts' equations. Dispatch `dropless` runs it
-under every lowering, because rows are sorted on the device that receives them, which no equation can express.
+Lowering `looped` runs this program instead of two all-to-alls and the experts' equations. Dispatch `dropless` runs this
+program under every lowering, because rows are sorted on the device that receives them, and no equation can express such
+a sort.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ def run_experts(
 ) -> jax.Array:
     """Send slots to their experts, compute, and send the outputs back.
 
-    Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
-    all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
-    once. So a compiler's scheduler can send one chunk while it multiplies another. All chunks together send as many
-    bytes as a single all-to-all of all slots.
+    Each chunk has an all-to-all to the experts, the products, the collectives that reduce the products' partial sums,
+    and an all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are
+    reduced once. So a compiler's scheduler can send one chunk while it multiplies another. All chunks together send as
+    many bytes as a single all-to-all of all slots.
 
     Args:
         ctx: the context of the call.

@@ -44,7 +44,8 @@ class ExpertWork:
         dispatched: the spec of slots before they are sent to the experts.
         there: the spec of slots after they have been sent to their experts.
         hidden: the spec of the hidden activations.
-        w_in, w_out: the specs of the weights before and after the activation; the first of `w_in` is the gate's.
+        w_in, w_out: the specs of the weights before and after the activation. For a gated activation, the first spec of
+            `w_in` is that of the gate's weights.
         in_via, out_via: the lines `in_via` and `out_via` of the layout, or None.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         sizes: the sizes of G, X, C, E and F, where C is the capacity, or the number of rows in a buffer.
@@ -123,7 +124,7 @@ class ExpertWork:
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that send `capacity` slots to their experts, and those that send the outputs back."""
+        """Return the steps that send `capacity` slots to their experts, and the steps that send the outputs back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -265,7 +266,7 @@ class Products:
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
         """Return the routine with moves planned for buffers of rows.
 
-        The moves are planned anew because X is the number of buffers there, and the number of experts in the weights.
+        The moves are planned anew, because X is the number of buffers for rows, and the number of experts for weights.
         """
         if not self.buffers:
             return routine

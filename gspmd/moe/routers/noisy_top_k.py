@@ -48,7 +48,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         True
 
     Source: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538, §2.1, equations 3 to 5, §4,
-    equations 6 and 7, and appendix A, equations 8 to 11; both weights are 0.1 in its appendix C.
+    equations 6 and 7, and appendix A, equations 8 to 11; in appendix C of the paper both weights are 0.1.
 
     Differs: the paper has no capacity; to route without one, use dispatch "dropless". The variance over the experts is
         the population variance. Losses are per group, as in the other routers. σ is at least 1e-6. If k = X, every

@@ -70,7 +70,10 @@ class Router:
         return self._route(logits, config, key=key, mask=mask, bias=bias)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-        """Draw the random numbers for logits of shape [G, L, X]; None without a key or if the rule uses none."""
+        """Draw the random numbers for logits of shape [G, L, X].
+
+        The result is None if there is no key, or if the rule uses no random numbers.
+        """
         if key is None or self._numbers is None:
             return None
         return self._numbers(key, shape, out_sharding=out_sharding)
