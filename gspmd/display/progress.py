@@ -21,7 +21,7 @@ _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
 _IN_PLACE = 1.0
 """In a notebook, the seconds between two changes of the line."""
 _SHARE, _SELDOM = 1 / 150, 60.0
-"""How long a task waits for its next report: this fraction of its elapsed time, but at most this number of seconds."""
+"""The wait between two reports of a long task: a fraction of the elapsed time, and the largest number of seconds."""
 
 What = str | Callable[[], str]
 
