@@ -1,8 +1,8 @@
-"""Print tables and figures, as wide as the terminal, and in characters that its encoding has.
+"""Print tables and figures, as wide as the terminal, and in characters that the terminal's encoding has.
 
 `console` prints the messages of a command. `text` makes the text that `print` shows for an object
-(`gspmd.display.printed`). `printable` of `gspmd.display.plain` converts one line. Tables are made in `tables`, and
-those of notebooks in `html`.
+(`gspmd.display.printed`). `printable` of `gspmd.display.plain` converts one line. The module `tables` makes tables for
+terminals, and the module `html` makes tables for notebooks.
 """
 
 import errno
@@ -25,10 +25,10 @@ _WIDE = 140
 
 
 def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
-    """Make a rich console whose output can always be encoded; if its stream is closed, it raises BrokenPipeError.
+    """Make a rich console whose output can always be encoded, and which raises BrokenPipeError if its stream is closed.
 
     Args:
-        width: columns if there is no terminal and `COLUMNS` is not set; by default those of `rich`.
+        width: number of columns if there is no terminal and `COLUMNS` is not set; None for the default of rich.
         stderr: whether to write to standard error instead of standard output.
         highlight: whether numbers and names are colored.
     """
@@ -40,9 +40,9 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError as `print` does, so that the command can clean up; rich would end the process.
+        """Raise BrokenPipeError as `print` does, so that the command can clean up, while rich would end the process.
 
-        In a thread that reports progress the error is not raised: the next print of the main thread raises it.
+        In a thread that reports progress, the error is not raised, because the next print of the main thread raises it.
         """
         del self._buffer[:]
         if current_thread() is main_thread():
@@ -59,23 +59,24 @@ class _Console(Console):
 
 
 def never_fail(stream: Any) -> None:
-    """Make a stream write plain characters in place of those that its encoding lacks."""
+    """Make a stream write plain characters in place of the characters that its encoding lacks."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
         reconfigure(errors=HANDLER)
 
 
 def columns(console: Console) -> int | None:
-    """Return the value of `COLUMNS` or a terminal's width, or None for files and pipes: their lines have no limit."""
+    """Return the value of `COLUMNS` or a terminal's width; None for files and pipes, whose lines have no limit."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
 def text(renderable: Any, width: int | None = None) -> str:
-    """Render without colors, in characters that the encoding of standard output has.
+    """Render an object as text without colors, in characters that the encoding of standard output has.
 
     Args:
-        renderable: a table, a text, or a group of them, as rich prints.
-        width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
+        renderable: an object that rich can print, such as a table, a text, or a group of tables and texts.
+        width: number of columns. By default, this is the value of `COLUMNS` or the width of the terminal, and 140 if
+            there is no terminal.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
     # The text is rendered in memory: for a stream without Unicode, rich would draw borders that differ from those of

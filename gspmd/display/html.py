@@ -1,4 +1,4 @@
-"""Tables as HTML for notebooks: light and dark, numbers to the right, in colors that the color-blind tell apart."""
+"""Tables as HTML for notebooks: light and dark, numbers to the right, in colors that the color-blind can tell apart."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -62,7 +62,7 @@ def table(
         heads: the column headings, as text.
         rows: the cells of each row, as HTML.
         right: indices of the columns that are aligned to the right.
-        totals: rows of totals, below a line.
+        totals: the cells of each row of totals, as HTML; these rows are below a line.
 
     >>> print(table("sizes", ("dim", "size"), [("B", "8")], right=[1]))
     <table><caption>sizes</caption><thead><tr><th>dim</th><th class="right">size</th></tr></thead>
@@ -83,7 +83,7 @@ def table(
 
 
 def rendered(renderable: Any) -> list[str]:
-    """Convert the result of an object's `__rich__` to parts of HTML: tables to tables, texts to paragraphs."""
+    """Convert the result of an object's `__rich__` to parts of HTML: tables for tables, and paragraphs for texts."""
     from rich.console import Group
     from rich.table import Table
 
@@ -126,7 +126,7 @@ def _plain(text: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Return a text of the library rich, or a text with its markup, as HTML with colors as CSS classes."""
+    """Return a text of the library rich, or a string with rich's markup, as HTML with colors as CSS classes."""
     from rich.text import Text
 
     text = Text.from_markup(given) if isinstance(given, str) else given

@@ -8,7 +8,7 @@ from gspmd.writing import replace_file
 
 
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
-    """Write a matplotlib figure to a file, in the format of its suffix; a PNG also contains the given texts.
+    """Write a matplotlib figure to a file, in the format of the file's suffix; a PNG also contains the texts below.
 
     The texts are PNG text chunks with the keywords of the PNG standard (section 11.3.3): Title for `title`, Description
     for `figures`, Source for `command`, and Software for this version of gspmd.
@@ -18,7 +18,7 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
         path: the file to write.
         title: the heading of the picture.
         figures: the numbers that the picture is about, with their units.
-        command: the command line that drew it, if there is one.
+        command: the command line that drew the picture; empty if there is none.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Addresses of the documentation, for messages: an installed package has no docs/ folder to point to."""
+"""Addresses of the documentation, for messages, because an installed package has no docs/ folder to point to."""
 
 DOCS = "https://github.com/gspmd/gspmd/tree/main/docs"
 

@@ -1,4 +1,4 @@
-"""A line of progress in a notebook, and the names of its cells."""
+"""A line of progress in a notebook, and the names of the notebook's cells."""
 
 import sys
 from html import escape
@@ -9,8 +9,8 @@ from typing import Any
 class Cell:
     """A part of the output of a notebook cell; the contents of this part can be replaced.
 
-    Each new text of progress replaces the last one, since a line for each text would fill the cell.
-    `show` may be called from any thread: the kernel finds the cell by the id of this part.
+    Each new text of progress replaces the last text, since a line for each text would fill the cell.
+    `show` may be called from any thread, because the kernel finds the cell by the id of this part.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Cell:
         self._lock = Lock()  # Two threads that found no place would each make one.
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Show a text and, if `share` is given, a bar of which this fraction (from 0 to 1) is filled."""
+        """Show a text and, unless `share` is None, a bar; `share` is the filled fraction of the bar, from 0 to 1."""
         from IPython.display import display
 
         bar = "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:14em"></progress> '
@@ -37,7 +37,7 @@ class Cell:
 
 
 def cell_of(file: str) -> str:
-    """Return the cell whose code Python knows by the name of this file, as `In[3]`; "" for any other file.
+    """Return the notebook cell, such as `In[3]`, whose code has `file` as its file name in Python; "" if there is none.
 
     The name that a kernel gives to the code of a cell is a path in a temporary folder of the kernel's process, which
     means nothing to the reader of a table.

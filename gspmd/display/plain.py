@@ -1,4 +1,4 @@
-"""Text for an output without Unicode: `->` for an arrow, `us` for microseconds."""
+"""Text for an output without Unicode, with `->` for an arrow and `us` for microseconds."""
 
 import codecs
 import sys
@@ -28,7 +28,7 @@ codecs.register_error(HANDLER, _replace)
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """Return the text in characters that an encoding has, by default that of standard output.
+    """Return a text in characters that an encoding has; the default is the encoding of standard output.
 
     >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
     '-- all-gather yz -> BLE_x, 28.6 us'

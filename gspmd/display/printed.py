@@ -5,7 +5,7 @@ rich is imported only when something is printed.
 
 
 class Printed:
-    """The base class of objects that `print` and notebooks show in full, from `__rich__`; their `repr` is one line.
+    """The base class of objects that `print` and notebooks show in full, by `__rich__`, and whose `repr` is one line.
 
     A notebook shows the tables, and below them the picture if the class has a method `figure`.
     """

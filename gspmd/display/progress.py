@@ -1,6 +1,6 @@
 """Progress of long tasks.
 
-No command is silent for more than three seconds or, if that is longer, 1% of its run so far.
+No command is silent for more than three seconds, or for more than 1% of its run so far if this is longer.
 """
 
 import time
@@ -17,12 +17,11 @@ from gspmd.display.notebook import Cell
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
-"""Seconds between two lines, before the first line, and between checks of the clock, if there is no terminal."""
+"""Without a terminal, the seconds between two lines, before the first line, and between two checks of the clock."""
 _IN_PLACE = 1.0
-"""In a notebook, seconds between two changes of the line."""
+"""In a notebook, the seconds between two changes of the line."""
 _SHARE, _SELDOM = 1 / 150, 60.0
-"""The fraction of the elapsed time after which a long task is reported again, and the most seconds between two reports.
-"""
+"""The wait between two reports of a long task: a fraction of the elapsed time, and the largest number of seconds."""
 
 What = str | Callable[[], str]
 
@@ -30,8 +29,9 @@ What = str | Callable[[], str]
 class Progress:
     """Report the current task and how long it has taken.
 
-    On a terminal and in a notebook the report is one line that changes. Elsewhere it is a new line every few seconds; a
-    shorter task has no line. While one `Progress` is inside another, only the inner one reports.
+    On a terminal and in a notebook, the report is one line that changes. Elsewhere, the report is a new line every few
+    seconds, and a task that takes less time has no line. While one `Progress` is inside another, only the inner one
+    reports.
 
     Args:
         console: the console to print to; None to print nothing.
@@ -58,7 +58,7 @@ class Progress:
             self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def report(self, sentence: str, share: float) -> None:
-        """Print a line that stays; in a notebook, replace the last line that `report` printed, and show a progress bar.
+        """Print a line that stays; in a notebook, replace the last line of `report` instead, and show a progress bar.
 
         Args:
             sentence: the line.
@@ -71,13 +71,16 @@ class Progress:
         self._cell.show(*self._last)
 
     def say(self, doing: What) -> None:
-        """Change the description of the task, and report it if a line is due; a function is called only then."""
+        """Change the description of the task, and report the task if a line is due.
+
+        If `doing` is a function, it is called only when its text is shown.
+        """
         self._what = doing
         if not self._live and self.due:
             self._line()
 
     def begin(self, doing: What) -> None:
-        """Begin a new task; its time counts from now."""
+        """Begin a new task, whose time counts from now."""
         self._what, self._began = doing, time.monotonic()
 
     @property
@@ -89,7 +92,10 @@ class Progress:
         return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
-        """Return a function that reports progress; it is called with the number of bytes done since its last call."""
+        """Return a function that reports the progress of a task with `whole` bytes.
+
+        Each call of the function passes the number of bytes that were done since the last call.
+        """
         done, began = 0, time.monotonic()
 
         def read(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs of text: notation with subscripts, before it is written as HTML or SVG."""
+"""Runs of text, which hold notation with subscripts before it is written as HTML or SVG."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -13,7 +13,7 @@ class Run(NamedTuple):
 
 
 def joined(parts: Iterable[Sequence[Run]], between: str) -> list[Run]:
-    """Join lists of runs with a text between them."""
+    """Join lists of runs, with the text `between` between every two lists."""
     runs: list[Run] = []
     for part in parts:
         runs += [Run(between), *part] if runs else part

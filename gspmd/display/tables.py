@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _FOLDED = 24
-"""Width of a column with `folds`, whose text may continue on the next line."""
+"""Largest width, in characters, of a column with `folds`, whose text may continue on the next line."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sheet:
     rows: list[tuple[tuple[str, ...], bool]] = field(default_factory=list)
 
     def add(self, *cells: str, total: bool = False) -> None:
-        """Add a row of cells; the row may be a total below a line."""
+        """Add a row of cells; if `total` is True, the row is a total below a line."""
         self.rows.append((cells, total))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:

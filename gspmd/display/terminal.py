@@ -1,4 +1,4 @@
-"""Terminals that are closed while a program runs: every later write to such a terminal fails with EIO."""
+"""Terminals that are closed while a program runs, so that every later write to such a terminal fails with EIO."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ OUT, ERR = 1, 2
 
 
 def hung_up(descriptor: int) -> bool:
-    """Return whether a file descriptor was a terminal that has been closed; False for anything but character devices.
+    """Return whether a file descriptor is a terminal that has been closed; False unless it is a character device.
 
     >>> with open(os.devnull) as nothing, open(__file__) as file:
     ...     hung_up(nothing.fileno()), hung_up(file.fileno())

@@ -3,8 +3,8 @@
 Colors are written out in every rule, because programs that typeset papers do not support CSS variables.
 
 Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color). The colors are changed as little as
-    possible, so that text in each of them has a contrast of 4.5 with its background, and any two are at least 20 apart
-    in CIE L*a*b* for protanopes and deuteranopes.
+    possible, so that text in each color has a contrast of 4.5 with its background, and any two colors are at least 20
+    apart in CIE L*a*b* for protanopes and deuteranopes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 TEXT = 12
 """Font size of texts, in CSS pixels."""
 SIZES = {"title": 13.5, "small": 10.5, "tiny": 8.5}
-"""Font sizes of texts, by CSS class, where they differ from `TEXT`."""
+"""Font sizes of texts by CSS class, for classes whose size is not `TEXT`."""
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 TERMINAL = {
@@ -33,17 +33,17 @@ TERMINAL = {
 }  # fmt: skip
 """The color of each kind of step on a terminal."""
 WORK = {"other": "rule", "copy": "slice"}
-"""The color of the theme for kinds of work that are not kinds of steps."""
+"""The name of the theme's color for each kind of work that is not a kind of step."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#229c6f", "#41b7ee", "#cd79a9", "#f2b154", "#5a1547")
-"""Fills of up to eight blocks; for more blocks, see `fill`. Every block has an outline, so both themes use these
-colors."""
+"""Fill colors of up to eight blocks; `fill` has the colors of more blocks. Every block has an outline, so the light and
+the dark theme use the same colors."""
 _SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
 
 def fill(block: int, count: int) -> str:
-    """Return the color of one of `count` blocks: from `BLOCKS` for few blocks, from blue to orange for many.
+    """Return the color of one of `count` blocks, from `BLOCKS` for few blocks, or between blue and orange for many.
 
     >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
     ('#0072b2', '#f0e442', '#0072b2', '#b34700')
@@ -114,7 +114,7 @@ def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str
 
 
 def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") -> str:
-    """Return CSS rules that color elements inside `root`, in one theme, or in the theme that the reader prefers.
+    """Return CSS rules that color elements inside `root`, in a fixed theme or in the theme that the reader prefers.
 
     Args:
         root: the selector of the element around the colored elements.
@@ -132,8 +132,8 @@ def style(theme: str = "", *, standalone: bool = True) -> str:
     """Return the CSS style sheet of a figure.
 
     Args:
-        theme: as for `themed`.
-        standalone: whether the figure is a document of its own, without a page around it whose theme it could follow.
+        theme: the theme, as in `themed`.
+        standalone: whether the figure is a document of its own, so that there is no page whose theme could be followed.
     """
     root = ".gspmd-figure"
     sizes = "".join(f"{root} .{name}{{font-size:{size}px}}\n" for name, size in SIZES.items())

@@ -47,7 +47,7 @@ def _scaled(amount: float, units: tuple[str, ...]) -> str:
 def axes_text(axes: tuple[str, ...]) -> str:
     """Return mesh axes for a cell of a table: `yz`, or `data,model`.
 
-    In a spec, longer names have braces around them: see `axes_suffix` of `gspmd.annotate.parser`.
+    In a spec, longer names are in braces; `axes_suffix` of `gspmd.annotate.parser` writes that form.
 
     >>> axes_text(("y", "z")), axes_text(("data", "model"))
     ('yz', 'data,model')
@@ -56,7 +56,7 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def mesh_text(mesh: Mapping[str, int], *, trivial: bool = True) -> str:
-    """Return a mesh as text, in the form of `--mesh`; axes of size 1 are left out if `trivial` is False.
+    """Return a mesh as text, in the form of the flag `--mesh`; axes of size 1 are left out if `trivial` is False.
 
     >>> mesh_text({"x": 4, "y": 1}), mesh_text({"x": 4, "y": 1}, trivial=False)
     ('x=4,y=1', 'x=4')

@@ -105,9 +105,9 @@ class Chip(Printed):
         return size % self.wrap_multiple == 0
 
     def flops(self, arithmetic: str) -> float:
-        """Return the peak FLOP/s of a matrix product in this arithmetic: a dtype, or a result of `arithmetic`.
+        """Return the peak FLOP/s of a matrix product in an arithmetic, which is a dtype or a result of `arithmetic`.
 
-        `float32` means full precision; see `arithmetic` for the precision that JAX chooses by default.
+        `float32` means full precision. The method `arithmetic` tells the precision that JAX chooses by default.
         """
         if arithmetic == "tensorfloat32" and self.tf32_flops:
             return self.tf32_flops
@@ -116,22 +116,23 @@ class Chip(Printed):
         return self.float32_flops if arithmetic in ("float32", "float64", "tensorfloat32") else self.bf16_flops
 
     def arithmetic(self, dtype: str, precision: str = "default") -> str:
-        """Return the arithmetic in which XLA multiplies operands of this dtype, for `flops`.
+        """Return the arithmetic in which XLA multiplies operands of a dtype, as an argument of `flops`.
 
-        Only float32 has a choice. A TPU multiplies it in one pass of bfloat16, in three passes at precision `high`
-        (`bfloat16_3x`), and at full precision only at `highest`. An NVIDIA GPU multiplies it in TF32 unless the
-        precision is `highest`, and an AMD GPU always at full precision.
+        Float32 is the only dtype with a choice. A TPU multiplies float32 in one pass of bfloat16 by default, in three
+        passes at precision `high` (`bfloat16_3x`), and at full precision only at `highest`. An NVIDIA GPU multiplies
+        float32 in TF32 unless the precision is `highest`. An AMD GPU always multiplies float32 at full precision.
 
         Args:
-            dtype: the wider dtype of the operands, given by name.
-            precision: `default`, `high` or `highest`, as `jax.lax.Precision` has them.
+            dtype: the name of the wider dtype of the operands.
+            precision: `default`, `high` or `highest`, as in `jax.lax.Precision`.
 
         Example:
             >>> [CHIPS[name].arithmetic("float32") for name in ("tpu-v4", "h100", "mi300x")]
             ['bfloat16', 'tensorfloat32', 'float32']
 
         Source: JAX documentation, `jax.lax.Precision`; for GPUs openxla/xla, `GetBlasComputationType` of
-        `stream_executor/gpu/gpu_blas_lt.cc`, which chooses TF32 on CUDA only (pull request 46177 would on ROCm).
+        `stream_executor/gpu/gpu_blas_lt.cc`, which chooses TF32 on CUDA only (pull request 46177 would choose it on
+        ROCm too).
         """
         if dtype != "float32" or precision == "highest":
             return dtype
@@ -186,7 +187,7 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return the names in `known` that are similar to `asked`; none if `asked` names a different chip, such as V100.
+    """Return the names that `asked` may mean: all in `known`, or none if `asked` names a different chip, such as V100.
 
     >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
     ([], ['h100'], ['h100'])

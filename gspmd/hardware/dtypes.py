@@ -1,4 +1,4 @@
-"""Dtypes by name: bytes per element, the dtype in which they are sent, and the joint dtype of operands."""
+"""Dtypes by name: bytes per element, the dtype in which collectives send values, and the joint dtype of operands."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -11,7 +11,10 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the canonical name of a dtype, given as a name, a numpy dtype or a scalar type (also of ml_dtypes).
+    """Return the canonical name of a dtype.
+
+    Args:
+        dtype: a name, a numpy dtype or a scalar type; dtypes of ml_dtypes are known too.
 
     Raises:
         PlanError: no dtype has this name.
@@ -34,7 +37,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes per element.
+    """Return the number of bytes per element of a dtype.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)
@@ -43,7 +46,9 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_of(dtype: str, *, summed: bool) -> str:
-    """Return the dtype in which values of a dtype are sent: collectives send whole bytes, and sum booleans as int32.
+    """Return the dtype in which collectives send values of a dtype.
+
+    Collectives send whole bytes. If `summed` is True, booleans are sent as int32, the dtype in which they are summed.
 
     >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
     ('bfloat16', 'int8', 'int32')
@@ -57,7 +62,7 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """Return the dtype of a product by JAX's promotion rules; 64-bit dtypes are kept, even without jax_enable_x64.
+    """Return the dtype of a product by JAX's promotion rules, which keep 64-bit dtypes even without jax_enable_x64.
 
     Raises:
         PlanError: JAX's rules of promotion have no joint dtype for these dtypes.

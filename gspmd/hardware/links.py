@@ -1,9 +1,9 @@
 """The bytes that one device sends in a collective, and the seconds that the collective takes on a chip's links.
 
 Bytes are counted for ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12
-for GPUs): bytes over the bandwidth of all rings that are used together, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network: on GPUs at the same time as within nodes, on TPU slices afterwards. Bandwidth
-and latency of GPUs are those of NCCL.
+for GPUs). They are the bytes over the bandwidth of all rings that are used together, plus the latency of a start and of
+each hop. Between nodes, bytes go over the network. GPUs use the links and the network at the same time, and TPU slices
+use one after the other. Bandwidth and latency of GPUs are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,10 @@ from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Return the bytes that one of K devices sends in a collective: buffer (K-1)/K; twice that for an all-reduce.
+    """Return the bytes that one of K devices sends in a collective.
+
+    This is buffer (K-1)/K for an all-gather, a reduce-scatter or an all-to-all, twice as much for an all-reduce, and
+    buffer for a collective-permute. A slice and an einsum send nothing.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
@@ -44,11 +47,11 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
 
 
 class Occupancy(NamedTuple):
-    """The times for which a collective keeps links and network busy if it does not share them.
+    """The times for which a collective keeps links and network busy if no other collective uses them.
 
     Attributes:
         links: seconds for which the links of a node are busy.
-        network: seconds for which the network between nodes is busy, at the same time.
+        network: seconds for which the network between nodes is busy, at the same time as the links.
         latency: further seconds, which do not depend on the bytes.
     """
 
@@ -63,27 +66,28 @@ class Occupancy(NamedTuple):
 
 
 LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
-"""The number of devices up to which a collective over a whole TPU slice is never split into two (`stays_whole`)."""
+"""The number of devices up to which a collective over a whole TPU slice is never split in two (see `stays_whole`)."""
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     """Return whether `blocking` emits a gather or reduce-scatter over all devices of a TPU slice as one collective.
 
-    The compiler replaces many such collectives by an all-reduce with twice the bytes, and `blocking` emits these as two
-    collectives instead. Where the compiler keeps a single collective on the 2D torus of v5e and v6e, it is up to twice
-    as fast as two, because it goes round a ring through all devices, with the links of both axes. For few bytes two
-    collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50, these stay single on
-    slices from 2x2 to 16x16:
+    The compiler replaces many such collectives by an all-reduce with twice the bytes. Lowering `blocking` emits two
+    collectives instead of those. On the 2D torus of v5e and v6e, a collective that the compiler keeps is up to twice as
+    fast as two collectives, because it goes round a ring through all devices, with the links of both axes. For few
+    bytes, two collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50, these
+    collectives stay single on slices from 2x2 to 16x16:
 
-    - a gather over 32 devices or fewer, or of more than 16 MiB, except if both axes have wrap-around links, as in
-      16x16, where two collectives are as fast;
-    - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
+    - a gather over 32 devices or fewer;
+    - a gather of more than 16 MiB over more devices, unless both axes have wrap-around links, as in 16x16, where two
+      collectives are as fast;
+    - a reduce-scatter over a slice that is not square, such as 2x4 and 4x8, but not 4x4 and 8x8.
 
     Args:
         kind: `"all-gather"` or `"reduce-scatter"`.
         group: number of devices of the slice.
         buffer: bytes per device of the larger of input and output.
-        chip: the hardware; if it does not know the shape of its slice, a square or two adjacent squares are assumed.
+        chip: the hardware. If its `slice_shape` is unknown, a square or two adjacent squares are assumed.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -104,7 +108,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the torus axes of a slice of `group` devices, or if unknown, two axes as equal as possible."""
+    """Return the sizes of the torus axes of a slice of `group` devices; if unknown, two sizes as equal as possible."""
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
@@ -114,8 +118,8 @@ def _sides(group: int, chip: Chip) -> tuple[int, ...]:
 ROUND_EACH_AXIS = 2**26
 """The smallest number of gathered bytes for which `gathers_round_each_axis` returns True.
 
-According to the compiler's estimates such gathers are faster from 4 MB (v4) or 32 MB (v5p) on, but the estimates do not
-include the time to start some fifty instructions instead of one.
+According to the compiler's estimates, such gathers are faster from 4 MB (v4) or 32 MB (v5p) on. But the estimates do
+not include the time to start some fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
@@ -125,19 +129,19 @@ _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
 def gathers_round_each_axis(
     axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
 ) -> bool:
-    """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
+    """Return whether lowering `blocking` gathers over several axes by rings along each axis (`blocking.torus`).
 
     `blocking` does so if the compiler's own gather uses the links of only one axis, and all axes have wrap-around
-    links. If the mesh has as many axes as the torus, they are assumed to be the same axes, unless the shape of the
-    slice shows otherwise. With fewer or more mesh axes, neighbors in a ring along a mesh axis may not be neighbors in
-    the torus.
+    links. If the mesh has as many axes as the torus, the mesh axes are assumed to be the torus axes, unless the shape
+    of the slice shows otherwise. With fewer or more mesh axes, `blocking` does not do so, because neighbors in a ring
+    along a mesh axis may not be neighbors in the torus.
 
-    Besides its result, such a gather holds the blocks that have arrived, which have about the same size. So tensors
-    that need more than an eighth of a device's memory when fully gathered, such as the table of PaLM 540B, are left to
-    the compiler, even if only a part is gathered, because further gathers may follow.
+    Besides its result, such a gather holds the blocks that have arrived, which have about the size of the result. So
+    tensors that need more than an eighth of a device's memory when fully gathered, such as the table of PaLM 540B, are
+    left to the compiler. This holds even if only a part is gathered, because further gathers may follow.
 
     Args:
-        axes, mesh, buffer, chip: see `collective_seconds`.
+        axes, mesh, buffer, chip: as in `collective_seconds`.
         whole: bytes of the whole tensor; by default `buffer`.
 
     Example:
@@ -222,12 +226,13 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
 
 
 def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Return the seconds of a collective over several TPU slices: those within a slice plus those on the network.
+    """Return the seconds of a collective over several TPU slices, which uses the links of slices and the network.
 
     libtpu gathers over the network first and then within the slices, and scatters in the opposite order, so that the
     network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
-    and a gather within a slice. All bytes of an all-to-all go over the network, and so do those parts of a permute that
-    leave a slice.
+    and a gather within a slice. The seconds within a slice and on the network are added up. All bytes of an all-to-all
+    go over the network, and so do the parts of a permute that leave a slice. For these two kinds, the longer time
+    counts.
     """
     sizes, node = tuple(mesh.items()), chip.node_devices
     group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
@@ -246,10 +251,10 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
-    """Split axes into runs, major first; within a slice each run is a collective of its own.
+    """Split mesh axes into runs, from major to minor; within a slice, each run is a collective of its own.
 
-    JAX cannot name a part of a mesh axis together with other axes, so an axis that lies partly over slices and partly
-    within them is a run of its own.
+    JAX cannot name a part of a mesh axis together with other axes. So an axis that lies partly over slices and partly
+    within slices is a run of its own.
     """
     mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
     if mixed is None:
@@ -292,7 +297,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return how many of the bytes that a device sends in a collective cross the network between nodes or slices.
+    """Return the number of bytes that cross the network between nodes or slices, of the bytes that a device sends.
 
     Args:
         kind: see `wire_bytes`.
@@ -316,7 +321,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return how long a collective that uses the links of all its axes at once occupies links and network."""
+    """Return the times for which a collective that uses the links of all its axes at once keeps hardware busy."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -344,7 +349,7 @@ def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]
 
 @lru_cache(maxsize=4096)
 def _laid(mesh: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Return, for each mesh axis, the sizes of the (parts of) torus axes that it covers."""
+    """Return, for each mesh axis, the sizes of the torus axes (or parts of torus axes) that the mesh axis covers."""
     rows = lay(shape, tuple(size for _, size in mesh))
     return {axis: tuple(row[n] for row in rows if row[n] > 1) for n, (axis, _) in enumerate(mesh)}
 
@@ -353,7 +358,7 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     """Return the link time in seconds of a gather or a reduce-scatter round one ring through all devices.
 
     If some side of the grid is even or has wrap-around links, there is a closed ring of neighbors, and both directions
-    are used.
+    of the ring are used.
     """
     sizes = rings(axes, mesh, chip)
     if len(sizes) < 2:
@@ -366,8 +371,9 @@ def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
     """Return the seconds of a gather by rings along each axis, with the copies of blocks to their final positions.
 
     Copies are counted in full, because the compiler puts most of them after the last permute. A gather over three axes
-    counts as no faster than one over two. Otherwise a plan would slice a tensor over an axis along which it is
-    replicated, only to gather it over this axis too; the gain is small, and such shards seldom consist of whole tiles.
+    counts as no faster than a gather over two of them. Otherwise a plan would slice a tensor over an axis along which
+    the tensor is replicated, only to gather it over this axis too. The gain would be small, and such shards seldom
+    consist of whole tiles.
     """
     links = 2 * len(sizes) * chip.link_bandwidth
     hops = sum(size - 1 for size in sizes) * (chip.start_seconds + chip.hop_seconds)
@@ -391,14 +397,14 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
     With a buffer of S bytes, a group of K devices, m of them on each node, and bandwidths W:
 
         all-gather, reduce-scatter:  max(S (K-1)/K / W_links, S (1/m - 1/K) / W_network)
-        all-reduce:                  twice that
+        all-reduce:                  twice the time of an all-gather
         all-to-all:                  max(seconds in the node, S (1 - m/K) / W_network)
         permute:                     S / W_network
 
-    In a node the links form a ring for each torus axis, or a switch. The m devices on a node divide the data from other
-    nodes among themselves, and all use the network at the same time. On GPUs the bandwidths are those that NCCL reaches
-    with its fastest algorithm (`gspmd.hardware.nccl`). A torus counts as one node here; for several slices, links and
-    network are used one after another (`collective_seconds`).
+    In a node, the links form a ring for each torus axis, or they lead to a switch. The m devices on a node divide the
+    data from other nodes among themselves, and all of them use the network at the same time. On GPUs the bandwidths are
+    those that NCCL reaches with its fastest algorithm (`gspmd.hardware.nccl`). A torus counts as one node here. Over
+    several slices, links and network are used one after the other, as in `collective_seconds`.
 
     Args:
         kind: see `wire_bytes`; neither slice nor einsum.
@@ -408,7 +414,7 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
-    Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m · W_network here.
+    Source: jax-ml scaling book, part 12, 'Cross-node collectives'; the book's W_node egress is m · W_network here.
     """
     network = 0.0
     passes = 2 if kind == "all-reduce" else 1
@@ -427,7 +433,7 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
 
 def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
-    """Return the bytes/s that a device sends over all links to a switch or, in a full mesh, to its group."""
+    """Return the bytes/s that a device sends over all its links to a switch or, in a full mesh, to its group."""
     peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return used * chip.link_bandwidth * chip.link_efficiency
@@ -436,7 +442,7 @@ def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
 def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: Chip) -> tuple[float, float]:
     """Return the transfer seconds and the latency of a collective over several axes of a torus.
 
-    It uses all axes at the same time, and both directions of those that wrap around.
+    The collective uses all axes at the same time, and both directions of the axes that have wrap-around links.
     """
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop
@@ -454,7 +460,7 @@ def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: 
 
 
 def _network_share(kind: str, group: int, near: int) -> float:
-    """Return the fraction of its buffer that one device exchanges with other nodes."""
+    """Return the fraction of the buffer that one device exchanges with other nodes."""
     if kind == "collective-permute":
         return 1.0
     away = 1 - near / group
@@ -465,8 +471,8 @@ def _network_share(kind: str, group: int, near: int) -> float:
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
     """Return the smallest number of devices that a group over `axes` has on one node, for nodes of `node` devices.
 
-    If axes and nodes do not nest, devices are counted one by one. In this case, for more than 2^20 devices, the result
-    is 1, which is the slowest case.
+    If axes and nodes do not nest, devices are counted one by one. More than 2^20 devices are not counted; the result is
+    then 1, which is the slowest case.
 
     Example:
         >>> mesh = (("data", 4), ("model", 4))
@@ -494,7 +500,9 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
 
 
 def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> int:
-    """Return the smallest number of devices that a group has on one of its nodes; groups are rows of device numbers.
+    """Return the smallest number of devices that a group has on one of its nodes, of `node` devices each.
+
+    Each group is a row of device numbers.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
     (3, 1)
@@ -514,7 +522,7 @@ def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) ->
 
 
 def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
-    """Return bandwidth (bytes/s) and latency (seconds) of one step of a ring over a mesh axis.
+    """Return the bandwidth (bytes/s) and the latency (seconds) of one step of a ring over a mesh axis.
 
     All devices take a step together, so the network sets the pace if any two neighbors are on different nodes.
 

@@ -2,8 +2,8 @@
 
 Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
 and for each chunk it reads the whole operand that is not cut. If the contracted dimension is cut, it also reads and
-writes the accumulator for each chunk. The constants are fitted: for TPUs to the cycles that their compiler estimates
-(benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
+writes the accumulator for each chunk. The constants are fitted. For TPUs they are fitted to the cycles that the TPU
+compiler estimates (benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
 """
 
 import tomllib
@@ -24,7 +24,13 @@ FALLBACK_OVERHEAD = 2e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a product moves through main memory: operands, result, and accumulator in and out."""
+    """The bytes that a product moves through main memory.
+
+    Attributes:
+        read: bytes of operands that are read.
+        written: bytes of the result that are written.
+        accumulated: bytes of the accumulator that are read and written.
+    """
 
     read: float
     written: float
@@ -32,7 +38,7 @@ class Traffic:
 
     @property
     def bytes(self) -> float:
-        """Total bytes."""
+        """Total number of bytes."""
         return self.read + self.written + self.accumulated
 
 
@@ -58,7 +64,7 @@ class Efficiency:
     ) -> float:
         """Return the predicted seconds of one product [batch, left, contracted] x [batch, contracted, right].
 
-        See `product_seconds`.
+        `product_seconds` explains the formula.
         """
         batch, left, contracted, right = sizes
         flops = 2 * batch * self._padded(left, right) * _round_up(contracted, self.depth)
@@ -75,7 +81,7 @@ class Efficiency:
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
-        """Return the number of elements of the result, padded to whole tiles in the better of two orientations."""
+        """Return the number of elements of the result, padded to whole tiles in the orientation with fewer elements."""
         rows, lanes = self.rows, self.lanes
         return min(_round_up(left, rows) * _round_up(right, lanes), _round_up(left, lanes) * _round_up(right, rows))
 
@@ -116,10 +122,11 @@ def product_seconds(
 
     The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
     to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
-    They overlap in part, so t lies between the longest of them and their sum. The other terms are the start of the
-    product, and filling and draining its pipeline. The formula is symmetric in left and right.
+    These times overlap in part, so t lies between the longest time and the sum of all four. `overhead` is the time to
+    start the product, which is longer if the product reads main memory. The last term is the time to fill and drain the
+    product's pipeline. The formula is symmetric in left and right.
 
-    On any other chip it is the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
+    On any other chip, the prediction is the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 
     Args:
         left, contracted, right: sizes on one device.
@@ -131,8 +138,9 @@ def product_seconds(
             written.
         read_bytes: bytes of operands that are read from main memory. By default each operand is read once. Give fewer
             bytes if an operand stays in on-chip memory, as small weights may in a loop.
-        accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default it is read
-            and written once. Give 0 if it stays in on-chip memory, as a loop's carry does if it fits.
+        accumulator_bytes: bytes of the accumulator that are read from and written to main memory. By default the
+            accumulator is read and written once. Give 0 if it stays in on-chip memory, as the carry of a loop does if
+            there is room.
 
     Raises:
         PlanError: `dtype` is unknown.
@@ -161,9 +169,9 @@ def product_seconds(
 def seconds_with_traffic(
     sizes: tuple[int, int, int, int], moved: Traffic, arithmetic: str, chip: Chip, accumulate: bool = False
 ) -> float:
-    """Return the predicted seconds of a product with sizes (batch, left, contracted, right) that moves these bytes.
+    """Return the predicted seconds of a product with sizes (batch, left, contracted, right), given its traffic `moved`.
 
-    See `product_seconds`; `arithmetic` is a dtype or a result of `Chip.arithmetic`.
+    `arithmetic` is a dtype or a result of `Chip.arithmetic`. `product_seconds` explains the prediction.
     """
     if row := EFFICIENCIES.get(chip.name):
         return row.seconds(sizes, moved, arithmetic, chip, accumulate)
@@ -171,7 +179,9 @@ def seconds_with_traffic(
 
 
 def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
-    """Return the predicted seconds of a GPU kernel with little computation: the time of its bytes, plus its start.
+    """Return the predicted seconds of a GPU kernel with little computation.
+
+    This is the time of the kernel's bytes or of its FLOPs, whichever is longer, plus the time to start the kernel.
 
     Args:
         flops: FLOPs of the kernel, done at the chip's peak rate.
@@ -193,11 +203,13 @@ def local_einsum_seconds(
     chip: Chip,
     precision: str = "default",
 ) -> float:
-    """Return the predicted seconds of a local einsum: by the fit for a product, by the bytes for any other kernel.
+    """Return the predicted seconds of a local einsum.
+
+    A product is predicted by the fit for products, and any other kernel by its bytes and FLOPs.
 
     Args:
         sizes: the size of each dimension on one device.
-        operands: the dimensions and bytes per element of one or two operands and, last, of the result.
+        operands: a pair (dimensions, bytes per element) for each of the one or two operands and, last, for the result.
         dtype: the dtype that decides the speed of the product.
         chip: the hardware. For a chip without a row in matmul.toml, the time of a product is the roofline plus
             `FALLBACK_OVERHEAD`.
@@ -234,7 +246,11 @@ def traffic(
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
 ) -> Traffic:
-    """Return the bytes that a product moves; by default operands and result (or accumulator) are in main memory."""
+    """Return the bytes that a product moves through main memory.
+
+    By default, the operands and the result are in main memory; if `accumulate` is True, the accumulator is there
+    instead of the result. `product_seconds` explains the arguments.
+    """
     batch, left, contracted, right = sizes
     result = batch * left * right
     read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes

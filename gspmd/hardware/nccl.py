@@ -1,8 +1,8 @@
 """NCCL, the library of collectives on GPUs: the ways to run a collective, with latency and fraction of bandwidth.
 
-NCCL has three protocols. The one for small messages has the least latency, but spends bandwidth on flags. As in NCCL,
-the fastest protocol is chosen for each collective, by the figures of NCCL's own table. AMD's RCCL is derived from NCCL,
-and is assumed to do the same.
+NCCL has three protocols. The protocol for small messages has the least latency, but spends bandwidth on flags. As in
+NCCL, the fastest protocol is chosen for each collective, by the figures of NCCL's own table. AMD's RCCL is derived from
+NCCL, and is assumed to do the same.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,9 @@ from gspmd.hardware.chips import Chip
 
 
 class Protocol(NamedTuple):
-    """A protocol of NCCL: its latency relative to protocol LL, whose latency is in chips.toml, and its bandwidth.
+    """A protocol of NCCL: its latency in addition to the latency of protocol LL, and its share of the bandwidth.
+
+    The latency of protocol LL is in chips.toml.
 
     Attributes:
         start: additional seconds for the start of a collective.
@@ -22,8 +24,8 @@ class Protocol(NamedTuple):
         tree: additional seconds per step of a tree between nodes.
         share: fraction of the bandwidth that the protocol reaches.
 
-    Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
-    which is 0.37 to 0.39 from Ampere to Blackwell.
+    Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` divided by the links'
+    bandwidth, which is 0.37 to 0.39 from Ampere to Blackwell.
     """
 
     start: float
@@ -50,7 +52,7 @@ class Way(NamedTuple):
     Attributes:
         latency: seconds that do not depend on the bytes.
         share: fraction of the bandwidth of links and network that is used.
-        bandwidth: bus bandwidth within the node in bytes/s, or 0 for the bandwidth of the links.
+        bandwidth: bus bandwidth within the node in bytes/s; 0 if it is the bandwidth of the links.
     """
 
     latency: float
@@ -61,12 +63,12 @@ class Way(NamedTuple):
 def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
-    A ring of K devices takes K - 1 steps, and twice as many for an all-reduce. An all-reduce between nodes can also go
-    up and down a tree. The switch can compute an all-reduce within one or two nodes if more than two devices per node
-    take part. In an all-to-all and in a permute, all devices send at the same time.
+    A ring of K devices takes K - 1 steps; for an all-reduce, it takes twice as many. An all-reduce between nodes can
+    also go up and down a tree. The switch can compute an all-reduce within one or two nodes if more than two devices
+    per node take part. In an all-to-all and in a permute, all devices send at the same time.
 
     Args:
-        kind: see `gspmd.hardware.links.wire_bytes`; neither slice nor einsum.
+        kind: a kind of `gspmd.hardware.links.wire_bytes` other than slice and einsum.
         group: number of devices that communicate with each other.
         near: the smallest number of these devices on any node.
         chip: the hardware.

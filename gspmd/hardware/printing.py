@@ -11,7 +11,7 @@ from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seco
 
 
 def table(name: str, figures: Mapping[str, Any], source: Mapping[str, str]) -> Sheet:
-    """Return a table of a chip's figures in readable units, each with its source, without unsourced zeros."""
+    """Return a table of a chip's figures in readable units with their sources; zeros without a source are left out."""
     sheet = Sheet(name, (Column("figure"), Column("", "right"), Column("source", folds=True)))
     for figure, value in figures.items():
         if value or figure in source:

@@ -6,13 +6,14 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each torus axis, the size of the part that each mesh axis covers; earlier mesh axes are major.
+    """Return a row for each torus axis, which has the size of the part that each mesh axis covers.
 
-    The result minimizes first the number of mesh axes that cover only a part of a torus axis, then the number of parts.
+    Earlier mesh axes are major. The result minimizes first the number of mesh axes that cover only a part of a torus
+    axis, and then the number of parts.
 
     Args:
         torus: sizes of the torus axes.
-        sizes: sizes of the mesh axes, with the same product.
+        sizes: sizes of the mesh axes; their product is that of `torus`.
 
     Differs: `jax.experimental.mesh_utils.create_device_mesh` is greedy, from the last mesh axis to the first.
 
@@ -31,7 +32,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def nearest(count: int, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
-    """Return factorizations of `count` into as many factors as there are sizes, most similar to the sizes first.
+    """Return at most `most` factorizations of `count` into a factor for each size, those most similar to `sizes` first.
 
     Example:
         >>> nearest(64, (4, 8))
@@ -54,7 +55,7 @@ def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield factorizations of a number into one divisor of each element of `room`, by descending first factor."""
+    """Yield factorizations of a number into a divisor of each element of `room`, by descending first factor."""
     if not room:
         yield from [()] if number == 1 else []
         return

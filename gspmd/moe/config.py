@@ -14,14 +14,16 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router: they determine the settings of a config that apply to it, and their defaults.
+    """The properties of a router, which decide the settings of a `MoEConfig` that apply to the router.
 
     Attributes:
-        choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
-        jitter: default of `MoEConfig.jitter`, from the router's paper: half-width of the random factor on its input.
-        z_weight: default of `MoEConfig.z_weight`, from the router's paper: the weight of the z-loss.
-        by_experts: whether experts choose tokens, instead of tokens choosing experts (expert choice).
-        noisy: whether a second matrix computes the width of the noise on the logits.
+        choices: number of experts to which each token is sent; None if `MoEConfig.k` sets this number, or if experts
+            choose tokens.
+        jitter: half-width of the random factor that multiplies the router's input. It is the default of
+            `MoEConfig.jitter`, and comes from the router's paper.
+        z_weight: weight of the z-loss. It is the default of `MoEConfig.z_weight`, and comes from the router's paper.
+        by_experts: whether experts choose tokens (expert choice). In all other routers, tokens choose experts.
+        noisy: whether the router has a second matrix, which computes the width of the noise on the logits.
         scored: whether `scores`, `expert_groups`, `choice_bias`, `gate_factor` and related settings apply.
     """
 
@@ -33,7 +35,7 @@ class Kind:
     scored: bool = False
 
     def choices_of(self, k: int | None) -> int:
-        """Return the number of choices per token for which capacity is computed, with `MoEConfig.k` = k."""
+        """Return the number of choices per token from which capacity is computed, for `MoEConfig.k` = `k`."""
         return 1 if self.by_experts else self.choices or k or 2
 
 
@@ -54,10 +56,10 @@ DISPATCHES = (*SLOT_FORMS, "dropless")
 class MoEConfig:
     """Configure the mixture-of-experts blocks of a model.
 
-    `capacity_factor` is the number of slots per routed choice. For each group an expert has factor · k · tokens /
-    experts slots, rounded up, and at most one for each token of the group; k is the number of choices per token (1 for
-    switch, 2 for gshard and st-moe). In expert-choice an expert has factor · tokens / experts slots, so the factor is
-    the mean number of experts per token.
+    `capacity_factor` is the number of slots per routed choice. In each group, an expert has factor · k · tokens /
+    experts slots, where k is the number of choices per token (1 for switch, 2 for gshard and st-moe). The number of
+    slots is rounded up, and is at most the number of tokens in the group. In expert-choice, an expert has
+    factor · tokens / experts slots, so the factor is the mean number of experts per token.
 
     Attributes:
         experts: number of experts X in each block.
@@ -157,17 +159,20 @@ class MoEConfig:
 
     @property
     def choices(self) -> int:
-        """Number of choices per token, k; in expert choice, the number of experts."""
+        """Number of choices per token: k or, in expert choice, the number of experts."""
         return self.experts if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def used(self) -> float:
-        """Number of experts that a token uses if none overflows; in expert choice, the mean."""
+        """Number of experts that a token uses if no expert overflows; in expert choice, the mean over the tokens."""
         return min(self.capacity_factor, self.experts) if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def causal(self) -> bool:
-        """Whether a token's result is independent of later tokens; in expert choice, experts read the whole group."""
+        """Whether a token's result is independent of later tokens.
+
+        This is False in expert choice, because each expert chooses from all tokens of a group.
+        """
         return not ROUTERS[self.router].by_experts
 
     @property
@@ -177,12 +182,12 @@ class MoEConfig:
 
     @property
     def chosen_groups(self) -> int:
-        """Number of groups of experts from which a token chooses."""
+        """Number of groups of experts from which a token chooses its experts."""
         return self.expert_groups if self.kept_groups is None else self.kept_groups
 
     @property
     def jitter_width(self) -> float:
-        """Half-width of the uniform factor around 1 on the router's input in training."""
+        """Half-width of the factor, uniform around 1, that multiplies the router's input in training."""
         return ROUTERS[self.router].jitter if self.jitter is None else self.jitter
 
     @property
@@ -191,7 +196,9 @@ class MoEConfig:
         return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Return the slots per expert for a group of `tokens`; this is `tokens` for dropless, and 0 for a factor of 0.
+        """Return the number of slots per expert for a group of `tokens` tokens.
+
+        With dispatch "dropless" this number is `tokens`, and with a capacity factor of 0 it is 0.
 
         Raises:
             SpecError: `tokens` is negative or not a whole number.
@@ -212,7 +219,7 @@ class MoEConfig:
 
     @property
     def _per_token(self) -> int:
-        """Number of choices per token for computing the capacity."""
+        """Number of choices per token from which the capacity is computed."""
         return ROUTERS[self.router].choices_of(self.k)
 
 
@@ -282,7 +289,7 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
 
 
 def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
-    """Yield the faults in the settings of routers with scores."""
+    """Yield the faults in the settings that apply only to routers with scores (`Kind.scored`)."""
     if kind.scored:
         yield from _scored_faults(config, kind)
         return
@@ -295,7 +302,7 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
 
 
 def _scored_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
-    """Yield the faults that the settings of scores have with a router of this kind, whatever `config.router` is."""
+    """Yield the faults that the settings of scores have with a router of kind `kind`, whatever `config.router` is."""
     if any(_number_faults(config)):
         return
     choices = kind.choices_of(config.k)

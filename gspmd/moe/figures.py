@@ -14,11 +14,11 @@ _SUMS = ("dropped", "entropy", "confidence")  # Sums over tokens.
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Return the terms of each group that `figures` sums over groups, [G, 6 + X].
+    """Return the terms of each group that `figures` adds up over all groups, [G, 6 + X].
 
-    The first three are the loss, 1 if the group has a real token, and the number of real tokens. The next three are
-    sums over real tokens of: the fraction of dropped choices, the entropy of the router's probabilities, and the
-    largest probability. The last X are the numbers of choices of the experts.
+    The first three terms are the loss, 1 if the group has a real token (otherwise 0), and the number of real tokens.
+    The next three terms are sums over the real tokens: of the fraction of dropped choices, of the entropy of the
+    router's probabilities, and of the largest probability. The last X terms are the number of choices of each expert.
     """
     real = every_token(logits, mask)
     scores = log_scores(finite(logits[..., : config.experts]), config)
@@ -35,9 +35,10 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
 def figures(
     summary: jax.Array, places: GroupedSpecs, config: MoEConfig, *, padded: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Reduce the summaries of all groups to mean loss and statistics, by one all-reduce over the mesh axes of G.
+    """Reduce the summaries of all groups to the mean loss and statistics, by one all-reduce over the mesh axes of G.
 
-    If training updates the bias for choosing experts, the statistics include "sent" [X], the choices of each expert.
+    If training updates the bias for choosing experts, the statistics include "sent" [X], the number of choices of each
+    expert.
     """
     spec = places.per_group("S")
     # With this via each device sums its own groups first, so that the all-reduce does not grow with their number.
@@ -52,13 +53,13 @@ def figures(
 
 
 def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
-    """Return the statistics of a layer without tokens: all 0."""
+    """Return the statistics of a layer without tokens, which are all 0."""
     of_experts = ("load", *["sent"] * bool(config.bias_rate))
     return {**dict.fromkeys(of_experts, jnp.zeros(config.experts)), **dict.fromkeys(_SUMS, jnp.float32(0))}
 
 
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Count the choices of each expert, whether or not they got a slot: [G, X]."""
+    """Count the choices of each expert in each group, [G, X]; choices that got no slot are counted too."""
     waited = (routing.slot >= 0).astype(jnp.float32)
     # In expert choice, choice i is expert i, which saves a look-up whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
@@ -66,7 +67,10 @@ def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Return the fraction of each token's choices without a slot, [G, L]; in expert choice, 1 if no expert took it."""
+    """Return the fraction of each token's choices that got no slot, [G, L].
+
+    In expert choice, this is 1 for a token that no expert took, and otherwise 0.
+    """
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of this package's functions, before tracing."""
+"""Checks of the arguments of this package's functions, which run before the functions are traced."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -24,10 +24,10 @@ def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = 
 
 
 def settings(doing: str, config: Any) -> MoEConfig:
-    """Return the argument after checking that it is a MoEConfig.
+    """Return `config` after checking that it is a MoEConfig.
 
     Raises:
-        PlanError: the argument is not a MoEConfig.
+        PlanError: `config` is not a MoEConfig.
     """
     if not isinstance(config, MoEConfig):
         raise PlanError(
@@ -110,7 +110,7 @@ def prng_key(doing: str, key: Any) -> None:
 
 
 def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
-    """Raise an error if the moe section of a layout lacks keys.
+    """Raise an error if the moe section of a layout lacks one of the keys `names`.
 
     Raises:
         PlanError: keys are missing; the message names them.
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether an array's values can be read: it is not traced, and this host has all of it."""
+    """Return whether an array's values can be read, because the array is not traced and this host has all of it."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

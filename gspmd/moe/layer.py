@@ -50,40 +50,44 @@ def expert_layer(
         y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
 
     If groups and experts are sharded over the same mesh axes, a forward pass has two all-to-alls and one small
-    all-reduce of losses and loads, plus collectives within experts if the layout shards their weights. Under lowering
-    `looped` slots are sent in chunks, and one chunk is multiplied while others are sent (`experts.chunks.chunks_of`).
-    With dispatch `dropless`, rows sorted by expert and their numbers are sent instead of slots (`paths.by_rows`).
-    Shared experts (`config.shared`), which every token uses, are a separate dense layer that this function does not
-    compute.
+    all-reduce of losses and loads. If the layout also shards the experts' weights, there are collectives within experts
+    too. Under lowering `looped`, slots are sent in chunks, and one chunk is multiplied while others are sent
+    (`experts.chunks.chunks_of`). With dispatch `dropless`, the layer sends rows sorted by expert, and the number of
+    rows of each expert, instead of slots (`paths.by_rows`). Shared experts (`config.shared`), which every token uses,
+    are a separate dense layer that this function does not compute.
 
     Args:
-        x: [G, L, E], sharded as `layout.groups`: G groups of L tokens, each on one device. Tokens and the experts'
-            weights are cast to their joint dtype, in which slots are also sent.
-        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
-            activation; "router_noise" [E, X], float32, for noisy-top-k; "router_bias" and "choice_bias" [X], float32,
-            if the config has them. If products have biases, also "b_in" [X, F], "b_out" [X, E], and "b_gate" [X, F]; a
-            token's gate multiplies an expert's output including its bias. The experts' weights may be int8, with
-            float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. Such weights are moved
-                as int8, cast to the tokens' dtype for the products, and have no gradient.
-        layout: the moe section of a layout, with the lines router, groups, dispatched, expert_input, w_in, w_gate,
-            hidden and w_out; b_in and b_out for biases or int8 weights; router_bias and choice_bias if the config has
-            them; and optionally router_noise, in_via and out_via.
+        x: [G, L, E], G groups of L tokens, sharded as `layout.groups`, so that each group is on one device. Tokens and
+            the experts' weights are cast to their joint dtype. Slots are sent in this dtype.
+        weights: a mapping with "router" [E, X], float32, "w_in" [X, E, F] and "w_out" [X, F, E]. A gated activation
+            needs "w_gate" [X, E, F], and router noisy-top-k needs "router_noise" [E, X], float32. If the config has a
+            `router_bias` or a `choice_bias`, the array of this name is [X], float32. If the experts' products have
+            biases, they are "b_in" [X, F], "b_out" [X, E] and, for a gated activation, "b_gate" [X, F]; a token's gate
+            multiplies an expert's output including the bias. The experts' weights may be int8. Their products are then
+            multiplied by float32 scales, which are "s_in" [X, F], "s_out" [X, E] and, for a gated activation, "s_gate"
+            [X, F]. Int8 weights are moved as int8, cast to the tokens' dtype for the products, and have no gradient.
+        layout: the moe section of a layout. It needs the lines router, groups, dispatched, expert_input, w_in, hidden
+            and w_out, and for a gated activation w_gate. Biases or int8 weights need b_in and b_out. A config with
+            `router_bias` or `choice_bias` needs the line of this name. The lines router_noise, in_via and out_via are
+            optional.
         config: the settings of the block, such as router, capacity and form of dispatch.
-        key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
-        train: True for the capacity and the random draws of training, False for evaluation.
+        key: the random key for the random numbers of training: the jitter of the router's input, the draws of the
+            router (such as GShard's second choices), and expert dropout. None for training without random numbers.
+        train: whether to use the capacity and the random numbers of training, instead of those of evaluation.
         mask: [G, L] bool, False for padding, sharded like the tokens; None if every token is real.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
 
     Returns:
         The outputs [G, L, E], sharded like x; 0 for a token that no expert took.
-        The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
-        Statistics of the real tokens: "load" [X], the fraction of choices sent to each expert; "dropped", the fraction
-        of choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens,
-        "entropy" of the router's probabilities in nats, and "confidence", the largest probability. With `bias_rate`
-        also "sent" [X], the number of choices sent to each expert.
+        The weighted auxiliary loss, a float32 scalar. It is the mean over the groups that have a real token.
+        Statistics of the real tokens. "load" [X] is the fraction of choices sent to each expert. "dropped" is the
+        fraction of choices without a slot or, in expert choice, the fraction of tokens that no expert took. "entropy"
+        is the entropy of the router's probabilities in nats, and "confidence" is the largest probability, both averaged
+        over tokens. If `config.bias_rate` is not 0, "sent" [X] is the number of choices sent to each expert.
 
     Raises:
-        LayoutError: the layout shards a group or its slots over several devices, or moves the rows of `dropless` twice.
+        LayoutError: the layout shards a group or its slots over several devices; or, with dispatch `dropless`, it moves
+            rows again after they have arrived at their experts.
         SpecError: the mesh does not divide a size; x has no groups; or x, mask or weights have a wrong shape or dtype.
         PlanError: the activation is unknown, weights are missing, or the key is not a random key.
 
@@ -127,7 +131,7 @@ _WHOLE = Spec(("X",), ((),))
 
 
 def _checked(x, weights, layout, config, key, mask, activation):
-    """Check all arguments; return the tokens, the weights and the mask as arrays."""
+    """Check all arguments, and return the tokens, the weights and the mask as arrays."""
     inputs.settings(_DOING, config)
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
@@ -152,7 +156,7 @@ def _checked(x, weights, layout, config, key, mask, activation):
 def _weights(
     x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Return the weights that router and activation need, after checking their shapes."""
+    """Return the weights that the router and the activation need, after checking their shapes."""
     matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
     quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
     ends = [name.removeprefix("w_") for name in matrices]
@@ -205,9 +209,10 @@ def _of_one_dtype(
 def _logits(
     x, weights, places: GroupedSpecs, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None
 ) -> jax.Array:
-    """Compute the router's logits [G, L, X] in float32; given a key, from inputs with jitter.
+    """Compute the router's logits [G, L, X] in float32.
 
-    With a second matrix, for noise, they are [G, L, 2X]: both products are one equation, so that x is moved only once.
+    If there is a key, the router's inputs are multiplied by random jitter. A router with a second matrix, for noise,
+    has logits [G, L, 2X]. The products with the two matrices are one equation, so that x is moved only once.
     """
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -224,20 +229,20 @@ def _logits(
 
 
 def _with_bias(logits: jax.Array, weights, placed: Spec, specs: SectionSpecs) -> jax.Array:
-    """Add the bias of the router, if it has one."""
+    """Add the router's bias to the logits, if the router has a bias."""
     if "router_bias" not in weights:
         return logits
     return add_bias(logits, weights["router_bias"].astype(jnp.float32), placed, specs.router_bias)
 
 
 def _choice_bias(weights, specs: SectionSpecs) -> jax.Array:
-    """Return the bias for choosing experts, gathered on every device."""
+    """Return the bias for choosing experts, gathered on every device and without a gradient."""
     bias = jax.lax.stop_gradient(weights["choice_bias"].astype(jnp.float32))
     return reshard(bias, Equation.move(specs.choice_bias, _WHOLE))
 
 
 def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask, bias) -> tuple[Routing, jax.Array]:
-    """Return the routing, and the summary of each group (`figures.summarize`)."""
+    """Return the routing, and the summary of each group that `figures.summarize` computes."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     ins = [places.per_group("LX"[: x.ndim - 1]) for x in extra]

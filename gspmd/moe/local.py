@@ -1,4 +1,4 @@
-"""Functions of token groups that run where the groups are, without communication in the forward or backward pass."""
+"""Functions of token groups that run on the devices that hold the groups, without communication in any pass."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,16 +17,16 @@ Body = Callable[..., tuple[jax.Array, ...]]
 def run_local(
     name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Run `body` on each device's groups in a shard_map without collectives; its gradient is a second shard_map.
+    """Run `body` on each device's groups in a shard_map without collectives; the gradient is a second shard_map.
 
-    The gradient is the transpose of the body. This is correct only if a result depends on groups of its own device
-    only, and if no input is replicated over devices with different groups.
+    The gradient is the transpose of the body. This is correct under two conditions. A result may depend only on groups
+    of its own device, and an input that has a gradient must not be replicated over devices with different groups.
 
     Args:
-        name: the computation in notation.
+        name: the name of the computation, with its specs in notation.
         body: a function from arrays to a tuple of arrays. It must be the same object in every call, because it is a
             cache key.
-        in_specs, out_specs: one spec for each array, all of which shard G in the same way.
+        in_specs, out_specs: one spec for each input and one for each result. All specs with G shard it in the same way.
         arrays: the inputs; integers and booleans have no gradient.
 
     Returns:
@@ -72,7 +72,11 @@ def _is_real(x: jax.Array) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
-    """Return the pullback of `body`: from inputs and cotangents of real outputs to cotangents of real inputs."""
+    """Return the pullback of `body`, a function that computes cotangents of inputs from cotangents of outputs.
+
+    Only floating-point arrays have cotangents: `real` says which inputs are floating-point, and `answered` which
+    outputs. The arguments of the pullback are all inputs, followed by the cotangents of the floating-point outputs.
+    """
 
     def pullback(*pieces):
         arrays, cotangents = pieces[: len(real)], pieces[len(real) :]

@@ -1,4 +1,4 @@
-"""The two ways of tokens through the experts: in capacity slots, or dropless in rows sorted by expert."""
+"""The two ways to send tokens through the experts: in capacity slots or, dropless, in rows sorted by expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,8 +33,8 @@ class LayerExperts:
     """The experts of a layer: weights, specs and settings.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for a gated activation, in the tokens' dtype, or int8 with their scales;
-            also their biases, if there are any.
+        weights: "w_in", "w_out" and, for a gated activation, "w_gate". They have the tokens' dtype, or are int8 and
+            come with their scales. If the products have biases, these are included.
         specs: the specs of the moe section of the layout.
         config: the configuration of the layer.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
@@ -49,16 +49,16 @@ class LayerExperts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights before the activation, with the gate first."""
+        """The names of the weights that are used before the activation; the gate's weights come first."""
         return ("w_gate", "w_in") if self.activation in GATED else ("w_in",)
 
     @property
     def flat(self) -> tuple[jax.Array, ...]:
-        """All weights in order, with `w_out` last."""
+        """The weights of all products, in the order of `names`, with `w_out` last."""
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
     def work(self, x: jax.Array, capacity: int, places: GroupedSpecs) -> ExpertWork:
-        """Return the work of the experts for groups with `capacity` slots per expert."""
+        """Return the work of the experts for tokens x [G, L, E], in groups with `capacity` slots per expert."""
         specs, (groups, tokens, size) = self.specs, x.shape
         experts, _, features = self.weights["w_in"].shape
         dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
@@ -86,11 +86,11 @@ class LayerExperts:
 
     @property
     def biases(self) -> tuple[jax.Array, ...]:
-        """The biases in the order of the weights, sharded as in the layout, if the weights have biases."""
+        """The biases in the order of the weights, sharded as in the layout; empty if there are no biases."""
         return tuple(bias for bias, _ in self._beside("b")) if "b_out" in self.weights else ()
 
     def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
-        """Return the scales of int8 weights, sharded like the weights' products; other weights have none."""
+        """Return the scales of int8 weights, sharded like the weights' products; empty if the weights are not int8."""
         if not work.quantized:
             return ()
         return tuple(
@@ -100,17 +100,20 @@ class LayerExperts:
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
-        """The two words of the random key of dropout, if there is dropout."""
+        """One array with the two words of the random key of dropout; empty if there is no dropout."""
         return () if self.key is None else (key_words(self.key),)
 
     def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
-        """Send slots to the experts, compute, and send the outputs back, in one planned program."""
+        """Send slots to the experts, compute, and send the outputs back, in one planned program.
+
+        With dispatch "dropless", `slots` holds rows, and `counts` is one array with the number of rows of each expert.
+        """
         extras = (*counts, *self.scales(work), *self.words)
         return run_experts(context(), work, slots, self.flat, self.biases, extras)
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute tokens [G, L, E] through capacity slots [G, X, C, E]; a choice without a slot adds 0."""
+    """Compute the layer for tokens [G, L, E] with capacity slots [G, X, C, E]; a choice without a slot adds 0."""
     capacity, config = experts.config.capacity(x.shape[1]), experts.config
     slots = _dispatch(x, routing, config, places)
     ctx, work = context(), experts.work(x, capacity, places)
@@ -130,7 +133,10 @@ def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Grouped
 
 
 def _whole() -> bool:
-    """Return whether a body gets only the groups of one device; under `xla` it gets all groups, sharded."""
+    """Return whether the body of `run_local` gets only the groups of one device.
+
+    Under lowering `xla`, the body gets all groups, sharded over the devices.
+    """
     return context().lowering != "xla"
 
 
@@ -181,18 +187,18 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute tokens [G, L, E] as rows sorted by expert, one row per choice; no token is dropped or padded.
+    """Compute the layer for tokens [G, L, E] with one row per choice, sorted by expert; no token is dropped or padded.
 
     If experts are sharded, each group sends one buffer to each shard of the experts. The size of a buffer is static, so
-    it has room for the worst case, L · min(k, X / shards) rows. This is min(shards, X / k) / factor times the bytes of
-    slots with a capacity factor. A ragged all-to-all would send only the k · L rows of each group, but XLA has none on
-    CPUs. If every device holds all experts, nothing is sent.
+    the buffer has room for the worst case, L · min(k, X / shards) rows. All buffers together have min(shards, X / k) /
+    factor times the bytes of slots with a capacity factor. A ragged all-to-all would send only the k · L rows of each
+    group, but XLA has no such operation on CPUs. If every device holds all experts, nothing is sent.
 
-    Lowering `xla` runs the same program, with planned collectives: annotations of global arrays cannot express that
-    each device sorts its own rows.
+    Lowering `xla` runs the same program, with planned collectives, because annotations of global arrays cannot express
+    that each device sorts its own rows.
 
     Raises:
-        LayoutError: the layout moves rows to other devices after their arrival.
+        LayoutError: the layout moves rows to other devices after they have arrived at their experts.
     """
     if context().lowering == "xla":
         with lowering("blocking"):
@@ -223,7 +229,15 @@ def _buffers(x: jax.Array, routing: Routing, experts: LayerExperts) -> tuple[Buf
 
 @dataclass(frozen=True)
 class _Sent:
-    """The rules by which rows are placed in send buffers."""
+    """The rules by which rows are placed in send buffers.
+
+    Attributes:
+        experts: the number of experts, X.
+        shards: the number of devices over which X is sharded.
+        chunks: the number of rows of a buffer that are in each chunk.
+        stays: whether every device has all experts for its groups, so that nothing is sent.
+        choices: the number of experts to which each token is sent, k.
+    """
 
     experts: int
     shards: int
@@ -232,7 +246,10 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Return place and counts like `place_rows`; if nothing is sent, the rows of all groups are sorted together."""
+        """Return the place and the counts, as `place_rows` does.
+
+        If nothing is sent, the rows of all groups are sorted together.
+        """
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

@@ -12,12 +12,12 @@ from gspmd.lowerings.program import context
 
 @dataclass(frozen=True)
 class GroupedSpecs:
-    """Specs of the layer's per-group arrays, in which only G is sharded, over the same mesh axes in all of them."""
+    """Specs of the layer's per-group arrays. Only G is sharded, over the same mesh axes in every array."""
 
     axes: tuple[str, ...]
 
     def per_group(self, dims: str) -> Spec:
-        """Return the spec of an array whose first dimension is G: `per_group("LX")` is "G_xLX"."""
+        """Return the spec of an array with dimension G before `dims`; if `axes` is x, `per_group("LX")` is "G_xLX"."""
         return Spec(("G", *dims), (self.axes, *((),) * len(dims)))
 
     @property
@@ -31,16 +31,19 @@ class GroupedSpecs:
         return self.per_group("XCE")
 
     def random(self) -> jax.P | None:
-        """Return the sharding of random numbers by group, or None under Auto axes, where the compiler infers it."""
+        """Return the sharding for random numbers that are drawn per group.
+
+        Under Auto axes this is None, because the compiler infers the sharding.
+        """
         return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
 
 
 @lru_cache
 def places_of(groups: Spec, dispatched: Spec) -> GroupedSpecs:
-    """Return the per-group specs of a layout, from its specs of the tokens and of their slots.
+    """Return the per-group specs of a layout, given the layout's specs of tokens and of slots.
 
     Raises:
-        LayoutError: the specs shard a dimension other than G, or do not agree.
+        LayoutError: a spec shards a dimension other than G, or the two specs do not shard G in the same way.
     """
     places = GroupedSpecs(groups.axes_of("G") if "G" in groups.dims else ())
     faults = []

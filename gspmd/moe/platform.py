@@ -7,14 +7,15 @@ BLOCKS = (256, 64)
 
 Every product reads all weights of its expert, so blocks should be large. Rows that are computed beyond an expert's last
 row are wasted, so the last blocks should be small. On two CPU cores, blocks of 256 and 64 rows took 1.1 to 1.25 times
-as long as one dense product of all rows; with blocks of 128 only, it was 1.3 to 2 times.
+as long as one dense product of all rows; blocks of 128 rows alone took 1.3 to 2 times as long.
 """
 
 
 def current_platform() -> str:
-    """Return the platform of the mesh in force, or else of JAX's default devices: "cpu", "gpu" or "tpu".
+    """Return the platform, "cpu", "gpu" or "tpu", of the mesh in force or, without a mesh, of JAX's default devices.
 
-    The mesh of an offline topology has the platform of the machine that it describes, not of the machine that compiles.
+    The mesh of an offline topology has the platform of the machine that the topology describes, which may differ from
+    the machine that compiles.
 
     Example:
         >>> current_platform() in ("cpu", "gpu", "tpu")
@@ -28,8 +29,8 @@ def current_platform() -> str:
 def grouped_form() -> str:
     """Return the fastest form of a grouped product: "ragged" on TPUs, and "blocks" where `lax.ragged_dot` is dense.
 
-    On CPUs and GPUs `lax.ragged_dot` multiplies every row by every expert's weights. On an H200, 8 experts take 7.5
-    times as long as a dense product of the rows, and 64 experts 61 times; in blocks it is 3.7 and 5.4 times
-    (docs/gpus.md).
+    On CPUs and GPUs, `lax.ragged_dot` multiplies every row by every expert's weights. On an H200, it takes 7.5 times as
+    long as a dense product of the rows with 8 experts, and 61 times as long with 64 experts. In blocks, the product
+    takes 3.7 times as long with 8 experts, and 5.4 times as long with 64 experts (docs/gpus.md).
     """
     return "ragged" if current_platform() == "tpu" else "blocks"

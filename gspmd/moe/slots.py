@@ -17,15 +17,19 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""With more choices per slot than this, most choices have no slot, and one pass over slots is faster than gathers."""
+"""Number of choices per slot above which a sum over choices is computed by one pass over the slots.
+
+With so many choices per slot most choices have no slot, and the pass is faster than gathers.
+"""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Copy each token's activations to the slots that it was assigned; empty slots are 0.
 
-    Form "sort" scatters the int32 index of each choice to its slot, and gathers the activations of token index // k;
-    its time grows with the number of slots. Form "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with
-    tokens times slots. Both give the same result, and a token with NaN or inf affects only its own slots.
+    Form "sort" scatters the int32 index of each choice to the choice's slot. For each slot, it then gathers the
+    activations of token index // k. Its time grows with the number of slots. Form "onehot" is the papers' einsum
+    GLXC, GLE -> GXCE; its time grows with tokens times slots. The two forms give the same result, and a token with NaN
+    or inf affects only its own slots.
 
     Args:
         x: [G, L, E].
@@ -38,8 +42,9 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
         [G, X, C, E], of x's dtype.
 
     Raises:
-        SpecError: groups, tokens, experts or slots differ from the routing's; or a `Routing` made by hand has a choice
-            outside the experts or slots. (Under jit, where the values are not known, such choices are dropped.)
+        SpecError: the number of groups, tokens, experts or slots differs from that of the routing; or a `Routing` made
+            by hand has a choice outside the experts or slots. (Under jit, where values are not known, such choices are
+            dropped.)
         PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
@@ -52,7 +57,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GSM->EGCM); Switch Transformer, arXiv 2101.03961, appendix F.
 
     Differs: in the einsums the group stays the first dimension, GXCE, so that groups move only in a later reshard. The
-    gradient of the gather is a gather of each token's slots; JAX's transposition would scatter-add activations.
+    gradient of the gather is a gather of each token's slots, while JAX's own gradient would scatter-add activations.
     """
     doing = "dispatch tokens to their slots"
     _check_form(doing, form)
@@ -66,10 +71,12 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """Dispatch a device's own groups; `together` uses one gather for all, if each group is whole on the device.
+    """Dispatch the tokens of a device's own groups.
 
-    After a single gather, the rows of all groups are in memory expert by expert, as an all-to-all sends them and
-    products read them. After one gather for each group they are group by group, and every slot is copied twice.
+    If `together` is True, which requires that each group is whole on the device, there is one gather for all groups.
+    The rows are then in memory expert by expert, in the order in which an all-to-all sends them and products read them.
+    If `together` is False, there is one gather for each group. The rows are then in memory group by group, and every
+    slot is copied twice.
     """
     if form == "onehot":
         by_einsum, by_gather = (partial(f, experts, capacity) for f in (_spread_by_einsum, _spread_by_gather))
@@ -93,8 +100,9 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
 
     Raises:
-        SpecError: groups, experts or slots differ from the routing's, or outputs are not floating-point; or a `Routing`
-            made by hand has a choice outside the experts or slots. (Under jit such choices are dropped.)
+        SpecError: the number of groups, experts or slots differs from that of the routing; the outputs are not
+            floating-point; or a `Routing` made by hand has a choice outside the experts or slots. (Under jit, where
+            values are not known, such choices are dropped.)
         PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
@@ -116,7 +124,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
 @partial(jax.jit, static_argnames=("form", "together"))
 def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False) -> jax.Array:
-    """Combine the outputs for a device's own groups; see `to_slots` for `together`."""
+    """Combine the experts' outputs for a device's own groups; `to_slots` explains `together`."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
         indices = routing.expert, routing.slot, routing.kept
@@ -135,9 +143,9 @@ def _check_form(doing: str, form: str) -> None:
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """Return the routing after checking that it has these groups, tokens, experts and slots.
+    """Return the routing after checking that it fits the array `name` in groups, tokens, experts and slots.
 
-    With another capacity, a slot beyond an expert's last would be a slot of the next expert.
+    The capacity is checked because a slot beyond the last slot of an expert would be a slot of the next expert.
     """
     if not isinstance(routing, Routing):
         raise SpecError(f"cannot {doing}: routing is not a Routing.\n  Pass the result of gspmd.moe.route.")
@@ -160,7 +168,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Check a routing made by hand if its values are known; in a traced one, drop choices outside the slots."""
+    """Check a routing that was made by hand, or drop its choices outside the slots if its values are traced."""
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -180,15 +188,16 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
 
 
 Form = Callable[..., jax.Array]
-"""(*floating-point arrays, *indices) -> an array. It must not close over arrays, so that it is static under jit."""
+"""A function (*floating-point arrays, *indices) -> array. It closes over no arrays, so that it is static under jit."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _if_finite(by_einsum: Form, by_gather: Form, values: tuple[jax.Array, ...], indices: tuple) -> jax.Array:
     """Compute by an einsum if every value is finite, and otherwise by gathers, with the same result.
 
-    A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: a single expert or token that is
-    not finite would turn its whole group into NaN, in both passes. A gather reads only the rows that it needs.
+    A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN. So a single expert or token with
+    a value that is not finite would turn its whole group into NaN, in the forward and in the backward pass. A gather
+    reads only the rows that it needs.
     """
     return _by_either(by_einsum, by_gather, values, *values, *indices)
 
@@ -226,7 +235,7 @@ def _collect_by_einsum(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _one_hot(values: jax.Array, expert, slot, kept, experts: int, capacity: int) -> jax.Array:
-    """Place values [G, L, k] at their experts and slots: [G, L, X, C]."""
+    """Place the values [G, L, k] of choices at the choices' experts and slots: [G, L, X, C]."""
     weights = jnp.where(kept, values.astype(jnp.float32), 0)
     at_expert = jax.nn.one_hot(expert, experts, dtype=jnp.float32) * weights[..., None]
     at_slot = jax.nn.one_hot(slot, capacity, dtype=jnp.float32)
@@ -249,11 +258,13 @@ def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
-    """Return the index maps from slots to choices and from choices to slots; one past the last index means none.
+    """Return two index maps, from slots to choices and from choices to slots; one past the last index means none.
 
     Returns:
-        holder: [G, X·C] int32, for each slot the number token · k + choice of its choice, or L·k if it is empty.
-        place: [G, L, k] int32, for each choice its row expert · C + slot, or X·C if it has no slot.
+        holder: [G, X·C] int32, the choice that each slot holds, as the number token · k + choice; L·k for an empty
+            slot.
+        place: [G, L, k] int32, the slot of each choice, as the number expert · C + slot; X·C for a choice without a
+            slot.
     """
     groups, tokens, choices = expert.shape
     place = jnp.where(kept, expert * capacity + slot, experts * capacity)
@@ -264,7 +275,13 @@ def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, cap
 
 
 def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Return `_rows` for all groups together: holder [1, X·G·C], place [1, G·L, k]; the row is (x·G + g)·C + slot."""
+    """Return the index maps of `_rows` for all groups together.
+
+    Returns:
+        holder: [1, X·G·C] int32, the choice that each slot holds; the number of a slot is (expert · G + group) · C +
+            slot.
+        place: [1, G·L, k] int32, the slot of each choice.
+    """
     groups, tokens, choices = routing.expert.shape
     group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
     size, number = experts * groups * capacity, jnp.arange(groups * tokens * choices, dtype=jnp.int32)
@@ -274,24 +291,24 @@ def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.A
 
 
 def _apart(rows: jax.Array) -> jax.Array:
-    """Keep rows in tiles of 8 on TPUs, by a barrier before they are reshaped to slots.
+    """Keep rows in tiles of 8 on TPUs, by an optimization barrier between the rows and their reshaping to slots.
 
-    The rows of a tile of `[X, G, C, E]` lie along one dimension only: with 4 groups of one slot, half of each tile
-    would be empty.
+    Without the barrier, rows would have the tiles of `[X, G, C, E]`, in which the rows of a tile lie along one
+    dimension only. With 4 groups of one slot, half of each tile would be empty.
     """
     return jax.lax.optimization_barrier(rows) if current_platform() == "tpu" else rows
 
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Gather rows by index; an index past the end gives 0."""
+    """Gather rows by index; an index past the end gives zeros."""
     if not len(rows):  # with capacity 0: XLA cannot gather from an empty array
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the token of each row's choice, [G, R], or L for an empty row."""
+    """Return the token whose choice each row holds, [G, R]; L for an empty row."""
     _, tokens, choices = place.shape
     return holder // choices if choices else jnp.full_like(holder, tokens)
 
@@ -302,8 +319,8 @@ def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
 
     Args:
         x: [G, L, E].
-        holder: [G, R] int32, for each row the number token · k + choice of its choice, or L · k if it is empty.
-        place: [G, L, k] int32, the inverse: for each choice its row, or R if it has none.
+        holder: [G, R] int32, the choice that each row holds, as the number token · k + choice; L · k for an empty row.
+        place: [G, L, k] int32, the inverse of `holder`: the row of each choice, or R for a choice without a row.
 
     Returns:
         [G, R, E], of x's dtype.
@@ -333,7 +350,7 @@ def collect(rows: jax.Array, gate: jax.Array, holder: jax.Array, place: jax.Arra
     Args:
         rows: [G, R, E].
         gate: [G, L, k] float32.
-        holder, place: see `spread`.
+        holder, place: the index maps that `spread` explains.
 
     Returns:
         [G, L, E], of the rows' dtype.
@@ -363,7 +380,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Sum gate · row over each token's choices, or the rows if gate is None: [G, R, E] to [G, L, E] float32."""
+    """Sum gate · row over each token's choices, [G, R, E] to [G, L, E] float32; if gate is None, sum the rows."""
     groups, tokens, choices = place.shape
     if tokens * choices > SPARSE * holder.shape[1]:
         weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]

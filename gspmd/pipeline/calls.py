@@ -1,4 +1,4 @@
-"""Planned programs inside a shard_map over some mesh axes, with a separate function for each call."""
+"""Give each call of a planned program a function of its own, inside a shard_map over some of the mesh axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from gspmd.tracing.jaxprs import all_equations, changed_inside, inner_jaxprs
 
 
 def apart(function: Callable, *arrays: Any) -> Any:
-    """Call a function in which each call of a planned program gets its own copy of that program.
+    """Call a function, in which each call of a planned program gets its own copy of the program.
 
     libtpu 0.0.42 does not inline a function of more than about twenty operations that is called from two places. If
     such a function contains a shard_map inside the manual axes of another shard_map, the partitioner ends the process:

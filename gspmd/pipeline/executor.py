@@ -1,14 +1,15 @@
 """Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
 
-Every stage computes in every slot of a tick, and its results are masked if the stage has no microbatch in the slot: if
-a permute stood in a branch that only some devices take, it would wait for the other devices. Gradients are computed
-here too, chunk by chunk, by `jax.vjp` of a chunk's forward pass. The forward pass is recomputed from the chunk's
-input, so for each microbatch in flight a stage holds only the input of a chunk.
+The module `schedule` explains ticks and slots. Every stage computes in every slot of a tick. If a stage has no
+microbatch in a slot, the stage's results are masked. This is not a branch, because a permute in a branch that only some
+devices take would wait for the other devices. Gradients are computed here too, chunk by chunk, by `jax.vjp` of a
+chunk's forward pass. The forward pass is recomputed from the chunk's input, so for each microbatch in flight a stage
+holds only the input of a chunk.
 
 Several stacks of blocks, such as an encoder and a decoder, are several pipelines through the same stages, one after the
-other. The output of a stack goes from the last stage back to the first. From there it goes unchanged through all stages
-next to the stream of the next stack, because every chunk of this stack reads it. Its gradient returns in the same way,
-and each stage adds its contribution.
+other. The output of a stack goes from the last stage back to the first stage. From there, this output goes unchanged
+through all stages, together with the stream of the next stack, because every chunk of the next stack reads it. The
+gradient of the output returns in the same way, and each stage adds its contribution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,10 @@ class StageResults(NamedTuple):
     """The results of one stage of the pipeline after the last tick.
 
     Attributes:
-        loss: the stage's summand of the loss: the losses of its chunks and, in the last stage, the loss of the model.
-        figures: for each stack, the metrics of the stage's chunks, [rounds, layers, ...], as a summand of the mean over
-            microbatches.
+        loss: the stage's summand of the loss, which has the losses of the stage's chunks and, in the last stage, the
+            loss of the model.
+        figures: for each stack, the metrics of the stage's chunks, [rounds, layers, ...]. They are summands of the mean
+            over the microbatches of all pipelines.
         shared: the stage's summand of the gradients of shared weights; None if only forward passes ran.
         weights: for each stack, the stage's summand of the gradients of weights; None if only forward passes ran.
     """
@@ -53,14 +55,15 @@ class _Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineExecutor:
-    """The program of one stage of a pipeline, as its shard_map is traced.
+    """The program of one stage of a pipeline, which is called while the pipeline's shard_map is traced.
 
     Attributes:
         stages: the functions to compute in a stage, for each stack of blocks.
         schedules: the order in which these functions run, for each stack.
         axis: the mesh axis over which layers are split into stages.
         streams: the spec of the tensor that a stage sends to the next stage, for each stack.
-        batches: number of microbatches over which the loss is averaged, over all pipelines that run side by side.
+        batches: number of microbatches over which the loss is averaged. All pipelines that run side by side are
+            counted.
     """
 
     stages: tuple[Stages, ...]
@@ -70,7 +73,13 @@ class PipelineExecutor:
     batches: int
 
     def __call__(self, shared: Tree, weights: tuple[Tree, ...], batches: Tree) -> StageResults:
-        """Run all ticks on this stage's weights [rounds, layers, ...] of each stack and all microbatches [M, ...]."""
+        """Run all ticks of this stage.
+
+        Args:
+            shared: the weights that every stage has.
+            weights: for each stack, the weights of this stage, [rounds, layers, ...].
+            batches: all microbatches, [M, ...].
+        """
         trains = self.schedules[0].name != "forward"
         carry, stacks = self._begin(shared, weights, batches, trains)
         for ticks in phases(self.schedules):

@@ -1,10 +1,10 @@
 """Send stacked layers to the stages that compute them; with several rounds, a stage computes several runs of layers.
 
-Stage q of S stores N/S consecutive layers of N, from layer q·N/S on. R rounds divide the layers into R·S chunks, and
-stage s computes chunk r·S + s in round r. So each stage stores R chunks and computes R chunks. The storing and the
-computing stages are the two sides of a bipartite graph, with one edge for each chunk to send. If no vertex has more
-than D edges, the graph splits into D matchings (Kőnig), and each matching is one permute. So the number of permutes is
-the largest number of chunks that any stage has to send.
+Of N layers and S stages, stage q stores N/S consecutive layers, from layer q·N/S on. R rounds divide the layers into
+R·S chunks, and stage s computes chunk r·S + s in round r. So each stage stores R chunks and computes R chunks. The
+storing and the computing stages are the two sides of a bipartite graph, with one edge for each chunk to send. If no
+vertex has more than D edges, the graph splits into D matchings (Kőnig), and each matching is one permute. So the number
+of permutes is the largest number of chunks that any stage has to send.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class StageChunk(NamedTuple):
 
     Attributes:
         source: the stage that stores the chunk.
-        place: the index of the chunk among those that this stage stores.
+        place: the index of the chunk among the chunks that stage `source` stores.
         target: the stage that computes the chunk.
         round: the round in which the chunk is computed.
     """
@@ -48,14 +48,16 @@ class StageChunk(NamedTuple):
 
 
 def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
-    """Send consecutive layers [N, ...] of each stage to the stages that compute them in R rounds, for `pipelined`.
+    """Send layers [N, ...] from the stages that store them to the stages that compute them in R rounds.
+
+    The result has the form in which `pipelined` takes weights.
 
     A chunk that the same stage stores and computes is not sent. The other chunks are sent by the smallest possible
     number of permutes of one chunk each, at most R - ⌊R/S⌋. The gradient returns in the same number of permutes.
 
     Args:
         x: [N, ...]; each stage stores N/S consecutive layers.
-        spec: the spec of x, such as `"N_pEF_x"`; the first dimension is over the mesh axis of the stages.
+        spec: the spec of x, such as `"N_pEF_x"`; its first dimension is sharded over the mesh axis of the stages.
         rounds: R, the number of chunks that a stage computes.
 
     Returns:
@@ -74,7 +76,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), §2.2, for the chunks; Kőnig 1916 for the matchings.
     Differs: in the paper a stage stores the chunks that it computes. Here layers are stored in order for any number of
-        rounds, as in layouts without stages; the price is the permutes.
+        rounds, as in layouts without stages; the permutes are the cost of this order.
     """
     ctx = context()
     if (whole(rounds) or 0) < 1:
@@ -110,7 +112,7 @@ class _Interleaved:
 
 
 def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """Send layers [N, ...] to the stages that compute them, as [R, N/R, ...]; with `back`, send them the other way."""
+    """Send layers [N, ...] to the stages that compute them, as [R, N/R, ...]; with `back`, send [R, N/R, ...] back."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -131,7 +133,10 @@ _routed = planned_op(
 
 @lru_cache(maxsize=1024)
 def _body(axes: tuple[str, ...], stages: int, rounds: int, step: Step, back: bool) -> Callable[[jax.Array], jax.Array]:
-    """Return the permutes on one device; they are cached, so that equal permutes share one compiled program."""
+    """Return a function that runs the permutes on one device.
+
+    Functions are cached, so that equal permutes share one compiled program.
+    """
     stay, *permutes = routes(stages, rounds)
     if back:
         stay, *permutes = (tuple(StageChunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))
@@ -169,7 +174,9 @@ def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
 
 @lru_cache(maxsize=256)
 def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the chunks that are not sent, then those of each permute: at most one for each sender and each receiver.
+    """Return the chunks that are not sent, followed by the chunks of each permute.
+
+    In a permute, a stage sends at most one chunk and receives at most one chunk.
 
     >>> stay, permute = routes(stages=2, rounds=2)
     >>> [(chunk.source, chunk.target) for chunk in permute]
@@ -186,7 +193,7 @@ def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Split the edges of a bipartite multigraph into as many matchings as its largest degree.
+    """Split the edges of a bipartite multigraph into as many matchings as the largest degree of its vertices.
 
     Args:
         edges: pairs (source, target); sources and targets are numbered separately.
@@ -199,7 +206,7 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
         [[0, 2], [1]]
 
     Source: Kőnig 1916. If the two ends of an edge are free in different matchings, swapping these matchings along a
-        path makes one of them free at both ends.
+        path makes one of the two matchings free at both ends of the edge.
     """
     ends = [((0, source), (1, target)) for source, target in edges]
     taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # for each vertex, its edge in each matching

@@ -1,4 +1,4 @@
-"""The loss of a pipeline, as a function that JAX can differentiate; the schedule computes its gradients."""
+"""The loss of a pipeline, as a function that JAX can differentiate; gradients are computed as the schedule says."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,26 +40,27 @@ def pipelined(
         x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
         loss = last(shared, x, batch), mean over batches stage S - 1
 
-    With `Stages.chunk_reads_shared`, `chunk` gets `shared` before these arguments.
+    If `Stages.chunk_reads_shared` is True, `chunk` gets `shared` as its first argument, before the arguments above.
 
-    The three functions get arrays that are global over the other mesh axes, if there are any, and may call any
-    operation of gspmd. In each tick a stage sends x to the next stage, and the gradient of its input to the previous
-    stage, by one permute each. Gradients of all microbatches are added up on the devices of the weights. Every stage
-    has a copy of `shared`, and the gradients of `shared` are summed over the stages once. Along the mesh axes `data`,
-    pipelines run side by side, each on its own sequences, and the loss is the mean over them. Gradients are returned as
-    partial sums over `data`, which the caller reduces.
+    The three functions of `Stages`, `first`, `chunk` and `last`, may call any operation of gspmd. Their arrays are
+    global over all mesh axes other than `axis` and `data`. In each tick a stage sends x to the next stage, and the
+    gradient of its input to the previous stage, by one permute each. Gradients of all microbatches are added up on the
+    devices of the weights. Every stage has a copy of `shared`, and the gradients of `shared` are summed over the stages
+    once. Along the mesh axes `data`, pipelines run side by side, each on its own sequences, and the loss is the mean
+    over all pipelines. Gradients are returned as partial sums over `data`, which the caller reduces.
 
     Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each stack has chunks in every
-    stage, and a microbatch goes through all stages for the first stack and then through all stages for the second.
-    Every chunk of the second stack reads the output y of the first, which goes from stage to stage together with x:
+    stage. A microbatch goes through all stages for the first stack, and then through all stages for the second stack.
+    Every chunk of the second stack reads the output y of the first stack, which goes from stage to stage together with
+    x:
 
         y = chunk(weights[0][r, s], y, batch, r·S + s)       first stack, whose first() makes y
         x = chunk(weights[1][r, s], x, batch, r·S + s, y)    second stack, whose last() returns the loss
 
     Args:
         stages: the three functions; for several stacks, a sequence of them.
-        schedule: the work of each stage in each tick, for one stack; for several stacks, `Schedule.in_stacks` derives
-            their schedules from it. If the loss is not differentiated, only forward passes run.
+        schedule: the work of each stage in each tick, for a single stack. For several stacks, `Schedule.in_stacks`
+            derives the schedule of each stack from it. If the loss is not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
         stream: the spec of x; for several stacks, a sequence with the spec of each stack's x.
         shared: a spec for every array of the shared weights, in the same tree.
@@ -67,22 +68,23 @@ def pipelined(
             and the specs do not mention them: `"BLE"` is the stream of one pipeline.
 
     Returns:
-        A function (shared, weights, batches) -> (loss, metrics). Its arguments are
-        `shared`: arrays sharded as their specs say;
-        `weights`: arrays [R, N, ...] whose N is sharded over `axis` first: chunk r·S + s is rows s·N/S to (s+1)·N/S of
-        round r;
-        `batches`: arrays [M, ...], sharded over `data` as their types say.
+        A function (shared, weights, batches) -> (loss, metrics).
+        Its argument `shared` has arrays that are sharded as the specs `shared` say.
+        Its argument `weights` has arrays [R, N, ...], whose N is sharded over `axis` first. The weights of chunk
+        r·S + s are rows s·N/S to (s+1)·N/S of round r.
+        Its argument `batches` has arrays [M, ...], which are sharded over `data` as their types say.
         The types of `shared` and `weights` must be `reduced` over `data`. The results are the mean loss of the
         microbatches, and the mean metrics [R, N, ...] of the chunks. For several stacks, weights and metrics are
-        tuples, with a tree for each stack. `shared` and `weights` can be differentiated in reverse mode; the metrics
-        have no gradient.
+        tuples, with a tree for each stack. The loss can be differentiated with respect to `shared` and `weights`, in
+        reverse mode; the metrics have no gradient.
 
     Raises:
-        PlanError: a spec leaves a dimension open (`E_?`); a stack has no spec; or a stack other than the last has
-            `last`, or the last has none. The returned function raises PlanError if weights are not given for each
-            stack; if the mesh lacks `axis` or an axis of `data`; if the size of `axis` is not the number of stages; or
-            if a weight is not `reduced` over `data`, which needs Explicit mesh axes. If the mesh has further axes, it
-            also raises PlanError if an operation has lowering `"xla"` under Auto axes or in schedule `"zero-bubble"`.
+        PlanError: a spec leaves a dimension open (`E_?`); a stack has no spec; a stack other than the last one has the
+            function `last`; or the last stack has no function `last`. The returned function raises PlanError in these
+            cases: weights are not given for each stack; the mesh lacks `axis` or an axis of `data`; the size of `axis`
+            is not the number of stages; or a weight is not `reduced` over `data`, which needs Explicit mesh axes. If
+            the mesh has further axes, the returned function also raises PlanError for an operation with lowering
+            `"xla"`, under Auto axes or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -100,8 +102,8 @@ def pipelined(
         12.0
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), §2.2.
-    Differs: all stages run one program, which computes `first` and `last` in every stage and keeps the results of one.
-        In the backward pass of a chunk, its forward pass is recomputed from its input.
+    Differs: all stages run one program, which computes `first` and `last` in every stage and keeps the results of one
+        stage. The backward pass of a chunk recomputes the chunk's forward pass from the chunk's input.
     """
     alone = isinstance(stages, Stages)
     stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)
@@ -166,7 +168,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
     """Sum an array over its leading dimension, which is sharded over mesh axes.
 
     Args:
-        spec: the spec of the dimensions after the leading one (and after the second one, if `kept` is given).
+        spec: the spec of the dimensions after the leading one or, if `kept` is not None, after the first two.
         x: the array.
         axes: the mesh axes of the leading dimension.
         kept: the mesh axes of a second leading dimension, which is not summed; None if there is no such dimension.
@@ -185,7 +187,7 @@ def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
 
 
 def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
-    """Make a partial sum over mesh axes from an array whose leading dimension has one summand for each device."""
+    """Make a partial sum over the mesh axes `data` from an array whose leading dimension has a summand per device."""
     if not data:
         return x[0]
     _, *partitions = jax.typeof(x).sharding.spec.partitions
@@ -201,9 +203,9 @@ def _whole(x: jax.Array) -> jax.Array:
 def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> StageResults:
     """Run the executor in a shard_map over the axes of the stages and of the data, and over no other axes.
 
-    JAX 0.10.2 has no partial sums in a shard_map over only some axes. So this shard_map includes the axes of the data:
-    each device adds up its own summand, and the results have a dimension of summands, which comes first or, for shared
-    weights, second, after the dimension of the stages.
+    JAX 0.10.2 has no partial sums in a shard_map over only some axes. So this shard_map includes the axes of the data,
+    and each device adds up its own summand. The results have a dimension of summands. This dimension comes first or,
+    for shared weights, second, after the dimension of the stages.
 
     In a shard_map over some Explicit axes, JAX gathers arguments and results along the other axes. So the other axes
     are Auto where arrays enter and leave.

@@ -10,7 +10,7 @@ from gspmd.lowerings.program import mapped
 
 
 def cut_batch(tokens: jax.Array, spec: str | Spec, count: int) -> jax.Array:
-    """Cut tokens [B, L] into microbatches [M, B/M, L], each with a part of every device's sequences.
+    """Cut tokens [B, L] into microbatches [M, B/M, L], each of which has a part of every device's sequences.
 
     Args:
         tokens: [B, L], or with other dimensions after B.

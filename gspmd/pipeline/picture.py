@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure  # slow to import, and only needed for pictures
 
 Ticks = Sequence[Mapping[str, Sequence[Any]]]
-"""The slots of each tick by kind: for each stage the `Work` that it does, or None."""
+"""For each tick, a mapping from kind of work to slot. A slot has the `Work` of each stage, or None if the stage waits.
+"""
 
 _COLOURS = {
     "forward": ("#cfe3f7", "#2f6fb0"),
@@ -18,10 +19,11 @@ _INK, _IDLE = "#1f2933", "#eef0f2"
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """Draw a schedule as text: F3 is the forward pass of microbatch 3, B3 its backward pass, a dot a waiting stage.
+    """Draw a schedule as text.
 
-    If backward passes are split, W3 is the part that computes gradients of weights. Bars separate ticks. With several
-    rounds, a letter names the round: F3a is in the first round.
+    F3 is the forward pass of microbatch 3, B3 is its backward pass, and a dot is a waiting stage. If backward passes
+    are split, W3 is the part that computes gradients of weights. Bars separate ticks. With several rounds, a letter
+    names the round, so that F3a is in the first round.
 
     Args:
         title: the first line of the text.
@@ -46,14 +48,14 @@ def _has_rounds(ticks: Ticks) -> bool:
 
 
 def _name(kind: str, work: Any, several: bool) -> str:
-    """Return the text of a slot, such as `F3`."""
+    """Return the text of a stage's work in a slot, such as `F3`."""
     if work is None:
         return "."
     return f"{kind[0].upper()}{work.microbatch}{chr(ord('a') + work.round) if several else ''}"
 
 
 def figure(title: str, ticks: Ticks) -> "Figure":
-    """Draw a schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is gray.
+    """Draw a schedule as a matplotlib figure, in which time runs to the right, stages are rows, and waiting is gray.
 
     Args:
         title: the title of the figure.

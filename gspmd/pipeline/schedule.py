@@ -5,7 +5,8 @@ without this work wait. A stage computes `rounds` chunks of layers: in round r, 
 microbatch goes round the stages `rounds` times.
 
 If a model has several stacks of blocks, such as an encoder and a decoder, a stage has chunks of each stack. A
-microbatch goes through all stages for the first stack, and then for the second; each stack has its own slots in a tick.
+microbatch goes through all stages for the first stack, and then through all stages for the second stack. Each stack has
+its own slots in a tick.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,12 +53,13 @@ class Schedule:
     Attributes:
         name: one of `SCHEDULES`, or `"forward"` for the forward pass alone.
         stages: S, the number of devices along the mesh axis of the pipeline.
-        microbatches: M, the number of parts of a batch, which follow one another.
+        microbatches: M, the number of microbatches, the parts of a batch that go through the stages one by one.
         rounds: R, the number of chunks of layers in each stage.
-        ticks: for each tick, its slots by kind: `"forward"`, `"backward"` and, if backward passes are split,
-            `"weights"`. In this case `"backward"` computes gradients of inputs, and `"weights"` gradients of weights.
-            If a tick lacks a kind, no stage does this kind of work in it.
-        stack: the index of the stack of blocks whose work this is, from 0 (see `in_stacks`).
+        ticks: for each tick, a mapping from kind of work to slot. The kinds are `"forward"`, `"backward"` and, if
+            backward passes are split, `"weights"`. If they are split, `"backward"` computes gradients of inputs, and
+            `"weights"` computes gradients of weights. If a tick lacks a kind, no stage does this kind of work in the
+            tick.
+        stack: the index, from 0, of the stack of blocks to which this work belongs (see `in_stacks`).
         stacks: the number of stacks that a microbatch goes through.
 
     Example:
@@ -74,11 +76,11 @@ class Schedule:
     Source: GPipe, Huang et al. 2019 (arXiv 1811.06965), §2.3; 1F1B, Narayanan et al. 2019 (PipeDream, SOSP), §3.2, and
         its interleaved form, Narayanan et al. 2021 (arXiv 2104.04473), §2.2; the split backward pass, Qi et al. 2023
         (arXiv 2401.10241), §2.
-    Differs: stages run in lockstep, so a tick of 1F1B has a slot for a forward pass and a slot for a backward pass, and
-        in the first and last ticks some stages wait in one of the two. The time is the same as in the papers, but stage
-        s holds 2(S - 1 - s) + 1 microbatches instead of S - s. In zero-bubble all stages compute gradients of weights
-        in the same ticks, so that no stage waits in these slots; for forward passes and gradients of inputs stages wait
-        as in 1F1B.
+    Differs: stages run in lockstep, so a tick of 1F1B has a slot for a forward pass and a slot for a backward pass. In
+        the first and last ticks, some stages wait in one of the two slots. The time is the same as in the papers, but
+        stage s holds 2(S - 1 - s) + 1 microbatches instead of S - s. In zero-bubble, all stages compute gradients of
+        weights in the same ticks, so that no stage waits in these slots. In slots for forward passes and for gradients
+        of inputs, stages wait as in 1F1B.
     """
 
     name: str
@@ -94,11 +96,12 @@ class Schedule:
         """Make the table of a schedule.
 
         Args:
-            name: `"gpipe"`, all forward passes and then all backward passes; `"1f1b"`, each backward pass as early as
-                possible; `"zero-bubble"`, 1F1B with split backward passes; `"forward"`, only forward passes.
+            name: the kind of schedule. `"gpipe"` runs all forward passes and then all backward passes; `"1f1b"` runs
+                each backward pass as early as possible; `"zero-bubble"` is 1F1B with split backward passes;
+                `"forward"` runs only forward passes.
             stages: S, the number of stages.
-            microbatches: M, the number of microbatches; with more than one round, a multiple of S.
-            rounds: R, the number of rounds; with more than one, the schedule is interleaved (also called circular).
+            microbatches: M, the number of microbatches. If there are several rounds, M is a multiple of S.
+            rounds: R, the number of rounds. A schedule with several rounds is interleaved (also called circular).
 
         Raises:
             PlanError: no schedule is called `name`, a number is not a positive integer, or R > 1 and S does not divide
@@ -151,27 +154,36 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The fraction of slots in which a stage waits, counted in the table of ticks: (S - 1) / (R·M + S - 1).
+        """The fraction of slots in which a stage waits, counted in the table of ticks.
 
-        Stages wait in as many forward slots as backward slots, so this is also the fraction of time, for any ratio of
-        the two times. In zero-bubble no stage waits in slots for gradients of weights, and the fraction is 2(S - 1) /
-        (3R·M + 2(S - 1)).
+        The fraction is (S - 1) / (R·M + S - 1). Stages wait in as many forward slots as backward slots. So it is also
+        the fraction of time, whatever the ratio of the times of a forward pass and a backward pass. In zero-bubble, no
+        stage waits in slots for gradients of weights, and the fraction is 2(S - 1) / (3R·M + 2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of a chunk's input, held from its forward to its backward pass, by kind, tick and stage."""
+        """The buffer index of a chunk's input, by kind of work, tick and stage.
+
+        The input is held from the chunk's forward pass to its backward pass.
+        """
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of a backward pass's residuals by kind, tick and stage; gradients of weights need them."""
+        """The buffer index of the residuals of a split backward pass, by kind of work, tick and stage.
+
+        Residuals are held until the gradients of weights, which need them, have been computed.
+        """
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
-        """Assign the first free buffer index to each work, so that as few buffers as possible are needed."""
+        """Assign the first free buffer index to each work, so that as few buffers as possible are needed.
+
+        The buffer is held from the work's slot of kind `begin` to its slot of kind `end`.
+        """
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
@@ -190,7 +202,7 @@ class Schedule:
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
-        """Yield runs of consecutive ticks with the same kinds of work: the kinds, and the range of tick numbers."""
+        """Yield the kinds of work and the tick numbers of every run of consecutive ticks with the same kinds."""
         for ticks in phases([self]):
             yield tuple(self.ticks[ticks[0]]), ticks
 
@@ -210,7 +222,10 @@ class Schedule:
         return text(self.describe(), self.ticks)
 
     def figure(self) -> "Figure":
-        """Draw the schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is gray."""
+        """Draw the schedule as a matplotlib figure, in which time runs to the right, and each stage is a row.
+
+        A stage that waits is gray.
+        """
         return figure(self.describe(), self.ticks)
 
     def save(self, path: str | PathLike) -> None:
@@ -223,7 +238,7 @@ class Schedule:
 
 
 def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
-    """Yield, as ranges of their numbers, runs of consecutive ticks with the same kinds of work in every stack.
+    """Yield the range of tick numbers of every run of consecutive ticks in which each stack has the same kinds of work.
 
     Args:
         schedules: the schedules of all stacks.

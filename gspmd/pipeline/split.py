@@ -1,4 +1,4 @@
-"""Split a function in two: the first part keeps values, from which the second part computes some of the results.
+"""Split a function in two parts; the first part keeps values, from which the second part computes some of the results.
 
 Zero-bubble schedules split a backward pass in this way. The first part computes the gradient of the input, for which
 the previous stage waits; the second part computes gradients of weights, for which no stage waits. Only operations that
@@ -40,8 +40,8 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     JAX can split, such as the gradient of an equation, each part computes the results that it needs.
 
     Args:
-        f: (fixed, moving) -> (early, late).
-        fixed: arguments of both parts; operations that use only these run in both parts.
+        f: (fixed, moving) -> (early, late). The first part computes `early`, and the second part computes `late`.
+        fixed: arguments of both parts. Operations that use only these arguments run in both parts.
         moving: arguments of the first part only.
 
     Returns:

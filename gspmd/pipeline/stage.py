@@ -26,18 +26,19 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Stages:
-    """The computations of a stack of blocks in stages: functions of arrays that are global over the other mesh axes.
+    """The functions that the stages of a pipeline compute for a stack of blocks.
+
+    Their arrays are global over the mesh axes that the pipeline does not use.
 
     Attributes:
         first: (shared, batch) -> x, the input of the first stage, such as an embedding.
         chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
-            scalar that is added to the loss of the last stage. The metrics are a tree of float32 arrays with a row for
-            each layer. In a stack that follows another, `chunk` has a further argument, the output of the previous
-            stack.
-        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None for a stack that is followed by
-            another.
-        chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. `chunk` then
-            gets them as its first argument: (shared, weights, x, batch, number).
+            scalar that is added to the loss of the last stage. `figures` are the metrics, a tree of float32 arrays with
+            a row for each layer. In a stack that follows another stack, `chunk` has a further argument, the output of
+            the previous stack.
+        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None if another stack follows.
+        chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. If True, the
+            arguments of `chunk` are (shared, weights, x, batch, number).
     """
 
     first: Callable[[Tree, Tree], jax.Array]
@@ -51,7 +52,7 @@ class Stages:
 
 
 Streams = tuple[jax.Array, ...]
-"""The arrays that a stage sends to the next: the stack's stream and, if a stack precedes it, that stack's output."""
+"""The arrays that a stage sends to the next stage: the stack's stream and, if any, the output of the previous stack."""
 
 
 class StackState(NamedTuple):
@@ -66,7 +67,7 @@ class StackState(NamedTuple):
 
 
 class StageSums(NamedTuple):
-    """The sums of a stage over all stacks: its loss, and the gradients of shared weights."""
+    """The sums of a stage over all stacks: the stage's loss, and the gradients of shared weights."""
 
     loss: jax.Array
     shared: Tree
@@ -81,7 +82,7 @@ class StageOfStack:
         schedule: the order in which these functions run.
         axis: the mesh axis over which layers are split into stages.
         streams: the specs of the arrays that a stage sends to the next stage.
-        shapes: the shapes of these arrays.
+        shapes: the shapes of the arrays that a stage sends to the next stage.
         batches: number of microbatches over which the loss is averaged.
         shared: the weights that every stage has.
         weights: [rounds, layers, ...], the weights of the stage in this stack.
@@ -101,7 +102,7 @@ class StageOfStack:
     # -- the table ----------------------------------------------------------------------------------------------------
 
     def rows(self, kind: str, ticks: range) -> "TickSlots":
-        """Return the slots of one kind for each of these ticks and each stage; zeros where a stage waits."""
+        """Return the slots of one kind of work for each of these ticks and each stage; zeros where a stage waits."""
         places = self.schedule.inputs, self.schedule.residuals
         table = [
             [
@@ -119,7 +120,7 @@ class StageOfStack:
     # -- ticks --------------------------------------------------------------------------------------------------------
 
     def begin(self, trains: bool) -> StackState:
-        """Return the state before the first tick: zeros."""
+        """Return the state before the first tick: zeros, and None for arrays that are used only if `trains` is True."""
         chunk, some = row_of(self.weights, 0), row_of(self.microbatches, 0)
         x, *before = self.shapes
         _, _, figures = jax.eval_shape(self.stages.run_chunk, self.shared, chunk, x, some, jnp.int32(0), *before)
@@ -149,7 +150,11 @@ class StageOfStack:
     def forward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ended: Streams
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's forward pass; in the first stage, `ended` has the output of the previous stack, if any."""
+        """Compute a chunk's forward pass.
+
+        `ended` has the output of the previous stack, which the first stage reads; it is empty if there is no previous
+        stack.
+        """
         row = self._mine(rows)
         batch = row_of(self.microbatches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
@@ -168,7 +173,10 @@ class StageOfStack:
     def backward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ending: jax.Array | None
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's backward pass; in the last stage, `ending` is the cotangent of the next stack, or None."""
+        """Compute a chunk's backward pass.
+
+        `ending` is the cotangent from the next stack, which the last stage reads; it is None if there is no next stack.
+        """
         row = self._mine(rows)
         number, _, is_last = self._chunk(row)
         x, *before = (row_of(held, row.input) for held in state.inputs)
@@ -204,8 +212,8 @@ class StageOfStack:
         """Compute the backward pass of a chunk from its input.
 
         Returns:
-            The pairs (gradients of the streams, loss, metrics) and (gradient of shared weights, gradient of the chunk's
-            weights).
+            Two tuples, (gradients of the streams, loss, metrics) and (gradient of shared weights, gradient of the
+            chunk's weights).
         """
         streams, batch, number, (cotangent, *beyond), share = moving
         is_first, is_last = self._ends(number)
@@ -252,7 +260,7 @@ class StageOfStack:
         return state._replace(weights=added), sums._replace(shared=shared)
 
     def _sent(self, streams: Streams, by: int) -> Streams:
-        """Send streams to the next stage (by = 1) or to the previous one (by = -1)."""
+        """Send streams to the next stage (by = 1) or to the previous stage (by = -1)."""
         around = self.schedule.rounds > 1
         has_next = self.schedule.stack + 1 < self.schedule.stacks
         # A stack's output goes from the last stage to the first of the next stack, and its gradient back.
@@ -260,7 +268,7 @@ class StageOfStack:
         return tuple(self._sent_one(x, spec, by, around=end) for x, spec, end in zip(streams, self.streams, ends))
 
     def _sent_one(self, x: jax.Array, stream: Spec, by: int, *, around: bool) -> jax.Array:
-        """Send x by one permute, a planned step; with `around`, the first stage follows the last."""
+        """Send x by one permute, which is a planned step; with `around`, the first stage follows the last stage."""
         stages = self.schedule.stages
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         if not around:
@@ -281,7 +289,7 @@ class StageOfStack:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the step that sends a stream to the next or previous stage, by the name of the tensor.
+    """Return the step that sends a stream to the next or previous stage, in a mapping with the key "stream".
 
     Args:
         stream: the spec of the stream within a stage.
@@ -302,7 +310,7 @@ def sent(
 
 
 class TickSlots(NamedTuple):
-    """The slots of one kind: arrays [ticks, stages] from `rows`, [stages] in a tick, scalars in one stage."""
+    """The slots of one kind of work: arrays [ticks, stages] from `rows`, [stages] in a tick, scalars in one stage."""
 
     microbatch: jax.Array
     round: jax.Array
@@ -315,7 +323,7 @@ def row_of(tree: Tree, index: jax.Array | int) -> Tree:
     """Return row `index` of every array.
 
     If there is only one row, its index is the constant 0, so that compilers and the trace see that the row is the same
-    at every tick: a stage with one layer then gathers its weights once, before the loop.
+    at every tick. A stage with one layer then gathers its weights once, before the loop.
     """
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else index, 0, keepdims=False), tree)
 
@@ -341,7 +349,7 @@ def _zeros(x: Any, partition: jax.P, *more: int) -> jax.Array:
 
 @lru_cache(maxsize=1024)
 def _body(axis: str, pairs: tuple[tuple[int, int], ...], step: Step) -> Callable[[jax.Array], jax.Array]:
-    """Return the permute of a step; it is cached, so that equal steps share one compiled program."""
+    """Return the permute of a step; permutes are cached, so that equal steps share one compiled program."""
 
     def body(piece: jax.Array) -> jax.Array:
         if isinstance(step, UnknownStep):

@@ -1,4 +1,4 @@
-"""Grouped products for devices on which `lax.ragged_dot` is dense, such as CPUs: loops over blocks of rows."""
+"""Grouped products as loops over blocks of rows, for devices on which `lax.ragged_dot` is dense, such as CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,10 @@ from gspmd.moe.platform import BLOCKS
 
 
 def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiply each row by its expert's matrix [X, E, F] or its transpose: [R, E] to [R, F], or [R, F] to [R, E]."""
+    """Multiply each row by its expert's matrix in `weights` [X, E, F], or by the transpose if `transposed`.
+
+    Rows [R, E] become [R, F] or, if `transposed`, rows [R, F] become [R, E].
+    """
     ends, contracted = jnp.cumsum(sizes), ((1,), (1 if transposed else 0,))
 
     def of_expert(expert, out):
@@ -59,7 +62,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Return pairs (block size, number of blocks) that together cover `size` rows; the last block may cover more."""
+    """Return pairs (block size, number of blocks) that cover `size` rows; the last block may extend beyond the rows."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
     cuts = []
     for block in large:
@@ -75,7 +78,10 @@ def _tails(rows: int) -> tuple[int, list[int]]:
 
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row to read for a block from row `start`, and a mask [block, 1] of rows in [start, end)."""
+    """Return the first row to read for a block that begins at row `start`, and a mask of the rows in [start, end).
+
+    The mask has shape [block, 1]. The first row to read is before `start` if the block would go past the last row.
+    """
     # dynamic_slice would silently clamp a start too near the end. It is clamped here, so that the mask fits.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Grouped products: rows are sorted by expert, and each is multiplied only by the weights of its own expert."""
+"""Grouped products: rows are sorted by expert, and each row is multiplied only by the weights of its own expert."""
 
 from functools import partial
 
@@ -27,15 +27,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
         y[r] = rows[r] · weights[x]      for sizes[0] + … + sizes[x - 1] <= r < sizes[0] + … + sizes[x]
 
-    Form "ragged" is `lax.ragged_dot`: a grouped kernel on TPUs, but on CPUs and GPUs a product of every row with every
-    expert's weights (docs/gpus.md). Form "blocks" is a loop over blocks of rows of one expert; its time grows only with
-    the number of rows.
+    Form "ragged" is `lax.ragged_dot`. On TPUs it is a grouped kernel, but on CPUs and GPUs it multiplies every row by
+    every expert's weights (docs/gpus.md). Form "blocks" is a loop over blocks of rows of one expert; its time grows
+    only with the number of rows.
 
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
-        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after those of the last expert
-            give 0 and have gradient 0.
+        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows after the last expert's rows give
+            0 and have gradient 0.
         form: "ragged" or "blocks"; None means "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:
@@ -52,7 +52,8 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
     Source: Gale et al., *MegaBlocks*, arXiv 2211.15841, §5 (blocks of rows instead of a capacity).
 
-    Differs: rows are not padded in memory. The last block of an expert may read later rows, but writes only its own.
+    Differs: rows are not padded in memory. The last block of an expert may read rows of later experts, but writes only
+    rows of its own expert.
     """
     doing = "multiply rows by their experts' weights"
     form = grouped_form() if form is None else form
@@ -67,12 +68,12 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
 
 def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times the transposed weights."""
+    """Return the gradient [R, E] of `grouped_matmul` for its rows: the cotangents [R, F] times transposed weights."""
     return _times(grouped_form(), cotangent, weights, sizes.astype(jnp.int32), back=True)
 
 
 def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the gradient [X, E, F] of `grouped_matmul` for its weights, float32, from rows and cotangents [R, F]."""
+    """Return the float32 gradient [X, E, F] of `grouped_matmul` for its weights, from rows and cotangents [R, F]."""
     return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
@@ -106,7 +107,7 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    """Multiply rows by their expert's weights [X, E, F]: [R, E] to [R, F], or with `back` [R, F] to [R, E]."""
+    """Multiply rows by their expert's weights [X, E, F], [R, E] to [R, F]; with `back`, by the transposed weights."""
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
     product = (_ragged_back if back else _ragged)(rows, weights, sizes)

@@ -17,7 +17,9 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """Return the largest number of rows that a group may send to one shard; a token sends an expert at most one row.
+    """Return the largest number of rows that a group may send to one shard of the experts.
+
+    A token sends an expert at most one row.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -31,7 +33,7 @@ class RowSizes:
 
     Attributes:
         sizes: the sizes of G, X, C, E and F, where C is the size of a buffer if the experts are not sharded.
-        choices: the number of experts to which each token is sent, k.
+        choices: k, the number of experts to which each token is sent.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -45,22 +47,28 @@ class RowSizes:
         return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
 
     def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes for products of rows, as if every expert had the same number of rows, rounded up."""
+        """Return the sizes for products of rows.
+
+        C is computed as if every expert had the same number of rows, and is rounded up.
+        """
         sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
         return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
 
 def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the row of every choice in its group's send buffers, in which rows are sorted by expert.
+    """Return the row of every choice in its group's send buffers, and the number of rows of each expert.
+
+    In each chunk of a buffer, rows are sorted by expert.
 
     Args:
-        routing: expert, slot and kept, [G, L, k]; a choice that is not kept has no row, or a row of zeros.
+        routing: the arrays expert, slot and kept, [G, L, k], are used. A choice that is not kept has no row, or a row
+            of zeros.
         experts, shards: the number of experts, X, and the number of devices over which X is sharded.
         tokens: the number of tokens in each chunk; the sum is L.
 
     Returns:
-        place: [G, L, k] int32, the row of each choice among the shards · C rows of its group; shards · C if it has
-            none.
+        place: [G, L, k] int32, the row of each choice among the shards · C rows that its group sends, where C is the
+            number of rows in a buffer; shards · C for a choice without a row.
         counts: [G, X, chunks] int32, the number of rows of each expert in each chunk.
     """
     choices = routing.expert.shape[-1]
@@ -81,7 +89,10 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Do the same as `place_rows` if nothing is sent: the rows of all groups are sorted together, [1, G · L, k]."""
+    """Return the place and the counts, as `place_rows` does, if nothing is sent.
+
+    The rows of all groups are sorted together, so that the place is [1, G · L, k], and the counts are [G, X, 1].
+    """
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
@@ -90,14 +101,17 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """Invert `place`, [G, L, k] to [G, rows] int32: for each row the number token · k + choice, or L · k for none."""
+    """Invert `place`, [G, L, k] to [G, rows] int32: return the number token · k + choice of the choice in each row.
+
+    The number is L · k for an empty row.
+    """
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
     return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)
 
 
 def rows_of_experts(expert: jax.Array, slot: jax.Array, experts: int) -> jax.Array:
-    """Count the rows of each expert: [G, L, k] to [G, X] int32."""
+    """Count the rows of each expert, [G, L, k] to [G, X] int32; choices with a negative slot have no row."""
     at = jnp.where(slot >= 0, expert, experts).reshape(len(expert), -1)
     empty = jnp.zeros(experts, jnp.int32)
     return jax.vmap(lambda at: empty.at[at].add(1, mode="drop"))(at)
@@ -110,7 +124,7 @@ def _before(counts: jax.Array) -> jax.Array:
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
-    """Gather values [G, X] at experts [G, L, k]."""
+    """Gather values [G, X] at the experts [G, L, k]."""
     return values[expert]
 
 
@@ -119,9 +133,9 @@ class ReceivedRows:
     """The rows that a shard has received, [G, 1, C, E], and their order by expert over all groups.
 
     Attributes:
-        counts: [G, X] int32, the number of rows of each group for each expert of the shard.
+        counts: [G, X] int32, the number of rows that each group has for each expert of the shard.
         capacity: C, the number of rows in a buffer.
-        sorted_already: whether the rows are sorted already, because nothing was sent.
+        sorted_already: whether the rows are already sorted, because nothing was sent.
     """
 
     counts: jax.Array
@@ -153,7 +167,10 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return, for each sorted row: local group, expert, position in the expert's queue, and whether it is used."""
+        """Return the origin of each sorted row, as four arrays.
+
+        They are the local group, the expert, the position in the expert's queue, and whether the row is used.
+        """
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)

@@ -11,11 +11,11 @@ _LIMIT = 7.0
 
 
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
+    """Wrap an elementwise function so that only its inputs are kept for the gradient, which recomputes all else.
 
-    If a compiler sees the same sigmoid several times, it computes it once and keeps the result, a further [X, C, F],
-    from the first use to the last. Optimization barriers prevent this, because they hide that forward pass and gradient
-    have the same inputs.
+    If a compiler sees the same sigmoid several times, it computes the sigmoid once. The result, a further array
+    [X, C, F], is then kept from the first use to the last. Optimization barriers prevent this, because they hide that
+    the forward pass and the gradient have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
     del of_inputs.__wrapped__  # otherwise its signature might have options, as that of gelu has
@@ -37,7 +37,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate elementwise: silu(gate) · up, for arrays of the same shape.
+    """Compute silu(gate) · up elementwise, for arrays of the same shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,9 +50,9 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate elementwise with clamped inputs: g · sigmoid(1.702 g) · (u + 1), for arrays of the same shape.
+    """Compute g · sigmoid(1.702 g) · (u + 1) elementwise from clamped inputs g and u, for arrays of the same shape.
 
-    g is min(gate, 7), and u is up within [-7, 7].
+    g is min(gate, 7), and u is `up` clipped to [-7, 7].
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,7 +66,7 @@ def swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate elementwise: gelu(gate) · up, with gelu in its tanh form, for arrays of the same shape.
+    """Compute gelu(gate) · up elementwise, with the tanh form of gelu, for arrays of the same shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,12 +79,12 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """Compute x · Φ(x), where Φ is the normal cumulative distribution; "gelu" approximates Φ by tanh."""
+    """Compute x · Φ(x), where Φ is the normal cumulative distribution; activation "gelu" approximates Φ by tanh."""
     return jax.nn.gelu(x, approximate=False)
 
 
 GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "swiglu_clamped": swiglu_clamped, "geglu": geglu}
-"""Gated activation functions by name, each of two arrays: the gate, and the product that is gated."""
+"""Gated activation functions by name. Each has two arguments, the gate and the array that is multiplied by the gate."""
 
 PLAIN: dict[str, Callable[..., jax.Array]] = {
     **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu, "silu": jax.nn.silu
@@ -92,4 +92,5 @@ PLAIN: dict[str, Callable[..., jax.Array]] = {
 """Activation functions by name, for dense layers."""
 
 ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
-"""Activation functions of experts, by name; their gradients keep only their inputs, since each [X, C, F] is large."""
+"""Activation functions of experts by name. Only their inputs are kept for gradients, since arrays [X, C, F] are large.
+"""

@@ -1,4 +1,4 @@
-"""The number of chunks into which slots are cut, so that one chunk's all-to-alls overlap with another's products."""
+"""The number of chunks into which slots are cut, so that all-to-alls of one chunk overlap with products of another."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,28 +15,31 @@ from gspmd.planner.spans import cut
 from gspmd.planner.steps import Environment, Step
 
 CHUNKS = (1, 2, 4, 8)
-"""The numbers of chunks to choose from. For devices that chips.toml does not list, the smallest allowed one is used."""
+"""The numbers of chunks to choose from. The smallest allowed number is used for a device that chips.toml does not list.
+"""
 
 
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
     """Choose the sizes of the chunks into which C is cut.
 
-    There is a single chunk in four cases: under `blocking` and `xla`; if no slot leaves its device; for dropless rows
-    with dropout; and if C is too small to be cut. Otherwise the number of chunks, n, minimizes the seconds
+    There is a single chunk in four cases: under lowerings `blocking` and `xla`; if no slot leaves its device; for
+    dropless rows with dropout; and if C is too small to be cut. Otherwise the number of chunks, n, minimizes the
+    seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    plus the seconds to gather the weights first. Here a is the time of one all-to-all of a chunk, and m the time of its
-    products: links and matrix unit work at the same time, except during the first and the last all-to-all. Smaller
-    chunks mean more hops to wait for, and all weights are read more often. `looped` uses at least two chunks; `auto`
-    may use one, whose equations are looped if that is cheaper.
+    plus the seconds to gather the weights first. Here a is the time of one all-to-all of a chunk, and m is the time of
+    the products of a chunk. Links and matrix unit work at the same time, except during the first and the last
+    all-to-all. Smaller chunks mean more hops to wait for, and all weights are read more often. Lowering `looped` uses
+    at least two chunks. Lowering `auto` may use a single chunk; its equations are then looped if that is cheaper.
 
     Args:
-        work: the work of the experts; its own chunks are ignored.
-        ctx: chip and lowering.
+        work: the work of the experts; `work.chunks` is ignored.
+        ctx: the context of the call, with the chip and the lowering.
 
     Returns:
-        Sizes that add up to C: as equal as possible, in multiples that all devices over which C is sharded can share.
+        The sizes of the chunks, which add up to C. They are as equal as possible, and each is a multiple of the number
+        of devices over which C is sharded or, for dropless rows, of the number of rows of one token.
     """
     capacity, kind = work.capacity, ctx.lowering.partition(":")[0]
     # Dropout identifies a row by its position in the queue of its expert, over all chunks, so rows cannot be cut.
@@ -52,7 +55,11 @@ def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
 
 
 def _unit(work: ExpertWork, ctx: Context) -> int:
-    """Return the unit of chunk sizes: the rows of one token, or the number of devices over which C is sharded."""
+    """Return the number of which every chunk size is a multiple.
+
+    For dropless rows, this is the largest number of rows that a token sends to one shard of the experts. For slots, it
+    is the largest number of devices over which C is sharded.
+    """
     if work.rows is not None:
         return min(work.rows.choices, dict(work.sizes)["X"] // work.rows.shards)
     specs = [work.there, work.hidden]
@@ -67,7 +74,10 @@ def _is_known() -> bool:
 
 
 def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
-    """Return the seconds of a forward pass in `number` chunks; a single chunk overlaps only within each equation."""
+    """Return the seconds of a forward pass in `number` chunks.
+
+    With a single chunk, collectives overlap with products only within each equation.
+    """
     chunk = replace(work, sizes=(*work.sizes, ("C", -(-work.capacity // (number * unit)) * unit)))
     there, back = chunk.there_and_back(ctx, chunk.capacity)
     exchange = sum(step.seconds for step in (*there, *back)) / 2
@@ -81,10 +91,11 @@ def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
 
 
 def _multiplied(plan: Plan) -> float:
-    """Return the seconds of a chunk's products and of the steps after them.
+    """Return the seconds of a chunk's products and of the steps that follow the products.
 
-    Operands are read while the previous product runs, as in a loop. If products were timed one by one, 4 chunks would
-    seem best for a layer of 32 experts on 16 TPU v5e, which takes 12.7 ms in 4 chunks and 11.5 ms in 8.
+    The operands of a product are read while the previous product runs, as in a loop. If products were timed one by one,
+    4 chunks would seem best for a layer of 32 experts on 16 TPU v5e. But the layer takes 12.7 ms in 4 chunks and
+    11.5 ms in 8.
     """
     from gspmd.lowerings.looped.cost import Costs  # imported here, so that the other lowerings do not need it
 
@@ -95,11 +106,11 @@ def _multiplied(plan: Plan) -> float:
 
 
 def _looped(plan: Plan, ctx: Context) -> Plan:
-    """Plan the same equation under the lowering in force."""
+    """Plan the equation of a plan again, under the lowering in force."""
     sizes = tuple(plan.sizes.items())
     return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.pinned)
 
 
 def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:
-    """Yield the steps that move weights to their products or, if `of_weights` is False, those that move slots."""
+    """Yield the steps that move weights to their products or, if `of_weights` is False, the steps that move slots."""
     return (step for move in plan.routine.moves if bool(move.source) == of_weights for step in move.steps)

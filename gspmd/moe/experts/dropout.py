@@ -1,4 +1,4 @@
-"""Expert dropout: in training, random hidden activations of experts are set to 0, the same ones on every mesh."""
+"""Expert dropout: training sets random hidden activations of experts to 0, the same activations on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,12 +18,12 @@ KEY = Spec(("K",), ((),))
 class Dropout:
     """Expert dropout of one layer.
 
-    The random numbers of a row depend only on its group, its expert and its position in the expert's queue, so they are
-    the same in every layout and for every form of dispatch.
+    The random numbers of a row depend only on the row's group, its expert and its position in the expert's queue. So
+    these numbers are the same in every layout and for every form of dispatch.
 
     Attributes:
-        rate: the fraction of hidden activations that become 0; the others are divided by 1 - rate.
-        tokens: the number of tokens in a group, which is the longest that a queue can be.
+        rate: the fraction of hidden activations that become 0; all other activations are divided by 1 - rate.
+        tokens: the number of tokens in a group, which is also the largest possible length of an expert's queue.
         features: F, the width of the hidden activations.
 
     Source: Fedus et al., *Switch Transformers*, arXiv 2101.03961, §2.4 (expert dropout).
@@ -34,12 +34,12 @@ class Dropout:
     features: int
 
     def scale(self, key: jax.Array, group, expert, slot, first: jax.Array | int, size: int) -> jax.Array:
-        """Draw the factors of rows, 0 or 1/(1 - rate), for `size` features from `first` on.
+        """Draw the dropout factors of rows, each 0 or 1/(1 - rate), for `size` features from feature `first` on.
 
         Args:
             key: the two words of a threefry key.
             group, expert, slot: the group, the expert and the slot of each row, as three arrays of equal shape.
-            first, size: the first feature, and the number of features.
+            first, size: the index of the first feature, and the number of features.
 
         Returns:
             The factors, float32, in the shape of the rows with a further last dimension of `size`.
@@ -57,11 +57,11 @@ class Dropout:
         return jnp.where(kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
     def scaled(self, h: jax.Array, factors: jax.Array) -> jax.Array:
-        """Multiply hidden activations by their factors in float32, and round to their dtype."""
+        """Multiply hidden activations by their dropout factors in float32, and round to the activations' dtype."""
         return (h.astype(jnp.float32) * factors).astype(h.dtype)
 
     def of_slots(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], start: int = 0) -> jax.Array:
-        """Draw the factors for a device's shard [G, X, C, F] of slots with spec `spec`, inside a shard_map.
+        """Draw the dropout factors for a device's shard [G, X, C, F] of slots, inside a shard_map.
 
         Args:
             key: the two words of a threefry key.
@@ -74,14 +74,14 @@ class Dropout:
         return self.scale(key, of["G"], of["X"], start + of["C"], at["F"], shape[3])
 
     def of_rows(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], counts: tuple[int, int], origin) -> jax.Array:
-        """Draw the factors of sorted rows, [G, 1, C, F], inside a shard_map.
+        """Draw the dropout factors for a device's sorted rows, [G, 1, C, F], inside a shard_map.
 
         Args:
             key: the two words of a threefry key.
             spec: the spec of the hidden activations.
             shape: the shape of the rows on this device.
             counts: the numbers of groups and of experts on a device.
-            origin: the local group and expert of each row, and the row's position in the expert's queue.
+            origin: three arrays: the local group of each row, its local expert, and its position in the expert's queue.
         """
         group, expert, slot = origin
         at = {dim: shard_index(spec.axes_of(dim)) for dim in spec.dims}

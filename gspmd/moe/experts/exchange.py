@@ -11,7 +11,10 @@ from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
-    """The steps of both all-to-alls for every chunk; they come first among the steps of the experts' program."""
+    """For every chunk, the steps of the all-to-all to the experts and of the all-to-all back.
+
+    In the experts' program, these steps come before the steps of the equations.
+    """
 
     def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks
@@ -25,7 +28,7 @@ class Exchange:
 
 
 class ChunkedExchange:
-    """The chunks of an array, each of which is sent to the experts and then brought back, in order."""
+    """The chunks of an array of slots, which are sent to the experts one by one, and whose outputs are sent back."""
 
     def __init__(self, exchange: Exchange, chunks: list[jax.Array]):
         self.exchange, self.chunks = exchange, chunks
@@ -34,7 +37,7 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts when the previous chunk has arrived and the one before it has been multiplied.
+        """Send chunk `number` to the experts once chunk `number - 1` has arrived and `number - 2` has been multiplied.
 
         Without this order the compiler would send all chunks first and multiply afterwards, so that nothing would
         overlap.
@@ -45,7 +48,7 @@ class ChunkedExchange:
         return self.received[-1]
 
     def combine(self, number: int, answer: jax.Array) -> None:
-        """Send the experts' outputs for a chunk back to where its slots came from."""
+        """Send the experts' outputs for a chunk back to the devices from which the chunk's slots came."""
         self.answers.append(answer)
         self.returned.append(emit(self.exchange.chains[number][1], answer, self.exchange.mesh))
 

@@ -1,7 +1,8 @@
 """The experts as one planned program: slots are sent in chunks, and one chunk is multiplied while others are sent.
 
-Lowering `looped` runs this program instead of two all-to-alls and the experts' equations. Dispatch `dropless` runs it
-under every lowering, because rows are sorted on the device that receives them, which no equation can express.
+Lowering `looped` runs this program instead of two all-to-alls and the experts' equations. Dispatch `dropless` runs this
+program under every lowering, because rows are sorted on the device that receives them, and no equation can express such
+a sort.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ def run_experts(
 ) -> jax.Array:
     """Send slots to their experts, compute, and send the outputs back.
 
-    Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
-    all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
-    once. So a compiler's scheduler can send one chunk while it multiplies another. All chunks together send as many
-    bytes as a single all-to-all of all slots.
+    Each chunk has an all-to-all to the experts, the products, the collectives that reduce the products' partial sums,
+    and an all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are
+    reduced once. So a compiler's scheduler can send one chunk while it multiplies another. All chunks together send as
+    many bytes as a single all-to-all of all slots.
 
     Args:
         ctx: the context of the call.
@@ -47,8 +48,8 @@ def run_experts(
         slots: the slots [G, X, C, E]; for dropless, rows [G, shards, C, E].
         weights: the weights, sharded as `work.weights`.
         biases: the float32 biases of the weights' products, sharded as `work.biases`; empty if there are none.
-        extras: for dropless the counts of rows [G, X, chunks] int32; for int8 weights their scales; for dropout the two
-            words of a random key.
+        extras: further arrays, in this order: for dropless, the counts of rows [G, X, chunks] int32; for int8 weights,
+            their scales; for dropout, the two words of a random key.
 
     Returns:
         The outputs, in the shape and sharding of the slots.
@@ -92,7 +93,7 @@ def _program(work: ExpertWork, ctx: Context) -> "_Program":
 
 
 class _Program:
-    """The program that computes the experts' outputs, and the one that computes their gradients."""
+    """The program that computes the experts' outputs, and the program that computes the gradients."""
 
     def __init__(self, work: ExpertWork, ctx: Context):
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
@@ -120,7 +121,7 @@ class _Program:
         return ChunkedEquation(equation, dict(self.work.sizes), self.mesh, shares, program, executor)
 
     def _executors(self, ctx: Context) -> list[type[Executor]]:
-        """Return the executor classes of both equations, and those of their gradients."""
+        """Return four executor classes: one for each of the two equations, then one for the gradient of each."""
         if not is_unknown(ctx.mesh):
             return [Executor] * 4
         from gspmd.moe.experts.unknown import (
@@ -136,16 +137,20 @@ class _Program:
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """The specs of the counts of rows, the scales and the random key, as far as the program has them."""
+        """The specs of `extras` in `run_experts`: the counts of rows, the scales and the random key.
+
+        A spec is left out if the program does not have the array.
+        """
         counts, key = (self.work.counts[0],) * (self.work.rows is not None), (KEY,) * (self.work.dropout is not None)
         return counts + self.work.scales + key
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """The specs of the tensors kept for the gradient, for every chunk.
+        """For every chunk, the specs of the tensors that are kept for the gradient.
 
-        They are the slots after their move to the weights, the hidden activations before the nonlinearity, those after
-        it if they are moved, and the counts of rows.
+        First come the slots after their move to the weights, and the hidden activations before the nonlinearity. If the
+        hidden activations are moved after the nonlinearity, the moved ones follow. For dropless, the counts of rows
+        come last.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
@@ -154,7 +159,7 @@ class _Program:
 
     @property
     def moved_specs(self) -> tuple[Spec, ...]:
-        """The specs of those weights that are moved, after their moves."""
+        """The specs that weights have after their moves, for the weights that are moved."""
         return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
 
     @property
@@ -163,12 +168,17 @@ class _Program:
         return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the weights for the gradient: after the move if a weight is moved, and otherwise as given."""
+        """Return the weights for the gradient: from `moved` if a weight is moved, and otherwise from `weights`."""
         moved = iter(moved)
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """List the moves of weights in both equations: (index of the move, of its weight, spec, whether it moves)."""
+        """List the moves of weights in both equations.
+
+        Returns:
+            For each move, its index in the equation, the index of the weight, the spec of the weight after the move,
+            and whether the move changes the weight.
+        """
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
@@ -176,7 +186,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """Compute one device's outputs, the tensors to keep for every chunk, and the moved weights."""
+        """Compute, on one device, the outputs, the tensors that every chunk keeps, and the moved weights."""
         count = len(self.work.weights)
         weights, biases, extras = rest[:count], rest[count : count + len(self.biases)], rest[count + len(self.biases) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
@@ -227,7 +237,7 @@ class _Program:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """Compute the cotangents of slots, weights and biases from those of the outputs and the kept tensors."""
+        """Compute the cotangents of slots, weights and biases from the outputs' cotangent and the kept tensors."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
@@ -244,7 +254,7 @@ class _Program:
         return (exchange.result(), *(each[n] for each in settled for n in sorted(each)), *biases)
 
     def _weights_back(self, held: Sequence[jax.Array]):
-        """Return the weights, moved to the placements that the gradients of both equations need."""
+        """Return the weights of both equations, each moved to the placement that the gradients need."""
         count = len(self.work.w_in)
         moves = self._weight_moves()
         split = sum(source < count for _, source, _, _ in moves)
@@ -253,11 +263,13 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute the cotangent of a chunk's slots from that of its outputs, and its contribution to other gradients.
+        """Compute the cotangent of a chunk's slots, and the chunk's contributions to the other gradients.
+
+        `g` is the cotangent of the chunk's outputs.
 
         Returns:
-            The cotangent, and three mappings: products for the weight gradients of each of the two equations, and the
-            gradients of biases.
+            The cotangent of the slots, and three mappings. The first has products for the weight gradients of the first
+            equation, the second has those of the second equation, and the third has the gradients of biases.
         """
         rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
@@ -279,7 +291,10 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; unless `always`, only those that a move has changed."""
+    """Return the slots or hidden activations of an equation after their moves.
+
+    Unless `always` is True, only arrays that a move has changed are returned.
+    """
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

@@ -23,10 +23,10 @@ class StageEquation:
     """A routine with its tensors, some of which are shared by all chunks.
 
     Attributes:
-        routine: the routine.
+        routine: the moves, products and outputs of the equation.
         inputs, outputs: the tensors of the routine.
-        weights: the indices of those inputs that are moved only once, for all chunks.
-        sums: the indices of those outputs that are added up over the chunks and then reduced once.
+        weights: the indices of the inputs that are moved only once, for all chunks.
+        sums: the indices of the outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine
@@ -64,7 +64,10 @@ class ChunkedEquation:
         self.last = self._last_chains(program)
 
     def _chunk_chains(self, program: NumberedSteps, share: float) -> RoutineChains:
-        """Add the steps of one chunk: all but the moves of weights and the reductions of sums over chunks."""
+        """Add the steps of one chunk to the program.
+
+        The moves of weights and the reductions of sums over chunks are left out, because they run once for all chunks.
+        """
         routine, sums = self.equation.routine, self.equation.sums
         moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
         einsums, products = {}, {}
@@ -75,21 +78,24 @@ class ChunkedEquation:
         return RoutineChains(self.once | moves, einsums, products, outputs)
 
     def _last_chains(self, program: NumberedSteps) -> RoutineChains:
-        """Add the steps that reduce the sums over chunks."""
+        """Add the steps that reduce the sums over chunks to the program."""
         routine = self.equation.routine
         products = {p: program.add(routine.products[p].steps) for p in sorted(self.late)}
         outputs = {n: program.add(routine.outputs[n].steps) for n in sorted(self.equation.sums)}
         return RoutineChains({}, {}, products, outputs)
 
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
-        """Return an executor of these steps; given `rows`, it multiplies sorted rows by their own expert's weights."""
+        """Return an executor of the steps in `chains`.
+
+        If `rows` is not None, the executor multiplies each sorted row by the weights of its own expert.
+        """
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
         return self._runs(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply
         )
 
     def weights(self, pieces: Arrays) -> Arrays:
-        """Move those inputs that are weights; return them by the indices of their moves."""
+        """Move the inputs that are weights, and return the moved weights by the indices of their moves."""
         executor = self._executor(RoutineChains(self.once, {}, {}, {}))
         return dict(zip(self.once, executor.move_all(self.once, pieces)))
 
@@ -105,7 +111,8 @@ class ChunkedEquation:
             rows: [X] int32, the number of rows of each expert if slots are rows sorted by expert; otherwise None.
 
         Returns:
-            The chunk's outputs by index, the products for outputs that are sums over chunks, and all moved operands.
+            Three mappings by index: the chunk's outputs, the products for outputs that are sums over chunks, and all
+            moved operands.
         """
         chains, routine = self.chunks[number], self.equation.routine
         executor = self._executor(chains, rows)
@@ -120,7 +127,7 @@ class ChunkedEquation:
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
-        """Reduce the outputs that are sums over chunks, given their products, added up over the chunks."""
+        """Reduce the outputs that are sums over chunks, whose products were added up over the chunks before."""
         executor = self._executor(self.last)
         values = {n: executor.send_product(n, value) for n, value in products.items()}
         return {n: executor.output(n, values) for n in self.equation.sums}
@@ -135,7 +142,7 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
     """Compute an einsum of sorted rows [G, X, C, ·], where X stands for shards, with weights [X, ·, ·].
 
     Args:
-        left, right: rows and weights in either order; or two arrays of rows, for a gradient of weights.
+        left, right: rows and weights, in any order. For a gradient of weights, two arrays of rows.
         left_dims, right_dims, dims: the dimensions of the operands and of the result.
         sizes: [X] int32, the number of rows of each expert.
     """

@@ -25,7 +25,7 @@ from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 
 @dataclass(frozen=True)
 class StageMarks:
-    """The marks of every move, product and output of a stage, with None for a move that does nothing."""
+    """The marks of every move, product and output of a stage; the mark of a move that does nothing is None."""
 
     moves: tuple[Unknown | None, ...]
     products: tuple[Unknown, ...]
@@ -50,7 +50,7 @@ def marking(marks: StageMarks) -> type[Executor]:
 
 
 def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> tuple[StageMarks, StageMarks]:
-    """Return the marks of an equation of rows and weights, and those of its gradient.
+    """Return the marks of an equation of rows and weights, and the marks of its gradient.
 
     Raises:
         PlanError: the equation has no via, or the gradient of its rows has summands with different specs.
@@ -112,7 +112,7 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the moves of rows after they have arrived at their experts; none of them may leave its device.
+    """Return the steps that move rows after the rows have arrived at their experts; no row may leave its device.
 
     Raises:
         PlanError: the rows would leave their device.
@@ -123,7 +123,7 @@ def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Cont
 
 
 def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that send rows to their experts, outputs back, and the counts of rows.
+    """Return the steps that send rows to their experts, send the outputs back, and send the counts of rows.
 
     Raises:
         PlanError: C is sharded, which would divide the rows of one expert between devices.

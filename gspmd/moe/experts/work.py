@@ -44,12 +44,13 @@ class ExpertWork:
         dispatched: the spec of slots before they are sent to the experts.
         there: the spec of slots after they have been sent to their experts.
         hidden: the spec of the hidden activations.
-        w_in, w_out: the specs of the weights before and after the activation; the first of `w_in` is the gate's.
-        in_via, out_via: the vias of the layout, or None.
+        w_in, w_out: the specs of the weights before and after the activation. For a gated activation, the first spec of
+            `w_in` is that of the gate's weights.
+        in_via, out_via: the lines `in_via` and `out_via` of the layout, or None.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         sizes: the sizes of G, X, C, E and F, where C is the capacity, or the number of rows in a buffer.
         dtype: the dtype of slots.
-        weight_dtype: the dtype of the weights: that of slots, or int8.
+        weight_dtype: the dtype of the weights, which is the dtype of slots or int8.
         chunks: the sizes of the chunks into which C is cut.
         rows: the buffers of rows if dispatch is dropless, and otherwise None.
         dropout: the expert dropout of training, or None.
@@ -89,7 +90,10 @@ class ExpertWork:
 
     @property
     def scales(self) -> tuple[Spec, ...]:
-        """The specs of the scales of int8 weights when they multiply the products, in the order of the weights."""
+        """The specs that scales have when they multiply the products of int8 weights, in the order of the weights.
+
+        There are none if the weights are not int8.
+        """
         return self.vector_specs if self.quantized else ()
 
     @property
@@ -99,12 +103,12 @@ class ExpertWork:
 
     @property
     def vector_specs(self) -> tuple[Spec, ...]:
-        """The specs of biases and scales when they are applied to the weights' products, in order of the weights."""
+        """The specs that biases and scales have when they are applied to products, in the order of the weights."""
         return tuple(product.without("G", "C") for product in self.product_specs)
 
     @property
     def equation_in(self) -> Equation:
-        """The product of slots with the first weights: a group if there are several weights."""
+        """The equation of the slots and the weights `w_in`, which is a group if `w_in` has several weights."""
         if len(self.w_in) == 1:
             return Equation.product(self.there, self.w_in[0], self.hidden)
         return Equation.product(self.there, self.w_in, (self.hidden,) * len(self.w_in))
@@ -116,11 +120,11 @@ class ExpertWork:
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """Return the sizes of slots with this capacity, or of rows, in which X is the number of buffers."""
+        """Return the sizes of slots with this capacity; for dropless rows, X is the number of buffers."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that send `capacity` slots to their experts, and those that send the outputs back."""
+        """Return the steps that send `capacity` slots to their experts, and the steps that send the outputs back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -139,7 +143,7 @@ class ExpertWork:
         return [self._bias_steps(ctx, held, used) for held, used in zip(self.biases, self.vector_specs)]
 
     def biases_summed(self, ctx: Context) -> list[tuple[Step, ...]]:
-        """Return the steps that sum each bias's gradient over the devices of its rows and move it to its spec."""
+        """Return, for each bias, the steps that sum the gradient over devices and move the sum to the bias's spec."""
         summed = [
             used.with_partial((*product.axes_of("G"), *product.axes_of("C")))
             for product, used in zip(self.product_specs, self.vector_specs)
@@ -157,12 +161,15 @@ class ExpertWork:
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of buffers of rows for any sharding of the experts, if the experts of this work are not sharded."""
+        """The sizes of buffers of rows for any sharding of the experts.
+
+        They are correct only if the experts of this work are not sharded.
+        """
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 
     def stays(self, ctx: Context) -> bool:
-        """Return whether a device has all experts for its groups, so that rows are sorted without being sent."""
+        """Return whether each device has all experts for its groups, so that rows are sorted without being sent."""
         before, after = (spec.without_trivial(ctx.mesh) for spec in (self.dispatched, self.there))
         return not after.axes_of("X") and before.axes_of("G") == after.axes_of("G")
 
@@ -176,8 +183,8 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
 
     Args:
         x: the products [G, X, C, F].
-        scale: the scales [X, F]; with None x is returned unchanged.
-        expert: the expert of each row if x are rows [G, 1, C, F] sorted by expert, and otherwise None.
+        scale: the scales [X, F]. If None, x is returned unchanged.
+        expert: the expert of each row if x holds rows [G, 1, C, F] sorted by expert, and otherwise None.
     """
     if scale is None:
         return x
@@ -186,12 +193,13 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
 
 
 def biased(x: jax.Array, bias: jax.Array | None, origin: Sequence[jax.Array] | None = None) -> jax.Array:
-    """Add biases [X, F] to products [G, X, C, F], in their dtype.
+    """Add biases [X, F] to products [G, X, C, F], in the dtype of the products.
 
     Args:
         x: the products.
-        bias: the biases [X, F]; with None x is returned unchanged.
-        origin: `ReceivedRows.origin` if x are rows [G, 1, C, F] sorted by expert; unused rows stay 0.
+        bias: the biases [X, F]. If None, x is returned unchanged.
+        origin: the result of `ReceivedRows.origin` if x holds rows [G, 1, C, F] sorted by expert, and otherwise None.
+            Unused rows stay 0.
     """
     if bias is None:
         return x
@@ -206,7 +214,8 @@ def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
 
     Args:
         g: the cotangents.
-        sizes: the number of rows of each expert, [X] int32, if g are rows [G, 1, C, F] sorted by expert.
+        sizes: [X] int32, the number of rows of each expert if g holds rows [G, 1, C, F] sorted by expert, and otherwise
+            None.
     """
     if sizes is None:
         return jnp.sum(g.astype(jnp.float32), axis=(0, 2))
@@ -216,7 +225,7 @@ def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """An equation of the experts and its gradient; operand 0 is the slots, and the others are weights.
+    """An equation of the experts, and its gradient. Operand 0 is the slots, and all other operands are weights.
 
     Attributes:
         plan: the plan of the equation.
@@ -228,7 +237,7 @@ class Products:
 
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
-        """For every move, the index of its input, the resulting spec, and whether the move changes the operand."""
+        """For every move, the index of its input, the spec after the move, and whether the move changes the input."""
         moves = is_unknown(self.plan.mesh)  # while placements are unknown, any operand may be moved
         return tuple(
             (m.source, spec, moves or bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept)
@@ -243,7 +252,10 @@ class Products:
 
     @cached_property
     def backward(self) -> StageEquation:
-        """The gradient as a stage: its inputs are the cotangents, then the moved operands in order of their moves."""
+        """The gradient as a stage of the program.
+
+        Its inputs are the cotangents, followed by the moved operands in the order of their moves.
+        """
         inputs, outputs = self._tensors
         moves, first = self.plan.routine.moves, len(outputs)
         weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
@@ -252,7 +264,10 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """Return the routine with moves planned for buffers of rows: the buffers' X is not the weights' X."""
+        """Return the routine with moves planned for buffers of rows.
+
+        The moves are planned anew, because X is the number of buffers for rows, and the number of experts for weights.
+        """
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan
@@ -281,7 +296,7 @@ class Products:
 
 @lru_cache(maxsize=256)
 def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
-    """Plan both equations: slots, w_in -> hidden, and hidden, w_out -> outputs.
+    """Plan the two equations of the experts, `slots, w_in -> hidden` and `hidden, w_out -> outputs`.
 
     Raises:
         LayoutError: an equation would exchange rows between devices.
@@ -309,14 +324,14 @@ def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None
 
 
 def _pins(plan: Plan) -> Via:
-    """Return as a via the specs to which a plan brings its operands."""
+    """Return the specs to which a plan moves its operands, as a via."""
     specs = {found.source: found.spec for found in plan.routine.moves}
     first, *others = (specs[n] for n in sorted(specs))
     return Via.of(first, others if len(others) > 1 else others[0])
 
 
 def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
-    """Raise an error if a plan moves rows to other devices after their arrival, or shards the rows of an expert."""
+    """Raise an error if a plan moves rows to other devices after their arrival, or shards the rows of one expert."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
     einsums = [product.einsum for product in plan.routine.products]
     operands = [spec for einsum in einsums for spec in (einsum.before, einsum.other) if spec is not None]

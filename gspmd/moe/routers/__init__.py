@@ -1,4 +1,4 @@
-"""Routers: they choose the experts of each token and the weights of their outputs, with load-balancing losses."""
+"""Routers, which choose the experts of each token and the weights of the experts' outputs, and add balancing losses."""
 
 from gspmd.moe.routers.routing import Routing, assigned
 from gspmd.moe.routers.rule import Router, router

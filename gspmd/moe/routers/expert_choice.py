@@ -10,12 +10,14 @@ from gspmd.moe.routers.rule import router
 
 @router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each expert the C tokens of a group in which its probability is highest, independently of other experts.
+    """Send each expert the C tokens of a group that have the highest probabilities for this expert.
+
+    Experts choose independently of each other.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
-    A token's experts depend on the whole group, including later tokens. So a decoder trained with this router sees the
-    future, and cannot generate text; `config.causal` is False.
+    A token's experts depend on the whole group, including later tokens. So a decoder that is trained with this router
+    sees the future, and cannot generate text. `config.causal` is therefore False.
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -24,8 +26,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         mask: [G, L] bool, False for padding, which takes no slot; None if every token is real.
 
     Returns:
-        Routing of arrays [G, L, X]: choice i of every token is expert i. Its slot is the token's rank for this expert,
-        or -1 if the expert does not take the token. The only loss is the z-loss, if the config has one.
+        Routing of arrays [G, L, X], in which choice i of every token is expert i. The slot of choice i is the token's
+        rank for expert i, or -1 if the expert does not take the token. The only loss is the z-loss, if the config has
+        one.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
@@ -47,7 +50,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
-    """Rank the tokens for each expert: [G, L, X] int32; ranks from the capacity C on become C; padding comes last."""
+    """Rank the tokens of a group for each expert, best first: [G, L, X] int32.
+
+    Ranks from the capacity C on are returned as C. Padding comes last.
+    """
     odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
     # Make -0.0 equal to 0.0: lax.top_k orders 0.0 before -0.0.
     odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)

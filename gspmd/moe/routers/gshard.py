@@ -20,7 +20,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Args:
         logits: [G, L, X]; cast to float32.
         config: its experts, capacity factors, aux_weight and priority are used.
-        key: the random key for second choices; None, as in evaluation, keeps them all.
+        key: the random key for second choices. If None, as in evaluation, all second choices are kept.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
@@ -36,9 +36,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
 
     Differs: where the paper and its authors' later public layer disagree, this function follows
-      - the paper for a second choice that the draw rejects: it still advances its expert's count, and its slot stays
-        empty (the later layer drops it before counting);
-      - the paper for gates: they are normalized once, before capacity is applied, even if one of the two overflows;
+      - the paper for a second choice that the draw rejects: this choice still advances its expert's count, and its slot
+        stays empty, while the later layer drops the choice before counting;
+      - the paper for gates: they are normalized once, before capacity is applied, even if one of the experts overflows;
       - the later layer for the coefficient of the loss: with X², the loss of balanced experts is `aux_weight` for every
         X, while the paper's form, `losses.gshard_balance`, is 1/X² for balanced experts.
     Capacity is rounded up.

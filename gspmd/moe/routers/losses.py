@@ -9,8 +9,8 @@ from gspmd.moe.routers.routing import counts
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Compute Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 for balanced experts.
 
-    f_i is the fraction of tokens whose first choice is expert i, with or without a slot; P_i is the mean probability of
-    i. If all k choices are given, f_i is the fraction of choices that are expert i.
+    f_i is the fraction of tokens whose first choice is expert i, whether or not the choice got a slot. P_i is the mean
+    probability of expert i. If all k choices are given, f_i is the fraction of choices that are expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -23,7 +23,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
     Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; for k choices, Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14.
 
-    Differs: the paper's means are over a batch; here they are over a group, as in the paper's public code.
+    Differs: in the paper, means are over a batch. Here they are over a group, as in the paper's public code.
 
     Example:
         >>> gates = jnp.full((1, 4, 2), 0.5)
@@ -36,7 +36,8 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
 def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Compute GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² for balanced experts.
 
-    c_e is the number of the group's S tokens whose first choice is expert e, and m_e is the mean gate of e.
+    c_e is the number of tokens whose first choice is expert e, of the group's S tokens. m_e is the mean gate of expert
+    e.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -63,7 +64,7 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
     Source: Zoph et al., *ST-MoE*, arXiv 2202.08906, §3.3, equation 5.
 
-    Differs: the paper's mean is over a batch; here it is over a group, and the layer averages the groups.
+    Differs: in the paper, the mean is over a batch. Here it is over a group, and the layer averages over the groups.
 
     Example:
         >>> z_loss(jnp.zeros((1, 3, 1)) + 2, jnp.ones((1, 3), bool)).tolist()
@@ -89,7 +90,7 @@ def squared_variation(values: jax.Array) -> jax.Array:
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
-    """Count the real tokens of each group, but at least 1: [G]."""
+    """Return the number of real tokens of each group, [G], or 1 for a group that has none."""
     return jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))
 
 

@@ -26,12 +26,14 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         importance = w_importance · CV²(Σ_tokens gates)
         load = w_load · CV²(Σ_tokens P),   P_i = Φ((c_i - kth largest of H without H_i) / σ_i)
 
-    P_i is the probability that expert i is chosen if only its own noise is drawn anew. Unlike a count, P is smooth.
+    P_i is the probability that expert i is chosen if only the noise of expert i is drawn anew. Unlike a count, P is
+    smooth.
 
     Args:
-        logits: [G, L, 2X], c followed by x · W_noise; or [G, L, X], only c, if W_noise is 0. Cast to float32.
+        logits: [G, L, 2X], c followed by x · W_noise. If W_noise is 0, also [G, L, X], which is only c. Cast to
+            float32.
         config: its k, capacity_factor, importance_weight and load_weight are used.
-        key: the random key of the noise; None, as in evaluation, adds no noise.
+        key: the random key of the noise. If None, as in evaluation, there is no noise.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
@@ -46,12 +48,12 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         True
 
     Source: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538, §2.1, equations 3 to 5, §4,
-    equations 6 and 7, and appendix A, equations 8 to 11; both weights are 0.1 in its appendix C.
+    equations 6 and 7, and appendix A, equations 8 to 11; in appendix C of the paper both weights are 0.1.
 
-    Differs: the paper has no capacity; for this, use dispatch "dropless". The variance over the experts is that of a
-        population. Losses are per group, as in the other routers. σ is at least 1e-6. If k = X, every expert is always
-        chosen, and P is 1. Without noise P is 1 for chosen experts and 0 for others, and has no gradient, as in the
-        authors' public code.
+    Differs: the paper has no capacity; to route without one, use dispatch "dropless". The variance over the experts is
+        the population variance. Losses are per group, as in the other routers. σ is at least 1e-6. If k = X, every
+        expert is always chosen, and P is 1. Without noise, P is 1 for chosen experts and 0 for all others, and has no
+        gradient, as in the authors' public code.
     """
     clean, width = _clean_and_width(logits, config.experts)
     noisy = clean if draws is None else finite(clean + draws * width)
@@ -71,13 +73,13 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _clean_and_width(logits: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Split logits into those without noise, and the widths of the noise, [G, L, X] each."""
+    """Split logits into the logits without noise and the widths of the noise, each [G, L, X]."""
     clean, raw = logits[..., :experts], logits[..., experts:]
     return clean, jnp.maximum(jax.nn.softplus(raw if raw.shape[-1] else jnp.zeros_like(clean)), _LEAST_WIDTH)
 
 
 def _probability(clean: jax.Array, noisy: jax.Array, width: jax.Array, ranked: jax.Array) -> jax.Array:
-    """Compute P(x, i) of equation 9, [G, L, X], from the k + 1 best experts of each token."""
+    """Compute P(x, i) of the paper's equation 9, [G, L, X], from the k + 1 best experts of each token."""
     values = chosen(noisy, ranked)
     is_in = jnp.any(jax.nn.one_hot(ranked[..., :-1], clean.shape[-1], dtype=bool), axis=-2)
     threshold = jnp.where(is_in, values[..., -1:], values[..., -2:-1])

@@ -1,4 +1,4 @@
-"""The result of a router, and the queues of the experts, which decide the tokens that get a slot."""
+"""The result of a router, and the queues of the experts, which decide which tokens get a slot."""
 
 from dataclasses import dataclass, field
 
@@ -13,16 +13,16 @@ _MOST = 1e15
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """The experts that each token is sent to, and the weights of their outputs.
+    """The experts to which each token is sent, and the weights of the experts' outputs.
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the position in the expert's queue; a position that is not below the capacity gets no
-            slot. -1 for padding, and in expert choice for tokens that the expert does not take.
-        gate: [G, L, k] float32, the weight of the expert's output, 0 if the choice is not kept.
+        slot: [G, L, k] int32, the position of the choice in the expert's queue. Only positions below the capacity get a
+            slot. The position is -1 for padding and, in expert choice, for tokens that the expert does not take.
+        gate: [G, L, k] float32, the weight of the expert's output; 0 if the choice is not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: a mapping from name to [G] float32, the losses of each group, weighted by the config's coefficients.
-        experts, capacity: X and C with which tokens were routed; None in a Routing made by hand.
+        experts, capacity: the X and the C with which tokens were routed; None in a Routing made by hand.
     """
 
     expert: jax.Array
@@ -37,12 +37,13 @@ class Routing:
 def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) -> jax.Array:
     """Return the indices of the `count` largest logits, largest first; ties go to the lowest index.
 
-    The logits are ranked, not their softmax: the order is the same, without ties due to rounding.
+    The logits are ranked instead of their softmax, because the order is the same, without ties due to rounding.
 
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite numbers by which equal logits are ranked, such as the rounding errors of sums, or None.
+        rest: [..., X], finite numbers that rank equal logits, such as the rounding errors of sums. If None, equal
+            logits are ranked by index.
 
     Returns:
         [..., k] int32.
@@ -59,10 +60,10 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
 
 
 def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
-    """Return the index of the largest value and, among equal values, of the largest rest: [..., X] to [...].
+    """Return the index of the largest value or, among equal values, of the largest rest: [..., X] to [...].
 
     This is a single reduction. If the maximum were compared with the values in a second loop, a compiler might compute
-    the values again there, with another vectorized exponential, and find none that is equal.
+    the values again in that loop, with another vectorized exponential, and then none of them would equal the maximum.
     """
 
     def better(one, other):
@@ -80,9 +81,9 @@ def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    This uses masked sums, whose gradient is another masking; the gradient of a gather would be a scatter. Each choice
-    has a sum of its own: the gradient of a single sum for all choices would be a sum over [..., k, X], for which the
-    TPU compiler estimates many passes over [..., X].
+    This uses masked sums, whose gradient is another masking, while the gradient of a gather would be a scatter. There
+    is one sum for each choice, because the gradient of a single sum for all choices would be a sum over [..., k, X].
+    The TPU compiler estimates many passes over [..., X] for it.
     """
     choices = [expert[..., k] for k in range(expert.shape[-1])]
     return jnp.stack(
@@ -98,7 +99,7 @@ def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rounded sum of two arrays, and the rounding error: together they are exactly x + y.
+    """Return the rounded sum of two arrays, and the rounding error, which add up to exactly x + y.
 
     Example:
         >>> total, error = exact_sum(jnp.float32(12.0), jnp.float32(1e-8))
@@ -113,20 +114,20 @@ def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
-    """Return the logarithms of all experts' scores, up to a constant: their softmax is the normalized scores.
+    """Return the logarithms of all experts' scores, up to a constant; their softmax gives the normalized scores.
 
-    For sigmoid scores this is log(sigmoid(logit)), and for softmax scores the logit itself.
+    The result is log(sigmoid(logit)) for sigmoid scores, and the logit itself for softmax scores.
     """
     return jax.nn.log_sigmoid(logits) if config.scores == "sigmoid" else logits
 
 
 def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
-    """Spread the values of the chosen experts over all experts: [..., k] to [..., X], 0 for the others."""
+    """Spread the values of the chosen experts over all experts, [..., k] to [..., X]; other experts get 0."""
     return jnp.sum(jnp.where(_is_chosen(experts, expert), values[..., None], 0), axis=-2)
 
 
 def counts(expert: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
-    """Count the tokens that chose each expert: [G, L] and the mask to [G, X] float32."""
+    """Count the real tokens that chose each expert: [G, L], with the mask of real tokens, to [G, X] float32."""
     return jnp.sum(_is_chosen(experts, expert) & mask[..., None], axis=-2, dtype=jnp.float32)
 
 
@@ -145,11 +146,13 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight of the output if the choice gets a slot.
-        logits: [G, L, X] float32, or `log_scores`; a token's largest logit is its confidence.
-        config: the settings; its capacity and priority are used.
+        logits: [G, L, X] float32, the logits or the result of `log_scores`. With `config.priority`, tokens with the
+            largest probabilities queue first (`surest_first`).
+        config: its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.
-        granted: [G, L, k] bool, False for a choice that gets a position in the queue but leaves its slot empty.
+        granted: [G, L, k] bool, False for a choice that gets a position in the queue but leaves its slot empty; None if
+            there are no such choices.
 
     Returns:
         The routing.
@@ -162,9 +165,9 @@ def assigned(
 
 
 def surest_first(logits: jax.Array) -> jax.Array:
-    """Sort the tokens of each group by their largest probability, stably: [G, L, X] to [G, L].
+    """Return the indices of each group's tokens, largest probability first, in a stable order: [G, L, X] to [G, L].
 
-    The sort key is the odds against the best expert (see `log_odds_against`).
+    The sort key is the logarithm of the odds against the token's best expert (see `log_odds_against`).
 
     Example:
         >>> surest_first(jnp.array([[[0.0, 0.0], [0.0, 1.0], [40.0, 0.0], [0.0, 30.0]]])).tolist()
@@ -173,7 +176,8 @@ def surest_first(logits: jax.Array) -> jax.Array:
     Source: Riquelme et al., *Scaling Vision with Sparse Mixture of Experts*, arXiv 2106.05974, §4 and Algorithm 2
     (batch-prioritized routing, by the largest gate).
 
-    Differs: tokens are ordered within a group, not across a batch; all first choices still come before all second ones.
+    Differs: tokens are ordered within a group, not across a batch. All first choices still come before all second
+    choices.
     """
     return jnp.argsort(jnp.min(log_odds_against(logits), axis=-1), axis=1, stable=True)
 
@@ -205,7 +209,7 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
 
 
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
-    """Sum numbers in [0, 1] in units of 2⁻³⁸, so that the result does not depend on their order.
+    """Sum numbers in [0, 1] in units of 2⁻³⁸, so that the result does not depend on the order of the numbers.
 
     Sorting the numbers first would also work, but takes ten times as long.
     """
@@ -229,10 +233,11 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
         expert: [G, L, k] int32.
         waiting: [G, L, k] bool, False for choices that get no position.
         experts: number of experts X.
-        order: [G, L] int32, the tokens in the order in which they queue; None for their order in the sequence.
+        order: [G, L] int32, the indices of the tokens in the order in which they queue; None for the order of the
+            sequence.
 
     Returns:
-        [G, L, k] int32, from 0; -1 for choices that do not wait.
+        [G, L, k] int32, counted from 0; -1 for choices that do not wait.
 
     Example:
         >>> expert = jnp.array([[[0, 1], [0, 1], [1, 0]]])
@@ -257,7 +262,7 @@ def finite(logits: jax.Array) -> jax.Array:
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Return the mask [G, L] of real tokens, all True if no mask is given."""
+    """Return the mask [G, L] of real tokens; if `mask` is None, all tokens are real."""
     return jnp.ones(logits.shape[:-1], bool) if mask is None else mask.astype(bool)
 
 
@@ -266,7 +271,7 @@ def _is_chosen(experts: int, expert: jax.Array) -> jax.Array:
 
 
 def _places(keys: jax.Array, experts: int) -> jax.Array:
-    """Return the rank of each key among the keys equal to it: [n] in [0, experts] to [n] int32."""
+    """Return, for each key, the number of equal keys before it: keys [n] in [0, experts] to [n] int32."""
     order, ranked = _stable_sort(keys, experts)
     place = jnp.arange(keys.size, dtype=jnp.int32)
     begins = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])

@@ -1,4 +1,4 @@
-"""The wrapper that makes a router of a function: it adds checks, finite logits, random draws and the z-loss."""
+"""The wrapper that turns a function into a router, by adding checks, finite logits, random draws and the z-loss."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,18 +19,18 @@ Numbers = Callable[..., jax.Array]
 
 
 class Router:
-    """A router, called as `route(logits, config, *, key=None, mask=None)`: it first draws, then assigns.
+    """A router, called as `route(logits, config, *, key=None, mask=None)`, which draws numbers and then assigns tokens.
 
-    Random numbers are drawn for all groups together (`draw`), before each device routes its own groups (`assign`), so
-    they are the same on every mesh. A router has the docstring of its rule.
+    Random numbers are drawn for all groups together (`draw`), before each device routes its own groups (`assign`). So
+    the random numbers are the same on every mesh. A router has the docstring of its rule.
 
     Args:
         rule: (finite float32 logits [G, L, X], config, random numbers or None, mask [G, L] of real tokens) -> Routing.
-            It must route groups independently, and must not draw random numbers. If the router is `scored`
-            (`gspmd.moe.config.Kind`), a further argument is the bias [X] for choosing experts, or None.
+            The rule must route groups independently, and must not draw random numbers. If the router is `scored`
+            (`gspmd.moe.config.Kind`), the rule has a further argument, the bias [X] for choosing experts or None.
         name: the router's name in a config.
         numbers: a function (key, shape [G, L, X], out_sharding) -> the random numbers for the rule, [G, L] or [G, L,
-            X]; None if the rule uses none.
+            X]; None if the rule uses no random numbers.
 
     Example:
         >>> from gspmd.moe.config import ROUTERS, Kind
@@ -70,7 +70,10 @@ class Router:
         return self._route(logits, config, key=key, mask=mask, bias=bias)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-        """Draw the random numbers for logits of shape [G, L, X], if there is a key and the rule uses any."""
+        """Draw the random numbers for logits of shape [G, L, X].
+
+        The result is None if there is no key, or if the rule uses no random numbers.
+        """
         if key is None or self._numbers is None:
             return None
         return self._numbers(key, shape, out_sharding=out_sharding)
@@ -83,11 +86,11 @@ class Router:
         mask: jax.Array | None,
         bias: jax.Array | None = None,
     ) -> Routing:
-        """Route the tokens of each group, independently of other groups, with random numbers drawn before.
+        """Route the tokens of each group, independently of other groups, with the random numbers that `draw` returned.
 
         Raises:
-            PlanError: the config names a different router; or a bias for choosing experts is configured and not given,
-                or given and not configured.
+            PlanError: the config names a different router; the config has a bias for choosing experts, but `bias` is
+                None; or the config has no such bias, but `bias` is not None.
             SpecError: the shape of logits, mask or bias does not fit the config.
         """
         self._check(logits, config, mask, bias)

@@ -18,7 +18,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Args:
         logits: [G, L, X]; cast to float32.
-        config: its capacity factors (the paper trains with 1.25 and evaluates with 2), aux_weight and z_weight.
+        config: its capacity factors, aux_weight and z_weight are used. The paper trains with a capacity factor of 1.25
+            and evaluates with 2.
         key: not used.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
@@ -37,8 +38,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     (z-loss, equations 5 and 6) and appendix A (load balance).
 
     Differs: the gates in the paper's text are p itself. The authors' public layer (Mesh TensorFlow, top-2) divides the
-        two p by their sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop the
-        second expert, at random or by a threshold on its gate; here every token has both experts.
+        two p by their sum, and so does this function. To get p itself, use `top-k` with renormalize = false. The
+        authors' layer can also drop the second expert, at random or by a threshold on its gate; here every token has
+        two experts.
     """
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}

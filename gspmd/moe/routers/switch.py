@@ -19,7 +19,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Args:
         logits: [G, L, X]; cast to float32.
         config: its capacity_factor and aux_weight are used.
-        key: not used; the jitter of this router is applied to its input (see `jittered`).
+        key: not used. The random jitter of this router is applied before, to the router's input (see `jittered`).
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
@@ -33,8 +33,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
 
-    Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
-    up. As in the paper, a token without a slot only passes through the residual connection: its gate is 0.
+    Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code. Capacity is rounded
+    up. As in the paper, a token without a slot has gate 0, so it only passes through the residual connection.
     """
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)
@@ -43,11 +43,11 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def jittered(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Cast the router's input to float32, and multiply it by a factor drawn from U(1 − ε, 1 + ε) in training.
+    """Cast the router's input to float32 and, in training, multiply it by factors drawn from U(1 − ε, 1 + ε).
 
     Args:
         x: [G, L, E], of any dtype.
-        factor: [G, L, E] float32, or None outside training.
+        factor: [G, L, E] float32; None outside training.
 
     Source: Fedus et al., arXiv 2101.03961, §2.4 (selective precision) and appendix C (input jitter), with ε = 1e-2.
     """

@@ -28,11 +28,13 @@ def route(
     """Route the tokens of each group by the router that the config names.
 
     Args:
-        logits: [G, L, X]; noisy-top-k also takes [G, L, 2X], the second half for its noise.
-        config: names the router, which is described in its module, such as `gspmd.moe.routers.switch.route`.
+        logits: [G, L, X]. Router noisy-top-k also takes [G, L, 2X], whose second half is for its noise.
+        config: the settings, which name the router. Each router is described in its module, for example in
+            `gspmd.moe.routers.switch.route`.
         key: the random key for routers that use random numbers in training; None for evaluation.
         mask: [G, L] bool, False for padding; None if every token is real.
-        bias: [X] float32, added to the scores by which experts are chosen, if the config has `choice_bias`.
+        bias: [X] float32, added to the scores by which experts are chosen. It is required if the config has
+            `choice_bias`, and must be None otherwise.
 
     Returns:
         Routing of arrays [G, L, k].

@@ -13,7 +13,7 @@ from gspmd.moe.routers.rule import router
 def route(
     logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array, bias: jax.Array | None
 ) -> Routing:
-    """Send each token to its k best experts while slots are free; with dispatch "dropless" they always are.
+    """Send each token to its k best experts, while slots are free; with dispatch "dropless", slots are always free.
 
         s = softmax(logits), or sigmoid(logits)                  config.scores
         e1 .. ek = topk(s + bias)                                bias only with config.choice_bias
@@ -22,10 +22,10 @@ def route(
         aux = α · X · Σ_i f_i · P_i, over all k choices          α = config.aux_weight, P_i the mean of s_i / Σ s
         C = (k L / X) · capacity_factor
 
-    With `expert_groups`, only experts of the best `kept_groups` groups can be chosen, as if s were -∞ for the others.
-    The score of a group is the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that
-    scores count even if the bias is large. With softmax, renormalized gates are the softmax of the chosen logits
-    (Mixtral, gpt-oss).
+    With `expert_groups`, only experts of the best `kept_groups` groups can be chosen, as if s were -∞ for all other
+    experts. The score of a group is the sum of its `group_best` largest s + bias. Sums with a bias are compared
+    exactly, so that scores count even if the bias is large. With softmax, renormalized gates are the softmax of the
+    chosen logits (Mixtral, gpt-oss).
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -54,9 +54,9 @@ def route(
     arXiv 2405.04434, §2.2.2 (groups, by their best expert); *DeepSeek-V3*, arXiv 2412.19437, §2.1.2, equations 13 to
     16 and 17 to 20 (sigmoid, bias, loss), whose groups are scored by their two best experts.
 
-    Differs: Mixtral has no capacity; for this, use dispatch "dropless". Its paper has no loss; public code for Mixtral
-    omits the factor 1/k of f_i, so that the loss of balanced experts is k · α. The loss is per group of tokens; with
-    the default groups it is DeepSeek-V3's loss per sequence.
+    Differs: Mixtral has no capacity; to route without one, use dispatch "dropless". The Mixtral paper has no loss.
+    Public code for Mixtral omits the factor 1/k of f_i, so that the loss of balanced experts is k · α. Here the loss is
+    per group of tokens. By default every sequence is a group, and the loss is DeepSeek-V3's loss per sequence.
     """
     log_score = log_scores(logits, config)
     probabilities = jax.nn.softmax(log_score, axis=-1)
@@ -81,7 +81,7 @@ def _choices(logits: jax.Array, scores: jax.Array, config: MoEConfig, bias: jax.
 
 
 def _in_best_groups(high: jax.Array, low: jax.Array | None, config: MoEConfig) -> jax.Array:
-    """Return whether each expert is in one of the best groups, [..., X], by scores given as the sum high + low."""
+    """Return whether each expert is in one of the best groups, [..., X], if its score is the exact sum high + low."""
     apart = lambda x: x.reshape(*x.shape[:-1], config.expert_groups, -1)  # noqa: E731
     high, low = apart(high), None if low is None else apart(low)
     best = top_choices(high, config.group_best, low)
