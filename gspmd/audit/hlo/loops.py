@@ -164,8 +164,8 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
     """Return the number of steps until a comparison of a counter with a bound is false.
 
-    The result is None if the counter moves away from the bound or steps over it, or if the comparison is not an order
-    or `NE`.
+    The result is None if the counter overflows before, because it moves away from the bound or, for `NE`, steps over
+    the bound. The result is also None for the direction `EQ`.
 
     Args:
         direction: the comparison `counter direction bound`, as HLO names it, such as `LT`.

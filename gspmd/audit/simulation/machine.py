@@ -30,7 +30,7 @@ class Span:
         cycles: the compiler's estimate of the instruction's cycles; 0 if there is no estimate.
         bytes: for a transfer to other devices, the bytes that one device sends per execution; for other instructions,
             the bytes moved to and from the device's memory per execution.
-        exposed: seconds per execution in which the device waits for the transfer.
+        exposed: seconds per execution in which the device waits for a collective; 0 in all other categories.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _InFlight:
         busy: seconds for which the transfer still has to fill its links, if it shares no link with other transfers.
         latency: seconds from the end of `busy` until the last bytes arrive.
         links: the links that the transfer fills.
-        exposed: seconds for which the device has waited for the transfer so far.
+        exposed: seconds for which the device has waited for the transfer so far; 0 for a copy.
     """
 
     span: Span
@@ -89,7 +89,7 @@ class Machine:
         started: number of transfers started so far.
         ahead: the lead of the host in seconds: the host launches work this long before the device has finished all
             earlier work. The lead grows while the device is busy, and shrinks with every launch.
-        least: the smallest lead so far, since the current iteration began or since the last synchronization.
+        least: the smallest lead since the last synchronization, or since the current iteration of a loop began.
     """
 
     now: float = 0.0
@@ -171,7 +171,7 @@ class Machine:
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return the number of remaining iterations whose launches are simulated exactly by the last iteration.
+        """Return the number of remaining iterations in which launches delay the device as in the last iteration.
 
         Args:
             ahead: the lead of the host, in seconds, before the last iteration; `least` is the smallest lead during
