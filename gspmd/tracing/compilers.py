@@ -3,8 +3,8 @@
 XLA calls the passes that do this `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
 Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0, and for TPU v4 with the corresponding libtpu
-(0.0.42, 0.0.50); tests/tracing checks the rules against all four. For GPUs, programs compiled with version 0.10.2 of
-JAX's plugin for CUDA; tests/audit/offline checks the rules against these.
+(0.0.42, 0.0.50); tests/tracing checks the rules against all these versions. For GPUs, programs compiled with version
+0.10.2 of JAX's plugin for CUDA; tests/audit/offline checks the rules against that version.
 """
 
 from dataclasses import dataclass

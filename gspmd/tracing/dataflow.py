@@ -18,9 +18,9 @@ from gspmd.tracing.steps import step_number
 from gspmd.tracing.value_numbering import StepKey
 
 Path = tuple[int, ...]
-"""The position of an operation in nested calls: the `id` of every equation that contains the operation, outermost
-first, and last the `id` of its own equation. A jaxpr may be called several times, so an equation alone is not
-unique."""
+"""The position of an operation in nested calls: the `id`s of all equations that contain the operation, outermost first,
+and last the `id` of the operation's own equation. That last `id` alone is not unique, because a jaxpr may be called
+several times."""
 
 Value = Hashable
 """A value of a program, as a pair: the path of the calls around the operation that makes the value, and the value's

@@ -76,7 +76,8 @@ class ProgramPlan(Printed):
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an equal step in `entries`. They send no bytes, and no total includes them.
+        shared: steps that use the result of an earlier step in `entries`. Shared steps send no bytes, and no total
+            includes them.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: sentences about the parts of the function that could not be counted exactly.
     """

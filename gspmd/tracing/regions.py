@@ -235,7 +235,7 @@ class Region:
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
-        """Return the values of a call's operands inside the call, or of its results outside the call.
+        """Return the values of a call's operands inside the call, or the values of the call's results outside the call.
 
         A shard_map turns its operands into shards, and the shards of its results into arrays, by their specs. For any
         other call, the values are returned unchanged.
@@ -294,8 +294,8 @@ class Region:
         """Return the value of a reshape of a value.
 
         Compilers merge consecutive reshapes, and remove reshapes that together restore the original shape. Such
-        reshapes occur because JAX splits a differentiated shard_map into two parts, and the first part passes scalars
-        to the second as vectors with one element.
+        reshapes occur because JAX splits a differentiated shard_map into two parts, one of which passes scalars to the
+        other as vectors with one element.
         """
         shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         region = self._hoisted([value])  # hoisted by every compiler, since the size stays the same

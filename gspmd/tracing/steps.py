@@ -82,9 +82,9 @@ class TracedStep:
         """Yield a planned step with the traced bytes and FLOPs, paired with the earlier step whose result it uses.
 
         The second element of the pair is None if there is no such earlier step. Under vmap, the traced amounts are
-        larger than the planned amounts, because a plan is for one example. For a looped step, several pairs are
-        yielded. The first has the permutes that only this step sends, and there is one more for every earlier step that
-        has already sent the same data.
+        larger than the planned amounts, because a plan is for one example. For a looped step, several pairs may be
+        yielded. One pair has the permutes that only this step sends. Each of the other pairs has the permutes whose
+        data a certain earlier step has already sent.
 
         Args:
             step: the planned step.

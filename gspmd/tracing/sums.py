@@ -174,8 +174,9 @@ class _Program:
     def _is_scattered(self, value: Value | None) -> bool:
         """Return whether a planned program makes a value by adding rows to zeros.
 
-        Such a value is the gradient of a look-up whose rows are gathered. If it is one part of a sum, XLA:GPU adds the
-        rows to the other part instead of to zeros. That other part may be a reduction that is merged later.
+        Such a value is the gradient of a look-up whose rows are gathered. If the value is one part of a sum, XLA:GPU
+        adds the rows to the other part of the sum, instead of to zeros. That other part may be a reduction that is
+        merged later.
         """
         made = self.flow.makers.get(value)
         return made is not None and made.name == _SCATTER and made.program is not None

@@ -16,16 +16,16 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Number of bundles from a branch to the first bundle that the branch may skip. The bundles between (delay slots)
-always run."""
+"""Number of bundles from a branch to the first bundle that the branch may skip. The bundles in between, the delay
+slots, always run."""
 _STAGES = 2
-"""Number of iterations that the loop makes in addition to one per step of the grid. They fill and drain the pipeline of
-transfers."""
+"""Number of additional iterations of the loop, beyond one per step of the grid. The additional iterations fill and
+drain the pipeline of transfers."""
 
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """Numbers of instruction bundles in the parts of a kernel, which is a loop over its grid, on one core.
+    """The schedule of a kernel on one core: numbers of instruction bundles in the parts of its loop over the grid.
 
     Attributes:
         trips: number of iterations of the loop.

@@ -1,4 +1,4 @@
-"""Collectives in optimized HLO, which may be synchronous, asynchronous, wrapped, fused, or several in one."""
+"""Collectives in optimized HLO, which may be synchronous or asynchronous, wrapped in a call, fused, or combined."""
 
 import re
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class Collective:
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
     """Return the collective that a scheduled instruction runs, starts or waits for.
 
-    The result is None if the instruction does nothing of this.
+    The result is None for an instruction that has nothing to do with a collective.
 
     Args:
         module: the program.

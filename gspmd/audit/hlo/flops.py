@@ -18,7 +18,7 @@ _MASKS = ("NO_MASK", "CAUSAL")
 """Masks for which the number of (query, key) pairs is known. For a padding mask this number is unknown, because the
 lengths are computed values."""
 _EXACT = re.compile(r"highest|dot_f32", re.IGNORECASE)
-"""The names of precision HIGHEST and of algorithms that compute in float32. At precision HIGH, a GPU multiplies in
+"""A pattern for precision HIGHEST and for algorithms that compute in float32. At precision HIGH, a GPU multiplies in
 TF32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
@@ -73,8 +73,8 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
         computation: the computation that contains the instruction.
         instruction: any instruction.
 
-    Source: JAX documentation, 'Matmul precision', states that GPUs multiply float32 in TF32 by default.
-    `GetBlasComputationType` in openxla/xla, `stream_executor/gpu/gpu_blas_lt.cc`, does so at precision HIGH too.
+    Source: for float32 in TF32 by default on GPUs, the JAX documentation, 'Matmul precision'. For TF32 also at
+    precision HIGH, `GetBlasComputationType` in openxla/xla, `stream_executor/gpu/gpu_blas_lt.cc`.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]

@@ -164,8 +164,8 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
     """Return the number of steps until a comparison of a counter with a bound is false.
 
-    The result is None if the counter overflows before, because it moves away from the bound or, for `NE`, steps over
-    the bound. The result is also None for the direction `EQ`.
+    The result is None if the counter would overflow first, because the counter moves away from the bound or, for `NE`,
+    steps over the bound. The result is also None for the direction `EQ`.
 
     Args:
         direction: the comparison `counter direction bound`, as HLO names it, such as `LT`.
@@ -279,7 +279,7 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
     """Return the initial value of an element of the loop's tuple, or None if the value is not a known constant.
 
-    The value may come from before the outer loops, if those loops pass it on unchanged.
+    If outer loops pass the value on unchanged, the value is read before the outermost of these loops.
     """
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":

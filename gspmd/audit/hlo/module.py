@@ -34,7 +34,7 @@ whose operands are in VMEM."""
 
 @dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result, with the dtype that HLO names and the shape on one device."""
+    """One array of an instruction's result: the dtype, as HLO names it, and the shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -138,7 +138,7 @@ class Instruction:
 
     @property
     def line(self) -> tuple[str, int] | None:
-        """The (file, line) of the instruction in the metadata; None if the metadata has a stack frame or nothing."""
+        """The (file, line) of the instruction; None if the metadata has a stack frame instead, or has no place at all."""
         line = _LINE.search(self.attributes)
         return (line[1], int(line[2] or 0)) if line else None
 

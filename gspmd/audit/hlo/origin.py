@@ -76,9 +76,9 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the instruction that computes the first operand, then the one that computes its first operand, and so on.
+    """Follow the first operands of instructions back, and return the instructions that compute these operands.
 
-    At most `_NEAR` instructions are returned.
+    At most `_NEAR` instructions are returned, the nearest first.
     """
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
@@ -126,7 +126,8 @@ def _in_step(placed: Placed, kind: str) -> bool:
     """Return whether an instruction is in the scope of a step whose collective is of the given kind.
 
     The two kinds of reductions count as the same kind. The answer may be False for an instruction that reshapes the
-    result of a collective, because it may be in the scope of the step that uses the result, such as a product.
+    result of a collective, because such an instruction may be in the scope of the step that uses the result, such as a
+    product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""
@@ -216,7 +217,7 @@ def _slices(module: Module, computation: Computation, done: Instruction) -> dict
 
 
 def _renamed(computation: Computation, value: Instruction) -> list[Placed]:
-    """Return an instruction and the instructions that copy or reshape its value, each after its computation."""
+    """Return an instruction, and those that copy or reshape its value, as (computation, instruction) pairs."""
     same = [value]
     for each in computation.instructions:
         if each.opcode in _RESHAPES and each.operands[0] in {known.name for known in same}:

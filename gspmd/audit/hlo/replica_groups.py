@@ -139,7 +139,7 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
 
 
 def shared_node(instruction: Instruction, devices: int, node: int) -> int:
-    """Return the smallest number of devices of one group that share a node.
+    """Return the number of devices of one group that share a node; if groups or nodes differ, the smallest such number.
 
     The result is 0 if no group spans several nodes. For a permute, the result is 1 if any data leaves a node, and 0
     otherwise.

@@ -69,7 +69,7 @@ class Comparison(Printed):
 
         Args:
             verdicts: the verdicts to show; by default all except "as planned".
-            together: whether to show one row for all steps whose bytes the same collective of another step sends. The
+            together: whether all steps whose bytes are sent by the same collective of another step share one row. The
                 row states the number of these steps.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
@@ -148,9 +148,9 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Replace the rows of steps whose bytes the same collective of another step sends by one row.
+    """Combine the rows of all steps whose bytes are sent by the same collective of another step.
 
-    The new row states the number of the steps. All other rows are yielded unchanged.
+    The combined row states the number of these steps. All other rows are yielded unchanged.
     """
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):

@@ -104,7 +104,10 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, with all axes of a step set in each of its parts if the step was compiled axis by axis."""
+    """Set the mesh axes of each part of a step to all mesh axes of the step, and return the entries.
+
+    A step has several parts if it was compiled axis by axis. Entries that are not such parts are returned unchanged.
+    """
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:

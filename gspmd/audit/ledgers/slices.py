@@ -110,8 +110,8 @@ class _Pool:
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
         """Take `count` executions of each part of a step, and return them as entries.
 
-        Each of `ways` is a list of parts. The first one with enough executions of every part is used. If there is none,
-        nothing is taken, and the result is empty.
+        Each element of `ways` is a list of parts. The first list for which enough executions of every part are left is
+        used. If there is no such list, nothing is taken, and the result is empty.
         """
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]

@@ -70,8 +70,12 @@ def _on_host(leaf: Any) -> bool:
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
     """Return the values that a traced function computes, as parts on one device, largest first.
 
-    Only values whose types state a sharding are returned. This is true of all values under Explicit axes, and of values
-    inside a shard_map (`manual`).
+    Only values whose types state a sharding are returned. Types state a sharding under Explicit axes, and inside a
+    shard_map.
+
+    Args:
+        jaxpr: the traced function.
+        manual: whether the function is the body of a shard_map.
 
     Leaves out: fusion, by which the compiler removes some values; the use of one buffer for several values.
     """

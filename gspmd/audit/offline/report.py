@@ -165,7 +165,7 @@ class Report(Printed):
 
         Args:
             details: whether every step that differs from the plan has a separate row. By default, all steps whose bytes
-                the same collective of another step sends share one row.
+                are sent by the same collective of another step share one row.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _BAND = "#f4f6f8"
 _LANES = 6
-"""The number of lanes up to which more lanes make a row taller. If a row has more lanes, the lanes get thinner."""
+"""Number of lanes up to which a row gets taller with every lane. If a row has more lanes, the lanes get thinner."""
 
 _MARK = 9.0
 """Font size, in points, of the label that states a loop's number of iterations."""

@@ -17,8 +17,8 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""The transfer that a user of a value has to wait for. The value of an instruction is the number of a transfer, or
-None. For a tuple it is a dict from the indices of the elements to such values."""
+"""The number of the transfer for which the users of an instruction's result have to wait, or None if there is none. If
+the result is a tuple, a dict that has such a value for the index of each element."""
 
 
 _OVERFLOW_NOTE = (

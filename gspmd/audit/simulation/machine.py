@@ -87,8 +87,9 @@ class Machine:
             `(category, rows, "seconds")` and `(category, rows, "exposed")` have the executions, the seconds and the
             exposed seconds of the bars.
         started: number of transfers started so far.
-        ahead: the lead of the host in seconds: the host launches work this long before the device has finished all
-            earlier work. The lead grows while the device is busy, and shrinks with every launch.
+        ahead: the lead of the host, in seconds. It is the time from the moment when the host launches new work until
+            the device has finished all earlier work. The lead grows while the device is busy, and shrinks with every
+            launch.
         least: the smallest lead since the last synchronization, or since the current iteration of a loop began.
     """
 

@@ -66,8 +66,8 @@ def timeline(
             is one torus axis.
 
     Returns:
-        A `Timeline`, which can be printed. `gspmd.audit.gantt.draw` draws it, and `gspmd.audit.perfetto.write` writes
-        it as a trace.
+        A `Timeline`, which can be printed. `gspmd.audit.gantt.draw` draws a timeline, and `gspmd.audit.perfetto.write`
+        writes a timeline as a trace.
 
     Raises:
         PlanError: `module` is not a parsed program, `mesh` is not a mesh, `flops` is not a number of FLOPs, or no chip

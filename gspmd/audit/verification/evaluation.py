@@ -11,8 +11,8 @@ from gspmd.annotate.errors import PlanError
 from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest allowed difference from the result on one device, divided by the largest absolute value of that result. It is
-0.5 for every floating-point dtype that is not listed, such as float8. Arrays of integers or booleans have to be
+"""Largest allowed difference from the result on one device, divided by the largest absolute value of that result. For
+floating-point dtypes that are not listed, such as float8, it is 0.5. Arrays of integers or booleans have to be
 equal."""
 
 

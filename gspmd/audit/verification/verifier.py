@@ -44,9 +44,9 @@ def verify(
         equations of `fn` that give wrong results even when they are run alone.
 
     Raises:
-        PlanError: there is no mesh; an argument is not an array; an argument or a result is a partial sum; or `fn`
-            raises an error even on one device. A name in `lowerings` is unknown, or `seed` is not a whole number from 0
-            to 2^32 - 1.
+        PlanError: there is no mesh; an argument is not an array; an argument or a result is a partial sum; a name in
+            `lowerings` is unknown; `seed` is not a whole number from 0 to 2^32 - 1; or `fn` raises an error even on one
+            device.
 
     Example:
         >>> from gspmd import annotate
