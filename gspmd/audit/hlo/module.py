@@ -138,7 +138,7 @@ class Instruction:
 
     @property
     def line(self) -> tuple[str, int] | None:
-        """The (file, line) of the instruction; None if the metadata has a stack frame instead, or has no place at all."""
+        """The (file, line) of the instruction, or None if the metadata has a stack frame instead, or has neither."""
         line = _LINE.search(self.attributes)
         return (line[1], int(line[2] or 0)) if line else None
 
