@@ -54,6 +54,23 @@ class Cost:
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
     """Return the cost of an instruction that does not communicate with other devices.
 
+    On a TPU, the seconds of the cost are given by the first of these rules that applies:
+
+    - Instructions that only name a value or allocate a buffer take no time. Instructions that compute only scalars take
+      no time either, unless the compiler states an estimate of their cycles.
+    - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
+      there is no schedule.
+    - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
+      the TPU compiler makes estimates.
+    - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
+      (`gspmd.hardware.matmul.product_seconds`).
+    - Any other instruction takes the time of the roofline, max(flops / peak FLOP/s, bytes / memory bandwidth).
+
+    On a GPU, every kernel takes time, even a kernel that computes only scalars. A product takes as long as in cuBLAS
+    (`gspmd.hardware.matmul.product_seconds`). Fused attention takes the time of its FLOPs plus the time of its bytes,
+    at the rates that cuDNN reaches. A scatter takes the time of its bytes at `SCATTER_EFFICIENCY` of the memory
+    bandwidth. Any other kernel takes the time of its bytes at the memory bandwidth that kernels reach.
+
     Args:
         module: the program.
         computation: the computation that contains the instruction.
@@ -61,22 +78,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
-        The cost. On a TPU, its seconds are the first of the following that applies:
-
-        - zero for instructions that only name a value or allocate a buffer, and for instructions without an estimate
-          that compute only scalars;
-        - for a Pallas kernel whose work the program states, the seconds of the kernel's schedule, or a lower bound if
-          there is no schedule;
-        - the cycles that the compiler estimates, divided by the chip's clock;
-        - for a product whose estimate overflowed, a fit to estimates of other products
-          (`gspmd.hardware.matmul.product_seconds`);
-        - the roofline, max(flops / peak FLOP/s, bytes / memory bandwidth).
-
-        On a GPU there are no estimates, and every kernel takes time, even a kernel that computes only scalars. A
-        product takes as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`). Fused attention takes the time of
-        its FLOPs plus the time of its bytes, at the rates that cuDNN reaches. A scatter takes the time of its bytes at
-        `SCATTER_EFFICIENCY` of the memory bandwidth. Any other kernel takes the time of its bytes at the memory
-        bandwidth that kernels reach.
+        The cost of one execution.
     """
     if not runs(computation, instruction, chip):
         return Cost(0.0)

@@ -33,8 +33,8 @@ def timeline(
       whichever is longer. Instructions that only name a value take no time.
     - **On a GPU**, the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`).
       Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates that cuDNN reaches. Any other
-      kernel takes the time of its bytes, at the memory bandwidth that kernels reach. Every kernel also takes time to
-      start.
+      kernel takes the time of its bytes, at the memory bandwidth that kernels reach. Only scatters are slower
+      (`SCATTER_EFFICIENCY` of `gspmd.audit.simulation.roofline`). Every kernel also takes time to start.
     - **Launches**: on a GPU, the host launches kernels one by one, or five or more consecutive kernels as one CUDA
       graph. The host runs ahead of the device. If the host is not ahead, the device waits for the next launch. The
       device also waits for the host at a conditional, and in a loop whose trip count is unknown.
