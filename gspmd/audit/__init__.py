@@ -1,4 +1,4 @@
-"""The audit of compiled programs: collectives, memory and time, also for machines that are not attached."""
+"""The audit of compiled programs: their collectives, memory and time, also on machines that are not attached."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of the audit share."""
+"""Checks of arguments, shared by several functions of the audit."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -15,7 +15,7 @@ from gspmd.display.tables import counted
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Return the sizes of a mesh's axes, in its order.
+    """Return the sizes of a mesh's axes, in the order of the mesh.
 
     Args:
         mesh: a mesh, or a mapping from mesh axes to sizes.
@@ -36,10 +36,10 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def operations(flops: Any) -> float:
-    """Return a number of FLOPs after checking that it is 0 or more.
+    """Return a number of FLOPs, after checking that the number is finite and not negative.
 
     Raises:
-        PlanError: `flops` is not such a number.
+        PlanError: `flops` is not a number, is negative, or is not finite.
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:
@@ -48,15 +48,17 @@ def operations(flops: Any) -> float:
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Return positions of arguments, counted from 0; the given ones may be negative, as for `jax.jit`.
+    """Return the positions of arguments that a keyword such as `donate_argnums` gives, counted from 0.
+
+    As for `jax.jit`, positions in `given` may be negative, and then count from the last argument.
 
     Args:
-        name: the name of the keyword, for the error.
+        name: the name of the keyword, for the error message.
         given: the value of the keyword.
-        count: number of arguments.
+        count: number of arguments of the call.
 
     Raises:
-        PlanError: `given` is not a sequence of such positions.
+        PlanError: `given` is not a sequence of integers, or an argument that it names does not exist.
     """
     numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
     known = [number for number in numbers if number is not None]

@@ -1,1 +1,1 @@
-"""Tracing: the planned steps of a whole function, without the steps that its compiler merges with others."""
+"""Tracing: the planned steps of a whole function, without the steps that the compiler merges with equal steps."""

@@ -1,10 +1,10 @@
-"""The rules by which compilers merge common subexpressions, and move operations out of loops.
+"""The rules by which compilers merge common subexpressions and move operations out of loops.
 
-XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
+XLA calls the passes that do this `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
 Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0, and for TPU v4 with the corresponding libtpu
-(0.0.42, 0.0.50); tests/tracing check the rules against all of these. For GPUs, programs compiled with version 0.10.2 of
-JAX's plugin for CUDA, which tests/audit/offline checks.
+(0.0.42, 0.0.50); tests/tracing checks the rules against all these versions. For GPUs, programs compiled with version
+0.10.2 of JAX's plugin for CUDA; tests/audit/offline checks the rules against that version.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ class Compiler:
     """A compiler's treatment of equal values and of loop-invariant values.
 
     Attributes:
-        is_host: whether it compiles for host devices (XLA:CPU). This compiler hoists all invariant operations,
-            including conditionals, out of all surrounding loops. Other compilers hoist an operation out of one loop,
-            and only if its results are no larger than its operands (so no all-gather).
-        merges_across_barriers: whether it eliminates common subexpressions (except all-reduces) again after it has
-            expanded optimization barriers. XLA:CPU did so up to jaxlib 0.10; no other compiler does.
-        reduces_sums: whether it adds partial sums before it reduces them, if only their sum is used. Only XLA:GPU does
-            so.
+        is_host: whether the compiler compiles for host devices (XLA:CPU). XLA:CPU hoists all loop-invariant operations,
+            including conditionals, out of all surrounding loops. Other compilers hoist an operation out of only one
+            loop, and only if the operation's results are no larger than its operands. So they never hoist an
+            all-gather.
+        merges_across_barriers: whether the compiler eliminates common subexpressions (except all-reduces) again after
+            it has expanded optimization barriers. XLA:CPU did so up to jaxlib 0.10; no other compiler does.
+        reduces_sums: whether the compiler adds partial sums before it reduces them, if only their sum is used. Only
+            XLA:GPU does so.
     """
 
     is_host: bool
@@ -38,7 +39,7 @@ class Compiler:
     reduces_sums: bool = False
 
     def hoists(self, equation: Any) -> bool:
-        """Return whether a loop-invariant operation is moved out of its loop."""
+        """Return whether the compiler moves a loop-invariant operation out of its loop."""
         return self.is_host or not _inflates_size(equation)
 
 
@@ -53,7 +54,7 @@ def compiler_for(chip: Chip) -> Compiler:
 
 
 def compiler_in_use() -> Compiler:
-    """Return the compiler for the devices of the current mesh or, if they are unknown, for the current chip."""
+    """Return the compiler for the devices of the current mesh, or for the current chip if the devices are unknown."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         chip = chip_in_force()
@@ -62,9 +63,10 @@ def compiler_in_use() -> Compiler:
 
 
 def _inflates_size(equation: Any) -> bool:
-    """Return whether results have more bytes than operands (XLA: `hoist_size_inflating_ops`); literals have 0 bytes.
+    """Return whether the results of an operation have more bytes than its operands.
 
-    An operation that broadcasts a literal counts as inflating, even if other operands are large.
+    Literals have 0 bytes. The answer is also True for an operation that broadcasts a literal, even if other operands
+    are large. XLA calls such operations `hoist_size_inflating_ops`.
     """
     arrays = [var.aval for var in equation.invars if not isinstance(var, Literal)]
     results = [var.aval for var in equation.outvars]

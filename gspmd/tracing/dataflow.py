@@ -1,7 +1,7 @@
-"""The dataflow of a program: its operations in one list, with the makers and the users of every value.
+"""The dataflow of a program: one list of its operations, with the operations that make and use each value.
 
-Compilers inline all calls, so calls are replaced by the operations of the called programs. A loop is one operation, and
-its body has a separate dataflow.
+Compilers inline all calls. So the list has, in place of a call, the operations of the called program. A loop is one
+operation, and the body of the loop has a separate dataflow.
 """
 
 from collections import defaultdict
@@ -18,10 +18,13 @@ from gspmd.tracing.steps import step_number
 from gspmd.tracing.value_numbering import StepKey
 
 Path = tuple[int, ...]
-"""The operations that contain an operation, outermost first, by identity, since a jaxpr may be called several times."""
+"""The position of an operation in nested calls: the `id`s of all equations that contain the operation, outermost first,
+and last the `id` of the operation's own equation. That last `id` alone is not unique, because a jaxpr may be called
+several times."""
 
 Value = Hashable
-"""A value: the calls around the operation that makes it, and its variable in the innermost call."""
+"""A value of a program, as a pair: the path of the calls around the operation that makes the value, and the value's
+variable in the innermost of these calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +32,13 @@ class Operation:
     """An operation of a program.
 
     Attributes:
-        equation: the operation as an equation of its jaxpr.
-        path: the operations that contain this operation, and last the operation itself.
-        operands: the values of the operands, with None for literals.
+        equation: the equation of the jaxpr that describes this operation.
+        path: the path of this operation.
+        operands: the values of the operands; None stands for a literal.
         results: the values of the results.
-        program: the planned program to which the operation belongs, or None outside of planned programs.
-        program_path: the path of the operation that calls this program.
+        program: the planned program to which the operation belongs, or None if the operation belongs to no planned
+            program.
+        program_path: the path of the operation that calls the planned program.
     """
 
     equation: Any
@@ -51,32 +55,32 @@ class Operation:
 
     @property
     def step(self) -> int | None:
-        """The number of the planned step to which the operation belongs, or None outside of steps."""
+        """The number of the planned step to which the operation belongs, or None if it belongs to no step."""
         return step_number(self.equation)
 
     @property
     def step_key(self) -> StepKey:
-        """The equation of the planned program and the number of the step, for an operation in a step."""
+        """The equation of the planned program and the number of the step; only for an operation in a step."""
         assert self.program is not None
         assert self.step is not None
         return self.program.equation, self.step
 
     @property
     def is_mark(self) -> bool:
-        """Whether the operation is a mark, which stands for steps whose placements are unknown."""
+        """Whether the operation is a mark, which stands for a planned step whose specs a search has not yet chosen."""
         return self.name == MARK
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The operations of a program, and where each value comes from and goes to.
+    """The operations of a program, and the operations that make and use each value.
 
     Attributes:
-        operations: all operations, in order, with calls replaced by what they call.
-        arguments: the values of the arguments.
-        results: the values of the results, with None for literals.
-        makers: for each value, the operation that makes it.
-        users: for each value, the operations that use it, once for each use.
+        operations: all operations, in order. A call is replaced by the operations of the called program.
+        arguments: the values of the program's arguments.
+        results: the values of the program's results; None stands for a literal.
+        makers: a mapping from a value to the operation that makes the value.
+        users: a mapping from a value to the operations that use the value. An operation is listed once for each use.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -86,7 +90,7 @@ class Dataflow:
     users: defaultdict[Value, list[Operation]] = field(default_factory=lambda: defaultdict(list))
 
     def uses(self, value: Value) -> int:
-        """Return the number of uses of a value, including uses as a result of the program."""
+        """Return the number of uses of a value; a use as a result of the program is counted too."""
         return len(self.users[value]) + self.results.count(value)
 
 
@@ -95,7 +99,7 @@ def dataflow(jaxpr: Jaxpr, path: Path = ()) -> Dataflow:
 
     Args:
         jaxpr: the program.
-        path: the operations that contain the program.
+        path: the path of the operation that contains the program; empty for a whole program.
     """
     flow = Dataflow(arguments=[(path, var) for var in jaxpr.invars])
     flow.results.extend(_inlined(flow, jaxpr, path, flow.arguments, None, ()))
@@ -110,7 +114,16 @@ def _inlined(
     program: PlannedProgram | None,
     program_path: Path,
 ) -> list[Value | None]:
-    """Append the operations of a program that is called with these arguments; return the values of its results."""
+    """Append the operations of a called program to a dataflow, and return the values of the program's results.
+
+    Args:
+        flow: the dataflow.
+        jaxpr: the called program.
+        path: the path of the call.
+        arguments: the values of the arguments; None stands for a literal.
+        program: the planned program to which the operations belong, or None.
+        program_path: the path of the operation that calls the planned program.
+    """
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def value(var: Any) -> Value | None:

@@ -1,4 +1,4 @@
-"""Questions about jaxprs: the programs that an equation calls, dead code, and how a loop uses its operands."""
+"""Functions on jaxprs, for the programs that an equation calls, for dead code, and for the operands of loops."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ _CALLS = ("jit", "pjit", jax_internals.CLOSED_CALL, "shard_map", "custom_partiti
 _CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
 
 RECOMPUTED = ("remat2", "checkpoint")
-"""Primitives whose program is called again in the backward pass."""
+"""The names of primitives that call a program which the backward pass calls again."""
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
-    """Yield the programs that an equation calls: bodies of loops, branches, jitted functions, ..."""
+    """Yield the programs that an equation calls, such as the bodies of loops, branches and jitted functions."""
     for value in equation.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(one, "jaxpr", one)
@@ -29,7 +29,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
 
 
 def constants_of(equation: Any, inner: Jaxpr) -> Iterator[tuple[Any, Any]]:
-    """Yield the constants of a program that an equation calls, each as a variable and its value."""
+    """Yield the constants of a program that an equation calls, each as a pair of a variable and its value."""
     for value in equation.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, ClosedJaxpr) and one.jaxpr is inner:
@@ -37,7 +37,7 @@ def constants_of(equation: Any, inner: Jaxpr) -> Iterator[tuple[Any, Any]]:
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield every equation of a program and of the programs that it calls."""
+    """Yield every equation of a program, and every equation of the programs that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in inner_jaxprs(equation):
@@ -45,19 +45,24 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 _WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Primitives that call a program and have rules for transforming it, with the parameter that contains the program."""
+"""The names of primitives that call a program and have rules for transforming this program, each with the name of the
+parameter that contains the program."""
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that no result needs; all its arguments stay."""
+    """Return a program without the operations that no result needs; all arguments of the program are kept."""
     return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """Return the program with plain calls in place of calls that have rules for transformations.
+    """Return a program in which plain calls replace all calls that have rules for transformations.
 
-    JAX's elimination of dead code does not look into a `custom_vmap_call`, and keeps unused operands of the other two
-    primitives. Compilers inline all three.
+    JAX's elimination of dead code does not look into a `custom_vmap_call`. It keeps unused operands of a
+    `custom_vjp_call` and of a `custom_jvp_call`. Compilers inline all three kinds of calls.
+
+    Args:
+        jaxpr: the program.
+        done: the programs replaced so far, indexed by the `id` of the original program; results are added.
     """
     if id(jaxpr) not in done:
         equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
@@ -73,7 +78,10 @@ def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
 
 
 def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """Return the equation with every program that it calls changed, or the same object if none changes."""
+    """Return an equation with `change` applied to every program that it calls.
+
+    If `change` returns every program unchanged, the result is the same object as `equation`.
+    """
 
     def changed(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -90,13 +98,17 @@ def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def expression(equation: Any) -> tuple[str, str]:
-    """Return what an equation computes: the primitive and its parameters, sorted, since JAX's order varies."""
+    """Return the name of an equation's primitive, and the text of its parameters.
+
+    The parameters are sorted by name, because JAX's order varies. Two equations with equal results compute the same
+    function of their operands.
+    """
     params = sorted(equation.params.items(), key=lambda item: item[0])
     return equation.primitive.name, str([(name, _text(value)) for name, value in params])
 
 
 def _text(value: Any) -> Any:
-    """Return a parameter of an equation, with a string in place of each program in it."""
+    """Return the value of an equation's parameter, in which a string replaces each program."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -111,8 +123,8 @@ def _text(value: Any) -> Any:
 def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
     """Return a string that is the same for programs that differ only in the names of variables.
 
-    The string has the content of JAX's own text of a program, but includes each called program once: JAX would repeat
-    the text of nested loops for every loop around them.
+    The string is a hash of the content of JAX's own text of a program, in which a called program is replaced by its
+    fingerprint. JAX itself would repeat the text of a nested loop for every loop around it.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     if jaxpr in _fingerprints:
@@ -154,22 +166,22 @@ def _written(placement: AbstractMesh | Sharding) -> str:
 
 
 def has_effects(equation: Any) -> bool:
-    """Return whether an equation has side effects; the use of a mesh axis's name does not count as one."""
+    """Return whether an equation has side effects; JAX's effect for the use of a mesh axis's name is ignored."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 
 def is_call(equation: Any, inner: Jaxpr) -> bool:
-    """Return whether an equation is a plain call of a program with the equation's operands; compilers inline it."""
+    """Return whether an equation only calls the program `inner` with its own operands; compilers inline such calls."""
     return equation.primitive.name in (*_CALLS, *RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
 
 def runs_once(equation: Any) -> bool:
-    """Return whether an equation is a scan of a single trip, which XLA unrolls."""
+    """Return whether an equation is a scan with a single iteration, which XLA unrolls."""
     return equation.primitive.name == "scan" and equation.params["length"] == 1
 
 
 def is_reshape(equation: Any) -> bool:
-    """Return whether an equation only reshapes in row-major order, as some broadcasts to more dimensions do."""
+    """Return whether an equation only reshapes an array in row-major order; some broadcasts do only this."""
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]
@@ -179,11 +191,22 @@ def is_reshape(equation: Any) -> bool:
 
 
 def is_stacked(outer: Any, inner: Any) -> bool:
-    """Return whether a scan reads or writes a variable slice by slice, rather than as a whole."""
+    """Return whether a scan reads or writes a variable slice by slice, rather than as a whole.
+
+    Args:
+        outer: the variable outside of the scan.
+        inner: the corresponding variable in the body of the scan.
+    """
     return len(getattr(outer.aval, "shape", ())) > len(getattr(inner.aval, "shape", ()))
 
 
 def is_carried_unchanged(body: Jaxpr, place: int, constants: int) -> bool:
-    """Return whether a loop's body returns the operand with index `place`, counted after the constants, unchanged."""
+    """Return whether a loop's body returns one of its carried arguments unchanged.
+
+    Args:
+        body: the body of the loop.
+        place: the index of the argument among all arguments of the body.
+        constants: number of constants, which are the first arguments of the body.
+    """
     carried = place - constants
     return carried < len(body.outvars) and body.outvars[carried] is body.invars[place]

@@ -30,14 +30,17 @@ class PlannedStep:
     """A planned step of a function, with the number of times that it runs.
 
     Attributes:
-        step: the step, with its kind, mesh axes, and bytes and seconds of one run.
+        step: the step, with its kind, its mesh axes, and the bytes and seconds of one run.
         trips: the number of times that the step runs.
         equation: the equation to which the step belongs.
         number: the number of the step in this equation.
-        dtype: the dtype that a collective sends, as HLO names it, such as `bf16`; empty in a forecast.
-        first: the equation and number of an earlier step whose result this step uses instead of running, because both
-            steps have the same result, or because one collective reduces the sum of both.
-        hidden_seconds: for a collective, its part of the seconds that the equation's loops save, over all trips.
+        dtype: the dtype that a collective sends, as HLO names it, such as `bf16`; empty if the step is a forecast (see
+            `ProgramPlan`).
+        first: the equation and number of an earlier step, if this step does not run because it uses the result of that
+            step. Either both steps have the same result, or one collective reduces the sum of the values that both
+            steps would reduce.
+        hidden_seconds: for a collective of a looped equation, its part of the seconds that the equation's loops save by
+            sending during products, in all runs.
         is_behind_loop: whether the compiler moves the step behind the loop that adds up its results
             (`gspmd.tracing.sums`).
     """
@@ -53,7 +56,7 @@ class PlannedStep:
 
     @property
     def wire_bytes(self) -> int:
-        """The number of bytes that one device sends in all trips together."""
+        """The number of bytes that one device sends in all runs of the step together."""
         return self.step.wire_bytes * self.trips
 
     def __repr__(self) -> str:
@@ -66,16 +69,17 @@ class PlannedStep:
 class ProgramPlan(Printed):
     """All planned steps of a function, in program order; bytes, FLOPs and seconds are per device and per execution.
 
-    A conditional counts as its largest branch, and a while loop, whose trip count is not known in advance, as one trip.
-    Under vmap a step counts for the whole batch. Equations under lowering `xla` are forecasts, and all their steps
-    count.
+    For a conditional, only the branch that sends the most bytes is counted. A while loop is counted as one iteration,
+    because its trip count is not known in advance. Under vmap, the figures of a step are for the whole batch. The steps
+    of an equation under lowering `xla` are a forecast, because the compiler chooses the collectives; all these steps
+    are counted.
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an equal step among the entries; they send no bytes, and are not in any
-            total.
+        shared: steps that use the result of an earlier step in `entries`. Shared steps send no bytes, and no total
+            includes them.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
-        notes: sentences about the parts that could not be counted.
+        notes: sentences about the parts of the function that could not be counted exactly.
     """
 
     entries: tuple[PlannedStep, ...]
@@ -85,20 +89,20 @@ class ProgramPlan(Printed):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step, repeated as often as it runs."""
+        """All steps in `entries`, each repeated as often as it runs."""
         return tuple(entry.step for entry in self.entries for _ in range(entry.trips))
 
     @property
     def wire_bytes(self) -> int:
-        """The number of bytes that one device sends."""
+        """The number of bytes that one device sends in one execution."""
         return sum(entry.wire_bytes for entry in self.entries)
 
     def network_bytes(self, mesh: Mapping[str, int], chip: Chip) -> int:
-        """Return the bytes that one device sends over the network between nodes of GPUs or TPU slices.
+        """Return the number of bytes that one device sends over the network between GPU nodes or TPU slices.
 
         Args:
             mesh: size of every mesh axis.
-            chip: the hardware; nodes (or slices) of `node_devices` devices fill the mesh one after the other.
+            chip: the hardware. Nodes or slices of `chip.node_devices` devices fill the mesh one after another.
         """
         if chip.nodes(mesh) == 1:
             return 0
@@ -106,30 +110,31 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds and FLOPs: branches of a conditional are compared by these, in this order."""
+        """The tuple (bytes, seconds, FLOPs), by which the branches of a conditional are compared."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of the planned steps if nothing overlaps."""
+        """The predicted time of all planned steps in seconds, if no steps overlap."""
         return sum(entry.step.seconds * entry.trips for entry in self.entries)
 
     @property
     def hidden_seconds(self) -> float:
-        """The seconds that loops save because they send during products, from the plan of each equation.
+        """The seconds that looped equations save because they send during products, from the plan of each equation.
 
-        If only a part of an equation runs, since the rest has been sent before, the same fraction of its seconds
-        counts. The overlap of experts' chunks with one another does not count.
+        If only a part of an equation's collectives run, because the rest has been sent before, only the corresponding
+        fraction of the equation's saved seconds is counted. The overlap of experts' chunks with one another is not
+        counted.
         """
         return sum(entry.hidden_seconds for entry in self.entries)
 
     @property
     def flops(self) -> int:
-        """The number of floating-point operations of the planned einsums."""
+        """The number of floating-point operations (FLOPs) of the planned einsums."""
         return sum(entry.step.flops * entry.trips for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """Return the number of runs and of bytes sent, by kind of collective and its mesh axes."""
+        """Return the number of runs, and the bytes sent, for each kind of collective and set of mesh axes."""
         counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for entry in self.entries:
@@ -140,7 +145,7 @@ class ProgramPlan(Printed):
         return {key: (counts[key], sent[key]) for key in sorted(counts)}
 
     def table(self) -> Sheet:
-        """Return a table of the collectives, with those that send the most bytes first."""
+        """Return a table of the collectives, sorted by bytes in descending order."""
         sheet = Sheet("planned collectives, per device", _COLUMNS)
         rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
         for (kind, axes), (count, sent) in rows:
@@ -150,7 +155,7 @@ class ProgramPlan(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw the bytes of the collectives as bars, by kind and mesh axes, most bytes first.
+        """Draw the bytes of the collectives, as one bar for each kind and set of mesh axes, longest bar first.
 
         >>> ProgramPlan(()).figure().title
         'planned collectives, bytes per device'
@@ -176,7 +181,7 @@ class ProgramPlan(Printed):
 
 
 def _over_network(step: Step, mesh: Mapping[str, int], chip: Chip) -> int:
-    """Return the number of bytes that a step sends over the network between nodes."""
+    """Return the number of bytes that one run of a step sends over the network between nodes."""
     if not (step.is_collective and step.wire_bytes):
         return 0
     near = sharing_node(step.axes, tuple(mesh.items()), chip.node_devices)
@@ -187,7 +192,7 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 
 
 def of_equation(plan: Plan) -> ProgramPlan:
-    """Return the program plan of the forward pass of a single equation that runs once."""
+    """Return the program plan of a function that computes a single equation once, without a gradient."""
     routine, loops = plan.routine, plan.loops
     spans = [ring_gather(routine.moves[number]) for number in loops.gathers]
     spans += [ring_scatter(routine, number) for number in loops.scatters]

@@ -1,7 +1,8 @@
-"""Regions of a program, and the values, collectives and products that are available in each.
+"""Regions of a program, and the values, collectives and products that are available in each region.
 
-A region is a program without the bodies of its loops and conditionals, which are regions of their own. So the
-operations of a region run one after the other. See `gspmd.tracing.value_numbering`.
+The body of a loop, and a branch of a conditional, is a separate region. A region contains all operations that are not
+in the regions inside it, so the operations of a region run one after another. `gspmd.tracing.value_numbering` explains
+the value numbers.
 """
 
 import weakref
@@ -36,21 +37,22 @@ _REDUCTIONS = ("psum", "pmax")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS, MARK)
 _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
-"""Operations that compilers remove, by their primitives; `name` is the primitive of `checkpoint_name`."""
+"""The primitives of operations that compilers remove; `name` is the primitive of `checkpoint_name`."""
 
 _LOOPS = ("scan", "while")
 
 
 class Value(NamedTuple):
-    """A value of a program, by the value numbers that it has at three moments of compilation.
+    """A value of a program, with the value numbers that it has at three moments of compilation.
 
     Attributes:
-        number: its number after common subexpression elimination.
-        barrierless: its number after optimization barriers are expanded and subexpressions are eliminated again, if the
-            compiler does so; otherwise `number`.
+        number: the value number after common subexpressions have been eliminated.
+        barrierless: the value number after optimization barriers have been expanded and common subexpressions have been
+            eliminated again. It is the same as `number` for a compiler that does not eliminate them again.
         region: the outermost region in which the value is available.
-        captured: its number before either elimination, when values from outside become operands of loops. If two
-            operands of a loop become equal later, they are still two values inside the loop.
+        captured: the value number before any common subexpressions are eliminated, at the moment when values from
+            outside become operands of loops. If two operands of a loop become equal later, they remain two different
+            values inside the loop.
     """
 
     number: int
@@ -59,26 +61,34 @@ class Value(NamedTuple):
     captured: int
 
     def numbers_in(self, region: "Region") -> tuple[int, int]:
-        """Return `number` and `barrierless` as an operation in this region sees them."""
+        """Return the numbers that an operation in the given region uses in place of `number` and `barrierless`.
+
+        If the region is inside the region of this value, both numbers are `captured`.
+        """
         inside = region.depth > self.region.depth
         return (self.captured, self.captured) if inside else (self.number, self.barrierless)
 
 
 class Occurrence(NamedTuple):
-    """The region in which an operation runs after hoisting, and the earlier step, if any, with the same value there."""
+    """The result of `Region.visit` for an operation.
+
+    Attributes:
+        region: the region in which the operation runs after hoisting.
+        first: the earlier step that has computed the same value in that region, or None if there is no such step.
+    """
 
     region: "Region"
     first: StepKey | None = None
 
 
 class Region:
-    """A program, or the body of one of its loops or conditionals, with the values that are available in it.
+    """A region: a whole program, the body of a loop, or a branch of a conditional, with the values available in it.
 
     Args:
         numbering: the value numbers of the whole program.
-        parent: the region around this one.
-        length: the number of trips of the loop whose body this is, for each run of the loop.
-        is_loop: whether this is the body of a loop, rather than a branch of a conditional.
+        parent: the region that contains this region; None for a whole program.
+        length: for the body of a loop, the number of iterations in each run of the loop.
+        is_loop: whether this region is the body of a loop.
     """
 
     def __init__(self, numbering: Numbering, parent: "Region | None" = None, length: int = 1, is_loop: bool = False):
@@ -92,7 +102,7 @@ class Region:
         self._is_uncertain = False  # whether the current loop merges with the others only after barriers are expanded
 
     def ancestors(self) -> Iterator["Region"]:
-        """Yield this region, the region around it, and so on to the whole program."""
+        """Yield this region, then the region that contains it, and so on up to the whole program."""
         yield self
         if self.parent:
             yield from self.parent.ancestors()
@@ -100,7 +110,14 @@ class Region:
     # -- calls and loops -----------------------------------------------------------------------------------------------
 
     def enter(self, equation: Any, inner: Jaxpr) -> "Region":
-        """Return the region of a called program, which is this region if the program runs exactly once."""
+        """Begin a called program, and return its region.
+
+        The result is this region if the program runs exactly once, as in a plain call.
+
+        Args:
+            equation: the equation that calls the program.
+            inner: the called program.
+        """
         operands = [self._value(var) for var in equation.invars]
         call = self._call(equation, operands)
         region = self._entered(equation, inner, operands)
@@ -109,10 +126,13 @@ class Region:
         return region
 
     def bind_constants(self, constants: Iterable[tuple[Any, Any]]) -> None:
-        """Bind the constants of a program, given as pairs of a variable and an array; equal arrays are one value.
+        """Bind variables to the constants of a program, so that equal arrays become one value.
 
-        An array that a function closes over is a constant of the program once for each use, and every compiler merges
-        constants of the same type and content.
+        An array that a function closes over occurs among the program's constants once for each use. Every compiler
+        merges constants with the same type and content.
+
+        Args:
+            constants: pairs of a variable and an array.
         """
         for var, array in constants:
             if not isinstance(var.aval, jax.core.ShapedArray) or not getattr(array, "is_fully_addressable", True):
@@ -133,7 +153,7 @@ class Region:
         return Region(self.numbering, self._region_of_call(equation))
 
     def leave(self, equation: Any, inner: Jaxpr) -> None:
-        """Bind the results of a called program to the values that they have inside it."""
+        """End a called program, and bind the results of its equation to the values computed in the program."""
         self.numbering.calls.pop()
         if is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
             results = [self._value(var) for var in inner.outvars]
@@ -149,7 +169,10 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Return a value number that identifies this call within a planned program, or None outside of one."""
+        """Return a value number that identifies a shard_map, such as a planned program's, or a call inside a shard_map.
+
+        The result is None for any other call.
+        """
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
             return number("in", self._loop(equation, operands).barrierless)
@@ -160,7 +183,11 @@ class Region:
         return None
 
     def _loop_body(self, equation: Any, inner: Jaxpr, operands: Sequence[Value]) -> "Region":
-        """Return the region of a loop's body, with its invariants bound: constants, and carries that stay unchanged."""
+        """Return the region of a loop's body, with the body's arguments bound.
+
+        Loop-invariant arguments are bound to the values of the loop's operands. These arguments are the constants of
+        the loop, and the carried values that the body returns unchanged.
+        """
         length = equation.params.get("length", 1)  # the trips of a while loop are unknown and counted as one
         is_scan = equation.primitive.name == "scan"
         loop = self._loop(equation, operands)
@@ -179,7 +206,11 @@ class Region:
         return body
 
     def _loop(self, equation: Any, operands: Sequence[Value]) -> Value:
-        """Return a loop or a conditional as a value; two loops with the same body and operands are equal."""
+        """Return the value that represents a loop or a conditional as a whole.
+
+        Two loops with the same body and the same operands have equal values. Conditionals, and loops with side effects,
+        have new values.
+        """
         region = self._region_of_call(equation)
         if equation.primitive.name not in _LOOPS or has_effects(equation):
             return region._new()
@@ -188,12 +219,15 @@ class Region:
         return Value(number, barrierless, region, barrierless)
 
     def _region_of_call(self, equation: Any) -> "Region":
-        """Return the region in which a loop or a conditional runs as a whole."""
+        """Return the region in which a loop or a conditional runs after hoisting."""
         hoists = equation.primitive.name in _LOOPS or self.numbering.compiler.is_host
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """Return the operands of a call; if a backward pass recomputes it, they are behind an optimization barrier."""
+        """Return the values of a call's operands as the called program sees them.
+
+        If a backward pass recomputes the call, the operands are behind an optimization barrier.
+        """
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
@@ -201,9 +235,15 @@ class Region:
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
-        """Return operands as they are inside a call, or results as they are outside.
+        """Return the values of a call's operands inside the call, or the values of the call's results outside the call.
 
-        A shard_map turns arrays into shards, or back, by their specs.
+        A shard_map turns its operands into shards, and the shards of its results into arrays, by their specs. For any
+        other call, the values are returned unchanged.
+
+        Args:
+            equation: the call.
+            side: the parameter of shard_map with the specs, "in_specs" for operands or "out_specs" for results.
+            values: the values on the other side of the call.
         """
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
@@ -219,7 +259,16 @@ class Region:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def visit(self, equation: Any, step: StepKey = ("", 0)) -> Occurrence:
-        """Number the results of an operation in a step; return where it runs and which step has computed it before."""
+        """Assign value numbers to the results of an operation.
+
+        Args:
+            equation: the operation.
+            step: the step to which the operation belongs.
+
+        Returns:
+            The region in which the operation runs, and the earlier step that has computed the same collective or
+            product.
+        """
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
         if name in (_BARRIER, *_NOTHING):
             self._bind(equation.outvars, self._behind_barrier(equation, operands) if name == _BARRIER else operands)
@@ -244,8 +293,9 @@ class Region:
     def _reshaped(self, equation: Any, value: Value) -> Value:
         """Return the value of a reshape of a value.
 
-        A compiler merges consecutive reshapes, and drops them if they restore the original shape. JAX itself reshapes
-        scalars: one half of a differentiated shard_map passes them to the other half as vectors with one element.
+        Compilers merge consecutive reshapes, and remove reshapes that together restore the original shape. Such
+        reshapes occur because JAX splits a differentiated shard_map into two parts, one of which passes scalars to the
+        other as vectors with one element.
         """
         shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         region = self._hoisted([value])  # hoisted by every compiler, since the size stays the same
@@ -258,7 +308,15 @@ class Region:
         return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
     def _computed(self, result: Value, step: StepKey) -> Occurrence:
-        """Make a collective or a product available; if it already is, return the step that has computed it."""
+        """Make a collective or product available in this region, under the name of the step that computes it.
+
+        Args:
+            result: the value of the collective or product.
+            step: the step that computes it.
+
+        Returns:
+            This region, and the earlier step that has already computed an equal value.
+        """
         number, barrierless, available = result.number, result.barrierless, self._available
         first = available.get(number, available.get(barrierless))
         if_fused = number not in available and barrierless in self.numbering.if_fused
@@ -269,16 +327,20 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Record results that are equal after barriers are expanded, but only if the compiler fused them alike."""
+        """Record the results of an operation that are merged with others only if the compiler fuses both alike.
+
+        These are results that become equal to other values only after optimization barriers are expanded.
+        """
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
             noted.update(value.barrierless for value in results if value.number != value.barrierless)
 
     def _behind_barrier(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Return the values after an optimization barrier; each becomes available only when all are.
+        """Return values as they are after an optimization barrier.
 
-        Two barriers of the same values are one: every compiler eliminates the second as a common subexpression.
+        Each value becomes available only when all values of the barrier are available. Two barriers of the same values
+        count as one barrier, because every compiler eliminates the second as a common subexpression.
         """
         region = self._hoisted(values)
         number = self.numbering.of(_BARRIER, id(region), *_sides(values, region)[0])
@@ -290,7 +352,15 @@ class Region:
         return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(results, values)]
 
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
-        """Return the region in which an operation runs: outside the loops in which all its operands are invariant."""
+        """Return the region in which an operation runs after hoisting.
+
+        A loop-invariant operation is hoisted out of the innermost loop, or out of all loops in which all its operands
+        are invariant if the compiler is XLA:CPU.
+
+        Args:
+            operands: the operands of the operation.
+            hoists: whether the compiler hoists such an operation at all.
+        """
         needed, region = max((value.region.depth for value in operands), default=0), self
         all_loops = self.numbering.compiler.is_host
         while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):
@@ -302,7 +372,12 @@ class Region:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def number_of(self, var: Any, region: "Region") -> int:
-        """Return the value number of a variable of this region, as an operation in a region around it sees it."""
+        """Return the value number that an operation in `region` uses for a variable of this region.
+
+        Args:
+            var: the variable.
+            region: a region that contains this region.
+        """
         return self._value(var).numbers_in(region)[0]
 
     def _value(self, var: Any) -> Value:
@@ -318,15 +393,15 @@ class Region:
         self._values.update(zip(variables, values))
 
     def _new(self) -> Value:
-        """Return a value that equals no other value."""
+        """Return a new value, which is not equal to any other value."""
         number = self.numbering.of("new", len(self.numbering.expressions))
         return Value(number, number, self, number)
 
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
-        """Return the value number of an operation's result before any subexpressions are eliminated.
+        """Return the value number of an operation's result before any common subexpressions are eliminated.
 
-        Outside of planned programs JAX itself lowers equal operations to one; inside them every call has its own
-        operations.
+        Outside of planned programs, JAX itself lowers equal operations to one operation. Inside a planned program, each
+        call has separate operations.
         """
         call = self.numbering.calls[-1]
         if call is not None:
@@ -334,7 +409,13 @@ class Region:
         return self.numbering.of("captured", *expression(equation), *(value.captured for value in operands))
 
     def _elements(self, what: str, whole: Value, count: int) -> list[Value]:
-        """Return the results of an operation, or the carries of a loop in one trip, as values."""
+        """Return the parts of a value: the results of an operation, or the carried values in one iteration of a loop.
+
+        Args:
+            what: the kind of parts, "result" or "carried".
+            whole: the value that represents the operation or loop as a whole.
+            count: number of parts.
+        """
         numbers = (whole.number, whole.barrierless, whole.captured)
         sides = zip(*([self.numbering.of(what, one, place) for place in range(count)] for one in numbers))
         return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
@@ -344,7 +425,10 @@ _contents: dict[int, tuple[weakref.ref, bytes]] = {}  # hashes of living arrays,
 
 
 def _content(array: Any, dtype: Any) -> bytes:
-    """Return a hash of an array's contents; for a JAX array, which is immutable, it is kept as long as the array."""
+    """Return a hash of the contents of an array.
+
+    The hash of a JAX array is kept as long as the array exists, because a JAX array is immutable.
+    """
     key = id(array)
     if key in _contents and _contents[key][0]() is array:
         return _contents[key][1]
@@ -357,6 +441,9 @@ def _content(array: Any, dtype: Any) -> bytes:
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
-    """Return the `number` of each operand, and then the `barrierless` of each, as this region sees them."""
+    """Return two tuples with a value number for each operand, as an operation in the given region sees the operands.
+
+    The first tuple has the numbers `Value.number`, and the second has the numbers `Value.barrierless`.
+    """
     seen = [value.numbers_in(region) for value in operands]
     return [tuple(pair[side] for pair in seen) for side in (0, 1)]

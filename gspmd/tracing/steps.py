@@ -1,4 +1,4 @@
-"""The planned steps that remain in a traced program: the bytes and operations inside their named scopes."""
+"""The planned steps that remain in a traced program, with the bytes and FLOPs of the operations in their scopes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,23 +21,27 @@ _HLO_NAMES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"),
 
 
 def step_number(equation: Any) -> int | None:
-    """Return the number of the innermost step whose named scope contains an operation, or None outside of steps."""
+    """Return the number of the innermost step whose named scope contains an operation, or None if there is no step."""
     numbers = step_numbers(str(equation.source_info.name_stack))
     return numbers[-1] if numbers else None
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The operations in the named scope of one planned step; the sum `a + b` has the operations of both.
+    """A summary of the operations in the named scope of one planned step.
+
+    The sum `a + b` is the summary of the operations of both `a` and `b`.
 
     Attributes:
-        buffer: bytes on one device of the input or output, whichever is larger, of the step's largest collective.
-        flops: number of FLOPs of the step's products, without products that an earlier step has already computed.
+        buffer: bytes of the step's largest collective on one device, before or after the collective, whichever are
+            more.
+        flops: FLOPs of the step's products, without products that an earlier step has already computed.
         dtype: the dtype that the largest collective sends, as HLO names it.
-        itemsize: the bytes of one element of this dtype.
-        first: the earlier step, if any, that has run the same collective (or, without a collective, the same product).
-        permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
-        again: bytes of the step's other permutes, by the earlier step that has sent the same data.
+        itemsize: bytes per element of this dtype.
+        first: the earlier step that has already run the same collective, or the same product if there is no collective.
+            None if there is no such step.
+        permuted: bytes of the permutes that only this step sends. The collectives of a looped step are permutes.
+        again: bytes of the step's remaining permutes, indexed by the earlier step that has already sent the same data.
     """
 
     buffer: int = 0
@@ -56,27 +60,35 @@ class TracedStep:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step has neither a collective nor a product."""
+        """Whether the step has no collective and no product."""
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the operations of all trips of a loop, given those of one; the loop has only permutes and products."""
+        """Return the summary of all iterations of a loop, where `self` is the summary of one iteration.
+
+        The loop may contain only permutes and products.
+        """
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the step with its collective in a different dtype, or unchanged if `dtype` is None."""
+        """Return the summary with the collective in a different dtype, or unchanged if `dtype` is None."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)
         return replace(self, dtype=name, buffer=self.buffer * dtype.itemsize // self.itemsize)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
-        """Yield the planned step with the traced bytes and FLOPs, and the step whose result it shares, if any.
+        """Yield a planned step with the traced bytes and FLOPs, paired with the earlier step whose result it uses.
 
-        Under vmap the traced amounts exceed the planned amounts, since a plan is for one example. A looped step yields
-        several steps: the permutes that only it sends, and, for every earlier step, the permutes that this step has
-        already sent.
+        The second element of the pair is None if there is no such earlier step. Under vmap, the traced amounts are
+        larger than the planned amounts, because a plan is for one example. For a looped step, several pairs may be
+        yielded. One pair has the permutes that only this step sends. Each of the other pairs has the permutes whose
+        data a certain earlier step has already sent.
+
+        Args:
+            step: the planned step.
+            mesh: sizes of the mesh axes.
         """
         permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
         permutes += [(sent, first) for first, sent in self.again.items()]
@@ -99,14 +111,14 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """Return the steps of one planned program, by their number and the number of times that they run.
+    """Return the steps of one planned program, indexed by (number of the step, number of times that it runs).
 
-    A step has several entries if a part of it is hoisted out of the loop around the program.
+    If the compiler hoists a part of a step out of the loop around the program, the step has several entries.
 
     Args:
-        call: the call of the program in the surrounding jaxpr.
+        call: the equation that calls the program in the surrounding jaxpr.
         region: the region of the call.
-        equation: the equation that the program computes.
+        equation: the planned equation that the program computes.
     """
     around = {*region.ancestors()}
     found: dict[tuple[int, int], TracedStep] = {}
@@ -121,7 +133,10 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """Yield the operations of a program that are in steps, each with the step's number and the operation's region."""
+    """Yield (number of the step, region, summary of the operation) for each operation of a program that is in a step.
+
+    The region is the region in which the operation runs after hoisting.
+    """
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:
@@ -136,7 +151,12 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
 
 
 def _operation(equation: Any, first: StepKey | None) -> TracedStep:
-    """Return the traced step that consists of one operation."""
+    """Return the summary of one operation.
+
+    Args:
+        equation: the operation.
+        first: the earlier step that has already computed the same collective or product, or None.
+    """
     buffer, dtype, itemsize = 0, "", 0
     if equation.primitive.name in _COLLECTIVES:
         sides = ([var.aval for var in side] for side in (equation.invars, equation.outvars))

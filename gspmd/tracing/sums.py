@@ -2,14 +2,15 @@
 
     all-reduce(a) + all-reduce(b) = all-reduce(a + b)
 
-The gradient of a tied embedding is such a sum: it has one part from the logits, and one from each look-up (two in an
-encoder–decoder). So a sum of merged reductions can itself be merged in a further sum. If the results are converted to a
-wider dtype before they are added, the sum is reduced in this dtype. XLA calls the passes `AllReduceReassociate` and
-`ReduceScatterReassociate`.
+The gradient of a tied embedding is such a sum. One part comes from the logits, and one part from each look-up, of which
+an encoder–decoder has two. With three parts, the sum of two merged reductions is merged with the third reduction. If
+the results are converted to a wider dtype before they are added, the sum is reduced in the wider dtype. XLA calls the
+passes that merge reductions `AllReduceReassociate` and `ReduceScatterReassociate`.
 
-If a loop only adds up the results of its trips, and does not otherwise use the sum, one all-reduce after the loop is
-enough. A loop over microbatches adds up gradients in this way, and so does the backward pass of layers that share a
-weight. XLA's pass for this, which comes after the other two, is `WhileLoopAllReduceCodeMotion`.
+If a loop only adds up the results of an all-reduce in its iterations, and does not use the sum in another way, one
+all-reduce after the loop is enough. A loop over microbatches adds up gradients in this way, and so does the backward
+pass of layers that share a weight. XLA calls the pass that moves such reductions `WhileLoopAllReduceCodeMotion`; it
+runs after the other two passes.
 """
 
 from collections import defaultdict
@@ -40,10 +41,11 @@ class Change(NamedTuple):
     """The change that a compiler makes to a planned reduction.
 
     Attributes:
-        first: the operation into which the reduction is merged, and which reduces the sum; None if it is not merged.
-        merged: the reductions that are merged into this one.
-        dtype: the dtype of the sum that is reduced, if it is wider than the reduction's own dtype; otherwise None.
-        trips: the numbers of trips of the loops out of which the reduction is moved.
+        first: the reduction into which this reduction is merged, and which reduces the sum; None if this reduction is
+            not merged into another.
+        merged: the reductions that are merged into this reduction.
+        dtype: the dtype in which the sum is reduced, if this dtype is wider than the reduction's own; otherwise None.
+        trips: the product of the trip counts of the loops out of which the reduction is moved; 1 if it is not moved.
     """
 
     first: Operation | None = None
@@ -53,7 +55,8 @@ class Change(NamedTuple):
 
 
 Changes = Mapping[int, Change]
-"""The changes in one call of a planned program, by the number of the step; for a mark the number is 0."""
+"""The changes of the reductions in one call of a planned program, indexed by the number of the step. For a mark, the
+number is 0."""
 
 
 Found = dict[Path, dict[int, Change]]
@@ -61,13 +64,14 @@ Found = dict[Path, dict[int, Change]]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The reduction that makes a value, and how its result is used.
+    """A reduction that makes a value, and the operations applied to its result.
 
     Attributes:
-        place: the index of the reduction's operation in the program.
-        steps: this operation, and the operations that are merged into it.
-        cuts: the slices of the result that each device keeps.
-        converted: the narrower dtype in which the reduction runs, if its result is converted; otherwise empty.
+        place: the index of the reduction among the operations of the program.
+        steps: the reduction, followed by the reductions that are merged into it.
+        cuts: a description of the slices of the result that each device keeps; empty if the result is not sliced.
+        converted: the dtype in which the reduction runs, if its result is then converted to a wider dtype; otherwise
+            empty.
     """
 
     place: int
@@ -77,15 +81,19 @@ class _Reduction:
 
     @property
     def how(self) -> tuple:
-        """The kind of reduction and the uses of its result; reductions can be merged if these are equal."""
+        """The kind of the reduction, and the operations applied to its result.
+
+        Two reductions can be merged if these are equal.
+        """
         first = self.steps[0]
         return first.name if first.is_mark else expression(first.equation), self.cuts, self.converted
 
 
 def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
-    """Return the changes of reductions, by the path of the call of a planned program, or of a mark.
+    """Return the changes that a compiler makes to the reductions of a program.
 
-    A mark may stand for a reduction, so it has the changes that the reduction would have.
+    The changes are indexed by the path of the call of a planned program, or by the path of a mark. A mark may stand for
+    a reduction, so a mark has the changes that this reduction would have.
     """
     found: Found = defaultdict(dict)
     _Program(dataflow(jaxpr), found)
@@ -93,11 +101,11 @@ def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
 
 
 class _Program:
-    """The reductions of a program without its loops, whose bodies are separate programs.
+    """The reductions of a program; the body of each loop is a separate program.
 
     Args:
         flow: the dataflow of the program.
-        found: the changes found so far, to which those of this program and of the programs that it calls are added.
+        found: the changes found so far. The changes of this program, and of the bodies of its loops, are added.
     """
 
     def __init__(self, flow: Dataflow, found: Found):
@@ -123,7 +131,7 @@ class _Program:
     # -- two reductions that are added ---------------------------------------------------------------------------------
 
     def _merge(self, operation: Operation) -> None:
-        """Merge two reductions if this operation adds their results."""
+        """Merge two reductions if `operation` adds their results."""
         only = [value for value in operation.operands if value is not None and self.flow.uses(value) == 1]
         each = [found for value in only if (found := self.sums.get(value) or self._planned(value))]
         if len(each) == 1 and any(map(self._is_scattered, only)):
@@ -137,7 +145,10 @@ class _Program:
             self.sums[operation.results[0]] = replace(first, steps=first.steps + second.steps)
 
     def _planned(self, value: Value | None) -> _Reduction | None:
-        """Return the reduction whose result, perhaps cut or converted, is this value, or None if there is none."""
+        """Return the reduction whose result is the given value, or None if there is no such reduction.
+
+        The value may also be a slice of the result, or the result converted to a wider dtype.
+        """
         cuts: list[str] = []
         made, dtypes = self.flow.makers.get(value), []
         while made is not None and (made.name == _CONVERTED or _only_retypes(made.equation)):
@@ -157,14 +168,15 @@ class _Program:
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return the operation that makes a value, or None if the value has more than one use."""
+        """Return the operation that makes a value, or None if the value does not have exactly one use."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
         """Return whether a planned program makes a value by adding rows to zeros.
 
-        This is the gradient of a look-up whose rows are gathered. XLA:GPU adds the rows to the other part of a sum
-        instead of to zeros, and this part may be a reduction that is merged later.
+        Such a value is the gradient of a look-up whose rows are gathered. If the value is one part of a sum, XLA:GPU
+        adds the rows to the other part of the sum, instead of to zeros. That other part may be a reduction that is
+        merged later.
         """
         made = self.flow.makers.get(value)
         return made is not None and made.name == _SCATTER and made.program is not None
@@ -172,7 +184,7 @@ class _Program:
     # -- reductions that a loop adds up --------------------------------------------------------------------------------
 
     def _move_behind(self, loop: Operation, body: "_Program") -> None:
-        """Move those all-reduces whose results the loop only adds up from its body to after the loop."""
+        """Move all-reduces from a loop's body to a place after the loop, if the loop only adds up their results."""
         constants, carried = scan_operands(loop.equation)
         for place in range(carried):
             reduction = body._added_up(constants + place, place)
@@ -183,9 +195,13 @@ class _Program:
             self.moved[loop.results[place]] = loop.operands[constants + place], reduction
 
     def _added_up(self, argument: int, result: int) -> _Reduction | None:
-        """Return the all-reduce that a loop's body adds to an argument to make a result.
+        """Return the all-reduce whose result a loop's body adds to an argument.
 
-        Return None if there is none, or if the argument has another use.
+        The result is None if there is no such all-reduce, or if the argument has another use.
+
+        Args:
+            argument: the index of the body's argument.
+            result: the index of the body's result that is the sum of the argument and the all-reduce.
         """
         buffer, total = self.flow.arguments[argument], self._reshaped(self.flow.results[result])
         added = self.moved.get(total) or self._sum(total)
@@ -194,7 +210,10 @@ class _Program:
         return added[1]
 
     def _sum(self, total: Value | None) -> tuple[Value | None, _Reduction] | None:
-        """Return the two parts of a sum whose second part is an all-reduce, or None if there is no such sum."""
+        """Return the parts of a value that is the sum of any value and an all-reduce, in this order.
+
+        The result is None if the value `total` is not such a sum.
+        """
         made = self.flow.makers.get(total)
         if made is None or made.name not in _SUMS:
             return None
@@ -207,7 +226,10 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Follow a value back through changes of shape or type, as long as no value on the way has another use."""
+        """Return the value from which the given value is made by operations that change only its shape or type.
+
+        Only operations whose results have no other use are followed back.
+        """
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             reshaped = made.name in _RESHAPES or is_reshape(made.equation)
             if reshaped or _is_whole(made.equation) or _only_retypes(made.equation):
@@ -217,34 +239,38 @@ class _Program:
         return value
 
     def _uses(self, value: Value | None) -> int:
-        """Return the number of uses of a value, except uses that write a slice that covers all of it."""
+        """Return the number of uses of a value, without operations that overwrite the whole value."""
         covered = (each for each in self.flow.users[value] if each.name == _PUT and _is_whole(each.equation))
         return self.flow.uses(value) - sum(each.operands[0] == value for each in covered)
 
 
 def _is_planned(operation: Operation) -> bool:
-    """Return whether an operation is a reduction in a step of a planned program, or a mark, which may be one."""
+    """Return whether an operation is a reduction in a step of a planned program, or a mark.
+
+    A mark may stand for such a reduction.
+    """
     if operation.is_mark:
         return True
     return operation.name in _REDUCTIONS and operation.program is not None and operation.step is not None
 
 
 def _place(operation: Operation) -> tuple[Path, int]:
-    """Return the keys of a reduction's changes in the result of `changed_reductions`: the path and the number."""
+    """Return the path and the number under which `changed_reductions` stores the changes of a reduction."""
     return (operation.path, 0) if operation.is_mark else (operation.program_path, operation.step_key[1])
 
 
 def _only_retypes(equation: Any) -> bool:
-    """Return whether an equation changes only an array's type: a reshard on a mesh of one device.
+    """Return whether an equation is a reshard on a mesh of one device, which changes only the type of an array.
 
-    A search reads programs on such a mesh, with an axis for each unknown. On it, a gradient that may be a partial
-    sum is resharded to that type. If it is no partial sum, the final program has no such step.
+    The search for a layout traces programs on such a mesh, which has an axis for each unknown. On this mesh, a gradient
+    that may be a partial sum is resharded to the type of a partial sum. If the gradient is not a partial sum in the
+    layout that is found, the final program has no such reshard.
     """
     return equation.primitive.name == _RESHARD and equation.outvars[0].aval.sharding.mesh.size == 1
 
 
 def _is_whole(equation: Any) -> bool:
-    """Return whether a slice that is read or written covers the whole array; compilers remove such operations."""
+    """Return whether an operation reads or writes a slice that is the whole array; compilers remove such operations."""
     name, operands = equation.primitive.name, equation.invars
     whole = {_CUT: equation.outvars[:1], _PUT: operands[1:2]}.get(name, ())
     return any(part.aval.shape == operands[0].aval.shape for part in whole)

@@ -1,8 +1,8 @@
-"""`gspmd.trace`: the planned steps of a whole function, forward and backward, multiplied by loop trips.
+"""`gspmd.trace`: the planned steps of a whole function, forward and backward, with the number of times that each runs.
 
 The function is traced to a jaxpr, and dead code is eliminated. Planned programs are recognized by the names under which
-`gspmd.lowerings.program.run` calls them. A step counts if its named scope still contains operations: under
-`jax.checkpoint`, for instance, recomputation keeps only the moves that the backward pass needs.
+`gspmd.lowerings.program.run` calls them. A step is counted only if its named scope still contains operations. For
+example, the recomputation under `jax.checkpoint` keeps only the collectives that the backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,20 +26,20 @@ from gspmd.tracing.value_numbering import Numbering
 
 
 def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
-    """Plan a whole function, including gradients and loops, without compiling it.
+    """Plan a whole function, including gradients and loops, without compiling the function.
 
     Args:
-        fn: any function that JAX traces, on the current mesh.
-        abstract: the arguments of `fn`: arrays or `jax.ShapeDtypeStruct`, under Explicit axes with shardings.
+        fn: any function that JAX can trace on the current mesh.
+        abstract: the arguments of `fn`, as arrays or `jax.ShapeDtypeStruct`s. Under Explicit axes they need shardings.
         keywords: the keyword arguments of `fn`.
 
     Returns:
-        A `ProgramPlan`. It counts collectives as the compiler for the mesh's devices runs them: equal collectives are
-        merged, some loop-invariant collectives are hoisted, and on GPUs partial sums, even those of a loop's trips, are
-        added before they are reduced.
+        A `ProgramPlan`. Collectives are counted as the compiler for the mesh's devices runs them. Equal collectives are
+        merged, and some loop-invariant collectives are hoisted out of loops. On GPUs, partial sums are added before
+        they are reduced, even partial sums from different iterations of a loop.
 
     Raises:
-        PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.
+        PlanError: `fn` is not a function, or an argument is not an array, a `jax.ShapeDtypeStruct` or a number.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -65,10 +65,16 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
-    """Raise an error if a function and its arguments cannot be traced.
+    """Check that a function and its arguments can be traced.
+
+    Args:
+        doing: a verb for the error message, such as "trace".
+        fn: the function.
+        arguments: the positional arguments of the function.
+        keywords: the keyword arguments of the function.
 
     Raises:
-        PlanError: `fn` is not a function, or an argument is neither an array nor stands for an array.
+        PlanError: `fn` is not a function, or an argument is not an array, a `jax.ShapeDtypeStruct` or a number.
     """
     if not callable(fn):
         raise PlanError(
@@ -105,7 +111,7 @@ def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
 
 
 def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield a note for every while loop that has collectives and an unknown number of trips."""
+    """Yield a note for every while loop that contains collectives, because its trip count is unknown."""
     for loop in (each for each in all_equations(jaxpr) if each.primitive.name == "while"):
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
@@ -114,7 +120,7 @@ def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
-    """Yield a note about the steps that the compiler may compute twice."""
+    """Yield a note about the shared steps that the compiler may run again, if there are any."""
     steps = [step for step in shared if (step.first, (step.equation, step.number)) in numbering.uncertain]
     sent = sum(step.wire_bytes for step in steps)
     if sent:
@@ -128,7 +134,18 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 def _steps(
     jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
 ) -> Iterator[PlannedStep]:
-    """Yield a program's planned steps; a conditional counts as its largest branch, and a scan of 0 trips has none."""
+    """Yield the planned steps of a program.
+
+    For a conditional, only the steps of the largest branch are yielded. The steps of a scan with 0 iterations are not
+    yielded.
+
+    Args:
+        jaxpr: the program.
+        region: the region of the program.
+        changes: the changes that the compiler makes to reductions.
+        path: the path of the operation that calls the program; empty for a whole program.
+        is_backward: whether the program belongs to a backward pass.
+    """
     for equation in jaxpr.eqns:
         here = (*path, id(equation))
         backward = _is_backward(equation, is_backward)
@@ -146,7 +163,7 @@ def _steps(
 def _called(
     equation: Any, region: Region, changes: Mapping[Path, Changes], path: Path, is_backward: bool
 ) -> Iterator[list[PlannedStep]]:
-    """Yield the steps of every program that an operation calls."""
+    """Yield a list of planned steps for every program that an operation calls."""
     for inner in inner_jaxprs(equation):
         yield list(_steps(inner, region.enter(equation, inner), changes, path, is_backward))
         region.leave(equation, inner)
@@ -157,7 +174,14 @@ def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
 
 
 def _is_backward(equation: Any, inherited: bool) -> bool:
-    """Return whether an operation belongs to a backward pass; recomputation in a backward pass counts as forward."""
+    """Return whether an operation belongs to a backward pass.
+
+    The answer is False for recomputation in a backward pass.
+
+    Args:
+        equation: the operation.
+        inherited: whether the program that contains the operation belongs to a backward pass.
+    """
     scopes = str(equation.source_info.name_stack).split("/")
     if "rematted_computation" in scopes:
         return False
@@ -167,7 +191,7 @@ def _is_backward(equation: Any, inherited: bool) -> bool:
 def _steps_of_program(
     call: Any, program: PlannedProgram, region: Region, is_backward: bool, changes: Changes
 ) -> Iterator[PlannedStep]:
-    """Yield the steps of one planned program that remain in it."""
+    """Yield those steps of a planned program that are left after dead code has been eliminated."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
         sent = sum(step.seconds for step in program.steps if step.is_collective)
@@ -186,7 +210,10 @@ def _steps_of_program(
 
 
 def _computes(call: Any, program: PlannedProgram) -> bool:
-    """Return whether a part of an `xla` program computes anything; JAX splits off parts that only pass values on."""
+    """Return whether a part of a planned program under lowering `xla` computes anything.
+
+    JAX splits programs into parts, some of which only pass values on.
+    """
     has_einsums = any(step.kind == "einsum" for step in program.steps)
     names = {each.primitive.name for inner in inner_jaxprs(call) for each in all_equations(inner)}
     return not has_einsums or bool(names & {"dot_general", "reduce_sum", "mul"})

@@ -1,4 +1,4 @@
-"""Compiled programs: the text of optimized HLO parsed into data, with the bytes and FLOPs of its instructions."""
+"""Compiled programs: a parser of optimized HLO, and the bytes and FLOPs of its instructions."""
 
 from gspmd.audit.hlo.module import Array, Computation, Frame, Instruction, Module
 from gspmd.audit.hlo.parser import HloError, parse

@@ -1,7 +1,8 @@
-"""The schedule of a Pallas kernel on a TPU: cycles by part of its loop, from the bundles that the compiler prints.
+"""The schedule of a Pallas kernel on a TPU: the cycles of each part of its loop, counted in the compiler's dump.
 
-A core executes one bundle of instructions in each cycle, in order. HLO has no cycle estimate for a kernel, but the
-compiler's dump of its final schedule ("final_bundles") has every bundle, with branches and the trip count of the loop.
+A TPU core executes one bundle of instructions per cycle, in order. HLO has no estimate of a kernel's cycles. But the
+compiler's dump of the final schedule ("final_bundles") lists every bundle, with the branches and the trip count of the
+loop.
 """
 
 import re
@@ -15,21 +16,23 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Number of bundles from a branch to the first bundle that it may skip; those in between (delay slots) always run."""
+"""Number of bundles from a branch to the first bundle that the branch may skip. The bundles in between, the delay
+slots, always run."""
 _STAGES = 2
-"""Number of trips that the loop makes beyond the steps of the grid, to fill and drain the pipeline of transfers."""
+"""Number of additional iterations of the loop, beyond one per step of the grid. The additional iterations fill and
+drain the pipeline of transfers."""
 
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """Numbers of instruction bundles of a kernel on one core, by part of its loop over the grid.
+    """The schedule of a kernel on one core: numbers of instruction bundles in the parts of its loop over the grid.
 
     Attributes:
         trips: number of iterations of the loop.
-        step: bundles of every iteration.
-        block: additional bundles of iterations with matrix products.
-        row: additional bundles of iterations that begin or end a sum.
-        outside: bundles before and after the loop.
+        step: number of bundles that every iteration executes.
+        block: number of additional bundles in iterations that compute matrix products.
+        row: number of additional bundles in iterations that begin or end a sum.
+        outside: number of bundles before and after the loop.
     """
 
     trips: int
@@ -40,7 +43,7 @@ class KernelSchedule:
 
     @classmethod
     def read(cls, text: str) -> "KernelSchedule | None":
-        """Read a dump; return None unless it is a single loop with branches that skip parts of its body."""
+        """Parse a dump; return None unless the kernel is a single loop with branches that skip parts of its body."""
         found = list(_BUNDLE.finditer(text))
         ends = [each.start() for each in found[1:]] + [len(text)]
         bundles = {int(each[1], 16): text[each.start() : end] for each, end in zip(found, ends)}
@@ -69,12 +72,13 @@ class KernelSchedule:
         return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
 
     def seconds(self, work: KernelWork, chip: Chip) -> float:
-        """Return the predicted seconds of a kernel that does this work.
+        """Return the predicted time, in seconds, of a kernel that does the given work.
 
-        The result is at least the time of the kernel's products at the chip's peak, and of its bytes at the chip's
-        bandwidth.
+        The result is at least the time of the kernel's products at the chip's peak rate, and at least the time of its
+        bytes at the chip's memory bandwidth.
 
-        The schedule does not contain waits for transfers: only the limit by bandwidth accounts for them.
+        The schedule does not contain the time spent waiting for transfers. Only the limit by memory bandwidth accounts
+        for such waits.
         """
         cores = max(1, round(work.steps / max(1, self.trips - _STAGES)))
         products = max(work.blocks * self.block / cores / chip.clock, work.flops / chip.flops("bfloat16"))
@@ -83,5 +87,5 @@ class KernelSchedule:
 
 
 def least_seconds(work: KernelWork, chip: Chip) -> float:
-    """Return a lower bound on a kernel's seconds without its schedule, from peak and bandwidth."""
+    """Return a lower bound on a kernel's time in seconds, from the chip's peak rate and memory bandwidth alone."""
     return max(work.flops / chip.flops("bfloat16"), work.bytes / chip.hbm_bandwidth)

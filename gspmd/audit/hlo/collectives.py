@@ -1,4 +1,4 @@
-"""Collectives as compilers print them: synchronous or asynchronous, wrapped, fused, or several combined into one."""
+"""Collectives in optimized HLO, which may be synchronous or asynchronous, wrapped in a call, fused, or combined."""
 
 import re
 from dataclasses import dataclass, replace
@@ -33,14 +33,16 @@ class Collective:
 
     Attributes:
         kind: the kind of collective, named as in a plan.
-        phase: `"sync"`, or for an asynchronous collective `"start"` or `"done"`.
-        instruction: the collective's own instruction, which may be inside a scheduled instruction that wraps or fuses
-            it.
-        arrays: the arrays on one device, before or after the collective, whichever are larger: those after a gather,
-            those before a scatter.
-        group: number of devices that communicate with each other; for a permute 2, or 1 if nothing moves.
-        fused: whether the instruction is part of a fusion, so that only the fusion is scheduled.
-        rings: sizes of the torus rings along which the algorithm runs, if the TPU compiler names them; otherwise empty.
+        phase: `"sync"` for a synchronous collective. For an asynchronous collective, `"start"` or `"done"`.
+        instruction: the instruction of the collective itself, such as an all-gather. A scheduled instruction may wrap
+            or fuse this instruction.
+        arrays: the arrays on one device before or after the collective, whichever have more bytes. For a gather these
+            are the arrays after it, and for a scatter the arrays before it.
+        group: number of devices in each group of devices that communicate with each other. For a permute the number is
+            2, or 1 if nothing moves.
+        fused: whether the instruction is inside a fusion; in that case only the fusion is scheduled.
+        rings: sizes of the torus rings along which the algorithm runs, if the TPU compiler states them; otherwise
+            empty.
     """
 
     kind: str
@@ -53,24 +55,26 @@ class Collective:
 
     @property
     def buffer(self) -> int:
-        """Bytes of `arrays`: those on one device before or after the collective, whichever are more."""
+        """Bytes of `arrays`, the arrays on one device before or after the collective, whichever are larger."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends; for a permute, the most that any device sends."""
+        """Bytes that one device sends; for a permute, the bytes of the device that sends the most."""
         if self.kind == "collective-permute":
             return self.buffer if self.group > 1 else 0
         return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
 
     @property
     def dtype(self) -> str:
-        """HLO's name of the dtype on the wire; for several arrays, the dtype of the largest."""
+        """The dtype on the wire, as HLO names it; if there are several arrays, the dtype of the largest array."""
         return max(self.arrays, key=lambda array: array.bytes).dtype if self.arrays else ""
 
 
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
-    """Return the collective that a scheduled instruction runs, starts or waits for, or None if there is none.
+    """Return the collective that a scheduled instruction runs, starts or waits for.
+
+    The result is None for an instruction that has nothing to do with a collective.
 
     Args:
         module: the program.
@@ -94,10 +98,13 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 
 
 def _sent(send: Instruction, devices: int) -> Collective | None:
-    """Return a collective that a compiler splits into a send and a recv, which count as one collective.
+    """Return the collective that a compiler has split into a send and a recv; the pair counts as one collective.
 
-    XLA:GPU splits permutes: they last from the send to its done. libtpu splits everything that crosses slices. Its
-    groups were added by `gspmd.audit.hlo.slices`, and the operand is what one device sends.
+    XLA:GPU splits permutes in this way, and a permute lasts from the send to the send-done. libtpu splits every
+    collective that crosses slices. For those, `gspmd.audit.hlo.slices` has already added the groups of devices to the
+    send. The operand of the send holds the bytes of one device.
+
+    The result is None for a send to the host, or for a send to one other device by its channel.
     """
     if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
         if crosses[1] not in _TRANSFERS:
@@ -117,10 +124,10 @@ def _sent(send: Instruction, devices: int) -> Collective | None:
 
 
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
-    """Return the collective in the computation that an instruction of `_WRAPPERS` starts or waits for.
+    """Return the collective in the computation that a wrapping instruction starts or waits for.
 
-    The instruction that ends such a call names no computation, so the result for it is None. Its operand is the start
-    for which it waits.
+    Wrapping instructions have an opcode in `_WRAPPERS`. The instruction that ends a call (`call-done`) names no
+    computation, so the result for it is None; its operand is the instruction that started the call.
     """
     phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
@@ -132,10 +139,11 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
 
 
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
-    """Return the collective in a fusion of the TPU compiler.
+    """Return the collective in a fusion of the TPU compiler, or None if the fusion contains none.
 
-    In such a fusion, a reduce-scatter is an all-reduce with a slice. An asynchronous collective is three fusions: the
-    first starts it, the second computes products meanwhile and passes it on, and the third waits for it.
+    In such a fusion, a reduce-scatter is written as an all-reduce and a slice. An asynchronous collective is written as
+    three fusions. The first fusion starts the collective. The second computes products meanwhile, and passes the
+    collective on. The third waits for the collective.
     """
     inner = module.computations[fusion.called[0]]
     phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")
@@ -161,13 +169,15 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 
 
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
-    """Return the sizes of the torus rings that a collective's algorithm runs along.
+    """Return the sizes of the torus rings along which a collective's algorithm runs, as the TPU compiler states them.
 
-    - A strategy lists the sizes as cores, `cores:{4 4 4}`.
-    - A gather by `1DAllGather...` has one ring.
-    - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips, in
-      different orders and directions, so the rings of the first part are returned. If both devices of each chip are in
-      the group, a ring of size 2 is added.
+    - A strategy lists the sizes as numbers of cores, such as `cores:{4 4 4}`.
+    - An algorithm whose emitter's name begins with `1D`, such as `1DAllGather...`, runs along one ring.
+    - On a SparseCore, the data is divided into parts, called colors. All parts travel along the same rings of chips,
+      but in different orders and directions, so the rings of the first part are returned. If a chip has two devices and
+      the group contains both, a ring of size 2 is added.
+
+    The result is empty if the compiler states nothing about rings.
     """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):
@@ -186,10 +196,11 @@ def _group(instruction: Instruction, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """Return the arrays that a collective returns, without operands or context that its start may return too.
+    """Return the result arrays of a collective, without the operands and the context that its start may also return.
 
-    The start of a gather or a permute returns a tuple: operands, then results, then context. So does the start of a
-    wrapped collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.
+    The instruction that starts a gather or a permute returns a tuple of the operands, the results and the context, in
+    this order. The instruction that starts a wrapped collective does the same. XLA prints a wrapped collective as one
+    instruction, such as `reduce-scatter-start`, where this is possible.
     """
     if instruction.opcode in ("all-gather-start", "collective-permute-start") or instruction.type.startswith("(("):
         count = len(instruction.operands)

@@ -1,4 +1,4 @@
-"""FLOPs of matrix products in compiled programs: dots, convolutions and library calls."""
+"""FLOPs of the matrix products in compiled programs, which are dots, convolutions, kernels and library calls."""
 
 import re
 from collections.abc import Iterator
@@ -12,24 +12,26 @@ from gspmd.audit.hlo.text import integers
 
 _PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
 ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
-"""Calls of cuDNN's attention, with the number of matrix products in each; the backward pass recomputes the logits."""
+"""The targets of calls of cuDNN's attention, with the number of matrix products in each call. The backward pass
+computes the logits again."""
 _MASKS = ("NO_MASK", "CAUSAL")
-"""Masks under which the number of pairs of a query and a key is known. Under a mask of padding it is not, because the
+"""Masks for which the number of (query, key) pairs is known. For a padding mask this number is unknown, because the
 lengths are computed values."""
 _EXACT = re.compile(r"highest|dot_f32", re.IGNORECASE)
-"""The precision HIGHEST, or an algorithm that computes in float32; at the precision HIGH a GPU multiplies in TF32."""
+"""A pattern for precision HIGHEST and for algorithms that compute in float32. At precision HIGH, a GPU multiplies in
+TF32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
 def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Return the FLOPs of the matrix products in one execution of an instruction: two per multiplication.
+    """Return the FLOPs of the matrix products in one execution of an instruction, two for each multiplication.
 
-    Products of two vectors, which compilers write as a sum of products, are not counted.
+    Products of two vectors are not counted, because compilers write them as a sum of elementwise products.
 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any instruction; for a fusion, the products inside are counted.
+        instruction: any instruction. For a fusion, the products inside the fusion are counted.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -52,9 +54,9 @@ class Product:
 
     Attributes:
         sizes: the sizes of batch, left, contracted and right on one device.
-        dtype: for operands in float32, `tensorfloat32`, or `float32` if that precision was requested; for operands in
-            float64, `float64`; for operands of every other dtype, `bfloat16`. TPUs have no TF32; for them see
-            `gspmd.audit.simulation.roofline`.
+        dtype: the dtype in which a GPU multiplies. For operands in float32 it is `tensorfloat32`, or `float32` if the
+            program requests that precision. For operands in float64 it is `float64`, and for all other operands
+            `bfloat16`. TPUs have no TF32; `gspmd.audit.simulation.roofline` chooses their dtype.
     """
 
     sizes: tuple[int, int, int, int]
@@ -62,15 +64,17 @@ class Product:
 
 
 def product(module: Module, computation: Computation, instruction: Instruction) -> Product | None:
-    """Return the matrix product of a dot, of a library call, or of a fusion with exactly one; otherwise None.
+    """Return the matrix product that a dot, a library call or a fusion computes.
+
+    The result is None for any other instruction, and for a fusion that does not contain exactly one matrix product.
 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
         instruction: any instruction.
 
-    Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'; at the precision HIGH too:
-    openxla/xla, `GetBlasComputationType` of `stream_executor/gpu/gpu_blas_lt.cc`.
+    Source: for float32 in TF32 by default on GPUs, the JAX documentation, 'Matmul precision'. For TF32 also at
+    precision HIGH, `GetBlasComputationType` in openxla/xla, `stream_executor/gpu/gpu_blas_lt.cc`.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -97,12 +101,12 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Yield name and target of the kernels and library calls whose products `product_flops` cannot count.
+    """Yield the (name, target) of each kernel or library call whose FLOPs `product_flops` cannot count.
 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any; for a fusion, all its instructions.
+        instruction: any instruction. For a fusion, all instructions inside the fusion are examined.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -122,7 +126,10 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _attention(computation: Computation, call: Instruction) -> int:
-    """Return the FLOPs of cuDNN's attention, with queries [B, L, H, D] and keys [B, T, K, D], without masked pairs."""
+    """Return the FLOPs of cuDNN's attention, with queries [B, L, H, D] and keys [B, T, K, D].
+
+    Pairs of a query and a key that the mask excludes are not counted.
+    """
     queries, keyed = (computation.by_name[name].arrays[0].shape for name in call.operands[:2])
     (rows, length, heads, size), keys = queries, keyed[1]
     pairs = sum(min(keys, query + 1) for query in range(length)) if _mask(call) == "CAUSAL" else length * keys
@@ -130,13 +137,16 @@ def _attention(computation: Computation, call: Instruction) -> int:
 
 
 def _mask(call: Instruction) -> str:
-    """Return the mask type of cuDNN's attention; a sliding window counts as an unknown type."""
+    """Return the mask type of cuDNN's attention, or "SLIDING" if the attention has a sliding window."""
     config = call.config.get("cudnn_fmha_backend_config", {})
     return "SLIDING" if config.get("sliding_window_length") else config.get("mask_type", "NO_MASK")
 
 
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
-    """Return the contracted dimensions of the first operand of a library's product, or None if they are unknown."""
+    """Return the contracted dimensions of the first operand of a library call.
+
+    The result is None if these dimensions are unknown, or if the call is not a matrix product.
+    """
     if call.target == "__onednn$matmul":  # XLA:CPU, rows times columns
         rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
         across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
@@ -148,9 +158,10 @@ def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] 
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
-    """Return the FLOPs of a convolution: two for each pair of output element and kernel element inside the input.
+    """Return the FLOPs of a convolution, two for each multiplication by an element inside the input.
 
-    The TPU compiler writes every dot as a convolution. Batch dimensions become windows with only one valid element.
+    Multiplications by padding are not counted. The TPU compiler writes every dot as a convolution, in which a batch
+    dimension becomes a window with only one valid element.
     """
     left, kernel, out = _labels(convolution.attribute("dim_labels"))
     shapes = [computation.by_name[name].arrays[0].shape for name in convolution.operands[:2]]
@@ -165,14 +176,20 @@ def _convolution(computation: Computation, convolution: Instruction) -> int:
 
 
 def _labels(text: str) -> tuple[str, str, str]:
-    """Return the three groups of dimension labels in a text such as `bf_io->bf`."""
+    """Return the labels of the input's, the kernel's and the output's dimensions from a text such as `bf_io->bf`."""
     operands, _, out = text.partition("->")
     left, _, kernel = operands.partition("_")
     return left, kernel, out
 
 
 def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
-    """Return the number of pairs of output position and kernel element whose input element exists."""
+    """Return the number of (output position, kernel element) pairs that read an existing input element.
+
+    Args:
+        left, kernel, out: the sizes of the input, the kernel and the output along one spatial dimension.
+        window: the fields of the HLO attribute `window`, such as `stride` and `pad`, as text.
+        number: the number of the spatial dimension.
+    """
     part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
     stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(str(part("pad", "0_0")).split("_")[0])

@@ -1,4 +1,4 @@
-"""While loops: their trip counts, from an annotation or from the counter, and the copies made in every iteration."""
+"""While loops: their trip counts, and the copies of arrays that every iteration makes."""
 
 import operator
 import re
@@ -12,11 +12,11 @@ _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "br
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Return the number of times a loop's body runs each time the loop is executed.
+    """Return the number of times that a loop's body runs in one execution of the loop.
 
-    XLA:CPU and XLA:GPU annotate the number (`known_trip_count`). The TPU compiler does not: in its programs the
-    condition compares a counter, an element of the loop's tuple, with a bound. The counter's initial value is read from
-    the tuple, and its step from the body.
+    XLA:CPU and XLA:GPU annotate this number (`known_trip_count`). The TPU compiler does not annotate it. In its
+    programs, the condition compares a counter with a bound, and the counter is an element of the loop's tuple. The
+    counter's initial value is read from this tuple, and the counter's step is read from the body.
 
     Args:
         module: the program.
@@ -31,14 +31,15 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 
 
 def reordered(module: Module, body: Computation) -> list[Instruction]:
-    """Return the instructions of a loop's body that copy a whole array which no iteration changes.
+    """Return the instructions in a loop's body that copy a whole array that no iteration changes.
 
-    One copy before the loop would be enough. XLA copies in every iteration if it needs a part of the array in a
-    different memory order: a scan over layers then copies the weights of all layers once per layer.
+    One copy before the loop would be enough. XLA copies the array in every iteration if the body needs a part of the
+    array in a different memory order. A scan over layers, for example, may copy the weights of all layers once per
+    layer.
 
     Args:
         module: the program.
-        body: the computation that a `while` runs.
+        body: the computation that is the body of a `while`.
     """
     whole = _whole(body)
     alone = (each for each in body.instructions if len(each.operands) == 1 and each.operands[0] in whole)
@@ -46,20 +47,22 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
 
 
 LEAST = 2**12
-"""Size in bytes of the smallest slice that `cut_out` counts as the weights of a layer."""
+"""Size in bytes of the smallest slice that `cut_out` takes for the weights of a layer."""
 
 
 def cut_out(module: Module, body: Computation) -> list[Instruction]:
-    """Return the instructions of a loop's body that copy, in main memory, a part of an array that no iteration changes.
+    """Return the instructions in a loop's body that copy a part of an array that no iteration changes.
 
-    In a loop over layers such a part is the weights of one layer, copied out of the stack of all layers. Most products
-    read the weights directly from the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate
-    array. Slices of fewer bytes than `LEAST` are not weights: a loop over rows that writes a cache looks up the
-    position of each row.
+    Only copies in main memory are returned. In a loop over layers, such a part is the weights of one layer, copied out
+    of the stacked weights of all layers. Most products read the weights directly from the stacked array. But a kernel,
+    such as the kernel of `jax.lax.ragged_dot`, needs the weights of its layer as a separate array.
+
+    Slices of fewer bytes than `LEAST` are not weights, and are not returned. For example, a loop over rows that writes
+    a cache reads the position of each row.
 
     Args:
         module: the program.
-        body: the computation that a `while` runs.
+        body: the computation that is the body of a `while`.
     """
     whole = _whole(body)
     large = (each for each in body.instructions if sum(array.bytes for array in each.arrays) >= LEAST)
@@ -67,7 +70,7 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
 
 
 def _whole(body: Computation) -> set[str]:
-    """Return the names, in a loop's body, of the arrays that no iteration changes."""
+    """Return the names of the instructions in a loop's body whose values are arrays that no iteration changes."""
     kept, found = _unchanged(body) if body.parameters else frozenset(), set[str]()
     for each in body.instructions:
         source = each.operands[0] if each.operands else ""
@@ -80,7 +83,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the positions in the carried tuple whose values every iteration passes on unchanged."""
+    """Return the positions in the loop's tuple of the elements that every iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -92,9 +95,9 @@ def _unchanged(body: Computation) -> frozenset[int]:
 
 
 def _reorders(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction copies its operand into a different memory order, in main memory.
+    """Return whether an instruction copies its operand into a different memory order, within main memory.
 
-    A copy to on-chip memory is a prefetch, and does not count.
+    The answer is False for a copy to on-chip memory, because such a copy is a prefetch.
     """
     if re.search(r"S\(\d+\)", instruction.type):
         return False
@@ -107,7 +110,10 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand in main memory that the result is a part of, or an empty string."""
+    """Return the name of the operand of which an instruction copies a part, within main memory.
+
+    The result is an empty string if the instruction is not such a copy.
+    """
     if re.search(r"S\(\d+\)", instruction.type):  # The result is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":
@@ -156,7 +162,17 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Return the number of steps until the comparison is false, or None if the counter overflows before."""
+    """Return the number of steps until a comparison of a counter with a bound is false.
+
+    The result is None if the counter would overflow first, because the counter moves away from the bound or, for `NE`,
+    steps over the bound. The result is also None for the direction `EQ`.
+
+    Args:
+        direction: the comparison `counter direction bound`, as HLO names it, such as `LT`.
+        start: the first value of the counter.
+        bound: the value with which the counter is compared.
+        step: the amount added to the counter in each step.
+    """
     if direction not in _HOLDS:
         return None
     if not _HOLDS[direction](start, bound):
@@ -170,7 +186,11 @@ def _count(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:
-    """Return direction and operands of the comparison that a loop's condition returns, as names in the condition."""
+    """Return the direction and the two operands of the comparison that a loop's condition computes.
+
+    The direction is HLO's, such as `LT`. An operand is the name of an instruction in the condition, or a constant as
+    the text `=value`. The result is None if the condition is not a single comparison.
+    """
     root = _through(condition, condition.root)
     if root.opcode == "compare":
         return root.attribute("direction"), (root.operands[0], root.operands[1])
@@ -188,14 +208,17 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """Follow instructions that only pass a value on, back to the one that computes it."""
+    """Return the instruction that computes a value, by going back through instructions that only pass the value on."""
     while instruction.opcode in _SAME and instruction.operands:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """Return a constant as the text `=value`, which cannot be the name of an instruction."""
+    """Return a constant as the text `=value`, or None if the instruction is not an integer constant.
+
+    Such a text cannot be the name of an instruction.
+    """
     number = _number(instruction)
     return None if number is None else f"={number}"
 
@@ -216,7 +239,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Return the position of a value in the loop's tuple, or None if it is not an element of the tuple."""
+    """Return the position of a value in the loop's tuple, or None if the value is not an element of the tuple."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])
@@ -226,7 +249,7 @@ def _place(computation: Computation, name: str) -> int | None:
 
 
 def _step(module: Module, body: Computation, place: int) -> int | None:
-    """Return the amount by which an iteration changes an element of the loop's tuple, or None if it is unknown."""
+    """Return the amount that each iteration adds to an element of the loop's tuple, or None if it is unknown."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -254,7 +277,10 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 
 
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
-    """Return the initial value of an element of the loop's tuple, even if it passes unchanged through outer loops."""
+    """Return the initial value of an element of the loop's tuple, or None if the value is not a known constant.
+
+    If outer loops pass the value on unchanged, the value is read before the outermost of these loops.
+    """
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":
         return None

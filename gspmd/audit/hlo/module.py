@@ -1,6 +1,7 @@
-"""A compiled program as data: `Module`, its computations, and their instructions.
+"""A compiled program as data: a `Module`, its computations, and the instructions of each computation.
 
-Nothing is interpreted here. `gspmd.audit.hlo.parser` makes these objects from the text of a program.
+The classes of this module do not interpret the program. `gspmd.audit.hlo.parser` makes their objects from the text of a
+program.
 """
 
 import json
@@ -27,19 +28,20 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)"(?:,? source_line=(\d+))?')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OVERFLOWED = 2**63 - 1
-"""The number of cycles that libtpu writes if its estimate overflows, as for thin int8 products of operands in VMEM."""
+"""The number of cycles that libtpu writes if its estimate overflows. This happens, for example, for thin int8 products
+whose operands are in VMEM."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result: its dtype, as HLO names it, and its shape on one device."""
+    """One array of an instruction's result: the dtype, as HLO names it, and the shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the array."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -47,7 +49,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements, without the padding of a tiled layout."""
+        """Bytes of the array's elements, without the padding of a tiled memory layout."""
         return (self.size * _bits(self.dtype) + 7) // 8
 
 
@@ -60,16 +62,16 @@ def _bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO.
+    """One instruction of HLO, which is one line of the text: `name = type opcode(arguments), attributes`.
 
     Attributes:
         name: the name of the instruction, without the percent sign.
         opcode: the opcode in HLO, such as `all-gather-start` or `fusion`.
         type: the text of the result's type, including memory layouts.
-        operands: names of the operands, in the same computation.
+        operands: names of the instructions, in the same computation, whose results are the operands.
         arguments: the text between the parentheses, such as a constant's value or a parameter's number.
         attributes: the text after the parentheses.
-        root: whether the computation returns it.
+        root: whether the computation returns the result of this instruction.
     """
 
     name: str
@@ -82,7 +84,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the result; a tuple is flattened."""
+        """The arrays of the result; if the result is a tuple, the arrays of the flattened tuple."""
         return tuple(
             Array(dtype, tuple(int(n.removeprefix("<=")) for n in shape.split(",") if n))
             for dtype, shape in _ARRAY.findall(_LAYOUT.sub("", self.type))  # a layout's tiles look like shapes
@@ -101,13 +103,13 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The name stack of JAX in the metadata, or "" for an instruction that the compiler added."""
+        """JAX's name stack from the metadata, or "" for an instruction that the compiler added."""
         name = _OP_NAME.search(self.attributes)
         return name[1] if name else ""
 
     @property
     def target(self) -> str:
-        """The library function or kernel that the instruction calls, or an empty string."""
+        """The name of the library function or kernel that the instruction calls; empty if there is none."""
         return self.attribute("custom_call_target").strip('"') if self.opcode == "custom-call" else ""
 
     @property
@@ -122,30 +124,33 @@ class Instruction:
 
     @cached_property
     def _unquoted(self) -> str:
-        """The attributes with all quoted strings emptied, because user-given names may look like attributes."""
+        """The text of the attributes, with all quoted strings emptied.
+
+        Users choose some of the names in these strings, and such a name may look like an attribute.
+        """
         return re.sub(_STRING, '""', self.attributes)
 
     @property
     def frame(self) -> int:
-        """Number of the instruction's stack frame in the module, or 0 if it has none."""
+        """The number of the instruction's stack frame in the module, or 0 if the instruction has no stack frame."""
         number = _FRAME.search(self._unquoted)
         return int(number[1]) if number else 0
 
     @property
     def line(self) -> tuple[str, int] | None:
-        """File and line of the instruction, if the metadata has them instead of a stack frame."""
+        """The (file, line) of the instruction, or None if the metadata has a stack frame instead, or has neither."""
         line = _LINE.search(self.attributes)
         return (line[1], int(line[2] or 0)) if line else None
 
     @property
     def cycles(self) -> int:
-        """The TPU compiler's estimate of the cycles of one execution; 0 if there is none, or if it overflowed."""
+        """The TPU compiler's estimate of the cycles of one execution; 0 if there is no estimate or it overflowed."""
         cycles = self._written_cycles
         return 0 if cycles == _OVERFLOWED else cycles
 
     @property
     def cycles_overflowed(self) -> bool:
-        """Whether the compiler's estimate of the cycles overflowed."""
+        """Whether the TPU compiler's estimate of the cycles overflowed."""
         return self._written_cycles == _OVERFLOWED
 
     @cached_property
@@ -165,7 +170,7 @@ class Instruction:
 
     @cached_property
     def config(self) -> dict:
-        """The backend's configuration as a dict, empty if it is not a JSON object."""
+        """The attribute `backend_config` as a dict; empty if the attribute is not a JSON object."""
         try:
             loaded = json.loads(self.attribute("backend_config") or "{}")
         except json.JSONDecodeError:
@@ -175,14 +180,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A list of instructions, in the order of execution if the module is scheduled."""
+    """A named list of instructions, which is in the order of execution if the module is scheduled."""
 
     name: str
     instructions: tuple[Instruction, ...]
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Every instruction by its name."""
+        """A mapping from names to instructions."""
         return {each.name: each for each in self.instructions}
 
     @property
@@ -192,13 +197,13 @@ class Computation:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameter instructions by their number."""
+        """A mapping from parameter numbers to parameter instructions."""
         return {int(each.arguments): each for each in self.instructions if each.opcode == "parameter"}
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A stack frame: file, line, function, and the number of the caller's frame or 0."""
+    """A stack frame: its file, line and function, and the number of the caller's frame, or 0 if there is no caller."""
 
     file: str
     line: int
@@ -213,11 +218,12 @@ class Module:
     Attributes:
         name: the name of the program, such as `jit_step`.
         entry: the computation that runs first.
-        computations: every computation by name.
-        frames: stack frames by number.
+        computations: a mapping from names to computations.
+        frames: a mapping from numbers to stack frames.
         is_scheduled: whether the instructions are in the order of execution.
         devices: number of devices that run the program; 1 if the text does not state it.
-        kernels: the TPU compiler's schedules of Pallas kernels, by the name of the instruction that calls the kernel.
+        kernels: a mapping from the name of an instruction that calls a Pallas kernel to the TPU compiler's schedule of
+            the kernel.
     """
 
     name: str
@@ -230,7 +236,7 @@ class Module:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """For each computation, the (containing computation, instruction) pairs of the instructions that run it."""
+        """For each computation, the instructions that run it, as (containing computation, instruction) pairs."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -239,7 +245,10 @@ class Module:
         return callers
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str:
-        """Return `file:line` of the innermost stack frame outside the paths in `skip`, or "" if there is none."""
+        """Return `file:line` of an instruction's innermost stack frame whose file does not begin with a text in `skip`.
+
+        The result is "" if there is no such frame.
+        """
         if instruction.line and not instruction.line[0].startswith(skip or ("\0",)):
             return f"{instruction.line[0]}:{instruction.line[1]}"
         for frame in self.stack(instruction):

@@ -1,4 +1,4 @@
-"""The origin of a compiled instruction, from its metadata: the equation and step of a plan, and the source line."""
+"""The origin of a compiled instruction: the equation and step of a plan, and the source line, from its metadata."""
 
 import os
 import re
@@ -14,31 +14,37 @@ from gspmd.audit.hlo.module import Array, Computation, Instruction, Module
 from gspmd.lowerings.scopes import innermost, read_step
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
-"""The directory of this package: the source line of an instruction is the innermost line outside of this directory."""
+"""The directory of this package. The source line of an instruction is the innermost line outside of this directory."""
 
 _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
-"""The directory of JAX's kernels, whose lines are not the user's either."""
+"""The directory of JAX's Pallas kernels, whose lines do not count as source lines either."""
 
 LAUNCHERS = ("<frozen ", f"{Path(sys.executable).parent / 'gspmd'}")
-"""The beginnings of the names of files that only start the command: Python's `-m`, and the console script."""
+"""The beginnings of the names of files that only start the command, with Python's `-m` or as the console script."""
 
 _RANGE = re.compile(r"\{\[(\d+):(\d+)\]\}")
 _RESHAPES = ("bitcast", "reshape", "copy", "transpose")
 
 _REDUCTIONS = {"all-reduce", "reduce-scatter"}
-"""Kinds of reductions: a compiler may replace one kind by the other."""
+"""The two kinds of reductions; a compiler may replace one kind by the other."""
 
 _NEAR = 4
-"""Number of producers that are searched for a source line, if a collective itself has none."""
+"""Number of preceding instructions that are searched for a source line if a collective itself has no source line."""
 
 
 Placed = tuple[Computation, Instruction]
-"""An instruction, after the computation that contains it."""
+"""A pair: the computation that contains an instruction, and the instruction."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The equation, the step, and the source line `file:line`; each is empty if the metadata lacks it."""
+    """The origin of an instruction in the user's program and in its plan.
+
+    Attributes:
+        equation: the planned equation; empty if the metadata does not name one.
+        step: the scope name of the step, such as `step2.reduce-scatter.x`; empty if the metadata does not name one.
+        source: the source line as `file:line`; empty if the metadata does not state one.
+    """
 
     equation: str
     step: str
@@ -50,13 +56,14 @@ def origin(
 ) -> Origin:
     """Return the origin of an instruction.
 
-    A compiler that rewrites a reduction drops the metadata of its instruction. The scopes are then read from the
-    computation that the reduction applies, and the source line from the operand.
+    If a compiler rewrites a reduction, it drops the metadata of the instruction. In that case the equation and step are
+    read from the computation that the reduction applies to pairs of elements, and the source line is read from the
+    operand.
 
     Args:
         module, computation: the program, and the computation that contains the instruction.
-        scheduled: the scheduled instruction.
-        instruction: the instruction itself; it differs from `scheduled` if that wraps or fuses it.
+        scheduled: the scheduled instruction, which may wrap or fuse `instruction`.
+        instruction: the instruction whose origin is returned; often the same as `scheduled`.
         ours: the directory of this package, whose lines do not count as source lines.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
@@ -69,7 +76,10 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the producer of the instruction's first operand, the producer of its own first operand, and so on."""
+    """Follow the first operands of instructions back, and return the instructions that compute these operands.
+
+    At most `_NEAR` instructions are returned, the nearest first.
+    """
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
@@ -80,17 +90,18 @@ def _producers(computation: Computation, instruction: Instruction) -> list[Instr
 def by_origin(
     module: Module, computation: Computation, scheduled: Instruction, collective: Collective
 ) -> Iterator[tuple[Origin, Collective]]:
-    """Split a combined collective into parts, one for each origin of its arrays.
+    """Split a combined collective into one part for each origin of its arrays.
 
     XLA combines several collectives into one. The instruction that takes an array out of the combined result
-    (`get-tuple-element`) has the metadata of the array's own collective. In XLA:GPU the metadata may instead be on the
-    next instruction, which reshapes the array, or only on the combined collective, as a list. XLA:GPU also concatenates
-    the arrays of all-reduces, and slices the result.
+    (`get-tuple-element`) has the metadata of the collective that the array originally belonged to. XLA:GPU may instead
+    keep this metadata on the next instruction, which reshapes the array. Or it may keep the metadata of all arrays only
+    on the combined collective, as a list. XLA:GPU also concatenates the arrays of several all-reduces into one array,
+    and slices the result.
 
     Args:
         module, computation: the program, and the computation that contains the collective.
         scheduled: the scheduled instruction of the collective.
-        collective: the collective that this instruction runs.
+        collective: the collective that `scheduled` runs.
     """
     own = origin(module, computation, scheduled, collective.instruction)
     done = _done(computation, scheduled)
@@ -112,10 +123,11 @@ def by_origin(
 
 
 def _in_step(placed: Placed, kind: str) -> bool:
-    """Return whether an instruction is in the scope of a step whose collective is of this kind.
+    """Return whether an instruction is in the scope of a step whose collective is of the given kind.
 
-    An instruction that reshapes the collective's result may instead be in the scope of the step that uses the result,
-    such as a product.
+    The two kinds of reductions count as the same kind. The answer may be False for an instruction that reshapes the
+    result of a collective, because such an instruction may be in the scope of the step that uses the result, such as a
+    product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""
@@ -123,19 +135,22 @@ def _in_step(placed: Placed, kind: str) -> bool:
 
 
 def _in_equation(placed: Placed) -> bool:
-    """Return whether an instruction is in the scope of an equation, but of none of its steps, as under `xla`."""
+    """Return whether an instruction is in the scope of an equation, but not in the scope of any of its steps.
+
+    Under lowering `xla` this is true of all instructions of an equation.
+    """
     equation, step = innermost(placed[1].op_name)
     return bool(equation and not step)
 
 
 def _done(computation: Computation, scheduled: Instruction) -> Instruction:
-    """Return the instruction that ends an asynchronous collective; a synchronous one is returned unchanged."""
+    """Return the instruction that ends an asynchronous collective, or `scheduled` if the collective is synchronous."""
     users = (each for each in computation.instructions if each.operands == (scheduled.name,))
     return next((each for each in users if each.opcode.endswith("-done")), scheduled)
 
 
 def _listed(op_name: str) -> list[str]:
-    """Return the names that XLA:GPU merges into the name of a combined collective, in the order of its arrays.
+    """Return the names that XLA:GPU has merged into the name of a combined collective, in the order of the arrays.
 
     >>> _listed("jit(f)/body/(a/gspmd[B, (E, F) -> B]/psum:b/psum)")
     ['a/gspmd[B, (E, F) -> B]/psum', 'b/psum']
@@ -154,7 +169,7 @@ def _listed(op_name: str) -> list[str]:
 def _taken_apart(
     module: Module, computation: Computation, done: Instruction, collective: Collective
 ) -> Iterator[tuple[Array, Sequence[Placed]]]:
-    """Yield the arrays of a combined collective, each with the instructions that take it out of the result."""
+    """Yield each array of a combined collective, with the instructions that take the array out of the result."""
     if len(collective.arrays) > 1 and not collective.fused:
         out = (each for each in computation.instructions if each.operands == (done.name,))
         taken = {int(each.attribute("index")): each for each in out if each.opcode == "get-tuple-element"}
@@ -168,10 +183,10 @@ def _taken_apart(
 
 
 def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
-    """Return the slices of all-reduces that XLA:GPU concatenated, or nothing if the result is a single array.
+    """Return the slices by which XLA:GPU takes concatenated all-reduces apart, as in `_slices`.
 
-    A user's program may also cut a result into slices, but only slices made by the compiler have the metadata of an
-    all-reduce.
+    The result is empty if the compiler concatenated nothing. A user's program may also cut the result of an all-reduce
+    into slices, but only slices made by the compiler have the metadata of an all-reduce.
     """
     pieces = _slices(module, computation, done)
     named = (placed for piece in pieces.values() for placed in piece)
@@ -179,9 +194,10 @@ def _concatenated(module: Module, computation: Computation, done: Instruction) -
 
 
 def _slices(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
-    """Return the slices that cover a concatenated result without overlap, each with the instructions that name it.
+    """Return the slices that divide a result completely and without overlap.
 
-    Return nothing if the result is also used in other ways.
+    The keys are the (start, stop) of the slices, and the values are the instructions that may have the metadata of a
+    slice. The mapping is empty if the slices do not divide the result, or if the result is also used in other ways.
     """
     found: dict[tuple[int, int], list[Placed]] = {}
     for user in computation.instructions:
@@ -201,7 +217,7 @@ def _slices(module: Module, computation: Computation, done: Instruction) -> dict
 
 
 def _renamed(computation: Computation, value: Instruction) -> list[Placed]:
-    """Return a value and its reshaped forms, each as (computation, instruction)."""
+    """Return an instruction, and those that copy or reshape its value, as (computation, instruction) pairs."""
     same = [value]
     for each in computation.instructions:
         if each.opcode in _RESHAPES and each.operands[0] in {known.name for known in same}:

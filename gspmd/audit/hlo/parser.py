@@ -1,7 +1,7 @@
-"""A parser of optimized HLO, the text `compiled.as_text()`, into a `Module`.
+"""A parser that makes a `Module` from optimized HLO, which is the text `compiled.as_text()`.
 
-The text is public API on every platform, contains everything that an audit needs (layouts, trip counts, the TPU
-compiler's cycle estimates, stack frames), and can be kept in a file.
+This text is public API on every platform, and can be kept in a file. It contains everything that an audit needs: memory
+layouts, trip counts, the TPU compiler's estimates of cycles, and stack frames.
 """
 
 import re
@@ -21,14 +21,15 @@ _DEVICES = re.compile(r", (?:num_partitions|replica_count)=(\d+)")
 
 
 class HloError(PlanError):
-    """The error for a text that is not an HLO module."""
+    """An error that is raised if a text is not an HLO module."""
 
 
 def parse(text: str) -> Module:
-    """Read an HLO module.
+    """Parse the text of an HLO module.
 
     Args:
-        text: `compiled.as_text()`, or a file dumped by XLA (`--xla_dump_to`, `*after_optimizations.txt`).
+        text: the text `compiled.as_text()`, or the contents of a file that XLA has dumped (`--xla_dump_to`,
+            `*after_optimizations.txt`).
 
     Raises:
         HloError: `text` is not a string, or has no entry computation.
@@ -62,9 +63,9 @@ def parse(text: str) -> Module:
 
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
-    """Yield the instructions of a computation.
+    """Yield the instructions of a computation from the lines after its header.
 
-    Lines that are broken by the text of a kernel's metadata are joined.
+    If the metadata of a kernel breaks an instruction into several lines, these lines are joined.
     """
     begun, text = None, ""
     for line in lines:
@@ -80,7 +81,7 @@ def _body(lines: Iterator[str]) -> Iterator[Instruction]:
 
 
 def _instruction(start: re.Match[str], line: str) -> Instruction:
-    """Read `  ROOT %name = type opcode(arguments), attributes`; `start` is the match up to the type."""
+    """Parse a line `  ROOT %name = type opcode(arguments), attributes`; `start` is the match up to the type."""
     kind = until(line, start.end(), " ")
     at = start.end() + len(kind) + 1
     opcode, _, _ = line[at:].partition("(")
@@ -91,7 +92,7 @@ def _instruction(start: re.Match[str], line: str) -> Instruction:
 
 
 def _operands(arguments: str) -> tuple[str, ...]:
-    """Return the operand names between the parentheses; some printers omit the percent sign."""
+    """Return the names of the operands in the text between the parentheses; some printers omit the percent signs."""
     if "%" in arguments or not arguments:
         return tuple(_NAME.findall(arguments))
     names, at = [], 0
@@ -103,7 +104,7 @@ def _operands(arguments: str) -> tuple[str, ...]:
 
 
 def _frames(text: str) -> dict[int, Frame]:
-    """Return the stack frames by number, from the four tables in the module's header."""
+    """Return a mapping from numbers to stack frames, from the four tables in the module's header."""
     files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
     locations = {number: _fields(row) for number, row in _table(text, "FileLocations").items()}
     rows = {number: _fields(row) for number, row in _table(text, "StackFrames").items()}
@@ -120,7 +121,7 @@ def _frames(text: str) -> dict[int, Frame]:
 
 
 def _table(text: str, title: str) -> dict[int, str]:
-    """Return the rows of a numbered table in the module's header, by number."""
+    """Return a mapping from numbers to rows, for a numbered table in the module's header."""
     table = re.search(rf"^{title}\n((?:\d+ .*\n?)*)", text, re.MULTILINE)
     rows = (row.partition(" ") for row in table[1].splitlines()) if table else ()
     return {int(number): value for number, _, value in rows}

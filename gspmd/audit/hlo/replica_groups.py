@@ -1,6 +1,6 @@
-"""Replica groups of compiled collectives, in XLA's three notations, and the mesh axes that they span.
+"""Replica groups of compiled collectives, in XLA's three notations, and the mesh axes that the groups span.
 
-Source: `CollectiveDeviceListBase` and `Mesh` of openxla/xla (`hlo/ir/replica_group.h`, `hlo/ir/mesh_and_axis.h`).
+Source: `CollectiveDeviceListBase` and `Mesh` in openxla/xla (`hlo/ir/replica_group.h`, `hlo/ir/mesh_and_axis.h`).
 """
 
 import re
@@ -17,17 +17,17 @@ from gspmd.audit.hlo.text import integers
 from gspmd.hardware.links import fewest_together
 
 UNNAMED = ("?",)
-"""The axes of a collective whose groups match no set of mesh axes."""
+"""The axes that are returned for a collective whose groups match no set of mesh axes."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the groups of devices that communicate with each other; devices are positions in the mesh.
+    """Return the groups of devices that communicate with each other, with devices as positions in the mesh.
 
     Args:
         instruction: a collective.
-        devices: number of devices, all of which are in one group if the instruction lists no groups.
+        devices: number of devices. If the instruction lists no groups, all these devices are one group.
     """
     text = instruction.attribute("replica_groups")
     if text.startswith("mesh["):  # A mesh in a different order has a second attribute, which ends in the axes.
@@ -44,7 +44,11 @@ def _groups(text: str, devices: int) -> Groups:
 
 
 def _of_iota(text: str) -> Groups:
-    """Read `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
+    """Parse replica groups in iota notation.
+
+    For example, `[4,2]<=[2,4]T(1,0)` means that the numbers 0 to 7 are arranged as a 2 × 4 array, which is transposed
+    and then cut into four groups of two.
+    """
     parts = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not parts:
         raise PlanError(
@@ -58,10 +62,11 @@ def _of_iota(text: str) -> Groups:
 
 @lru_cache(maxsize=4096)
 def _of_mesh(text: str, reordered: str) -> Groups:
-    """Read `mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
+    """Parse replica groups along named axes of a mesh, such as `mesh['x'=4,'y'=2] {'y'}`.
 
-    `'x':(2)4` is a part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. If the
-    devices of the mesh are not in ascending order, `device_ids=(1,0,...)` or `device_ids=([2,4]T(1,0))` follows.
+    Instead of a whole axis, the text may name a part of an axis. For example, `'x':(2)4` means that axis x is split
+    into factors of 2, 4 and the rest, from major to minor, and that the part is the second factor. If the devices of
+    the mesh are not in ascending order, an attribute `device_ids=(1,0,...)` or `device_ids=([2,4]T(1,0))` follows.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
@@ -74,9 +79,15 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 
 
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Cut a mesh axis where parts of it begin or end; return (name, product of the sizes before, size) of each piece.
+    """Cut a mesh axis into pieces at every point where a named part of the axis begins or ends.
 
-    The major piece is first.
+    Return (name, product of the sizes of the pieces before, size) for each piece, from major to minor.
+
+    Args:
+        name: the mesh axis.
+        size: the size of the mesh axis.
+        along: the parts in the replica groups, each as (name of the axis, product of the sizes before, product of the
+            sizes up to and including the part).
     """
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
     return [(name, first, last // first) for first, last in pairwise(cuts)]
@@ -92,13 +103,13 @@ def _order_of(text: str, devices: int) -> np.ndarray:
 
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Return the (source, target) pairs of a permute."""
+    """Return the (source, target) pairs of devices of a permute."""
     listed = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
     return tuple((int(source), int(target)) for source, target in listed)
 
 
 def is_permute(instruction: Instruction) -> bool:
-    """Return whether a collective has (source, target) pairs, even an empty list, instead of groups."""
+    """Return whether a collective has a list of (source, target) pairs, which may be empty, instead of groups."""
     return bool(instruction.attribute("source_target_pairs"))
 
 
@@ -106,12 +117,12 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
     """Return the mesh axes over which a collective runs, in the order of the mesh and without axes of size 1.
 
     Args:
-        instruction: a collective, or the instruction that starts it.
-        mesh: sizes of the mesh axes, in whose row-major order (last axis fastest) devices are numbered.
+        instruction: a collective, or the instruction that starts a collective.
+        mesh: sizes of the mesh axes. Devices are numbered in row-major order (last axis fastest).
 
     Returns:
-        Names of mesh axes; for a permute, those along which data moves. `UNNAMED` if the groups match no set of mesh
-        axes, for example if each group is half of an axis.
+        The names of the mesh axes. For a permute, they are the axes along which data moves. If the groups match no set
+        of mesh axes, for example if each group is half of an axis, the result is `UNNAMED`.
     """
     if is_permute(instruction):
         return _crossed(pairs(instruction), tuple(mesh.items()))
@@ -119,7 +130,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which devices of a group differ, even if a group covers only part of an axis."""
+    """Return the mesh axes along which the devices of one group differ, even if a group covers only part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named
@@ -128,9 +139,15 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
 
 
 def shared_node(instruction: Instruction, devices: int, node: int) -> int:
-    """Return the fewest devices of any group that share a node of `node` devices; 0 if no group spans several nodes.
+    """Return the number of devices of one group that share a node; if groups or nodes differ, the smallest such number.
 
-    For a permute the result is 1 if any data leaves a node.
+    The result is 0 if no group spans several nodes. For a permute, the result is 1 if any data leaves a node, and 0
+    otherwise.
+
+    Args:
+        instruction: a collective.
+        devices: number of devices that run the program.
+        node: number of devices per node.
     """
     if moves := pairs(instruction):
         return int(any(source // node != target // node for source, target in moves))

@@ -1,7 +1,8 @@
-"""Programs for several TPU slices, rewritten as programs of all their devices.
+"""Rewriting of programs for several TPU slices, so that their collectives name the devices of all slices.
 
-libtpu compiles one program, which every slice runs. Its replica groups number the devices of one slice. What slices
-send to each other is handed to the host, whose runtime (MegaScale) sends it over the data-centre network:
+libtpu compiles one program, and every slice runs this program. The replica groups in the program number the devices of
+only one slice. For transfers between slices, the program hands the data to the host, whose runtime (MegaScale) sends
+the data over the data-centre network:
 
     %send = (bf16[64,128], u32[], token[]) send(%x, %after-all), is_host_transfer=true, frontend_attributes={
         _xla_host_transfer_rendezvous="psum_0", _xla_megascale_target="{1,2}x{0:255}",
@@ -31,22 +32,22 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PRODUCT = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
 _IN_SLICE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-broadcast)(-start)?")
 _SLICE = 100_000
-"""The id of a device is 100,000 · slice + the device's position in the slice; slices are counted from 1."""
+"""The factor of the slice in device ids: id = 100,000 · slice + position in the slice, with slices counted from 1."""
 
 
 def of_all_slices(module: Module, mesh: Any) -> Module:
     """Return a program with its replica groups and source-target pairs extended from one slice to all slices.
 
-    Devices are numbered by their position in the mesh. If the mesh has only one slice, as a mesh of CPUs or GPUs always
-    does, the program is returned unchanged.
+    In the result, devices are numbered by their position in the mesh. If the mesh has only one slice, the program is
+    returned unchanged. A mesh of CPUs or GPUs always has one slice.
 
-    A send to other slices gets the groups that its target names: `gspmd.audit.hlo.collectives` reads it as a collective
-    that lasts until its `recv-done`. The `send-done`, which waits only until the operand has been read, is replaced by
-    a token.
+    A send to other slices gets, as an attribute, the groups of devices that its target names.
+    `gspmd.audit.hlo.collectives` then reads the send as a collective that lasts until the `recv-done`. The `send-done`
+    waits only until the operand has been read, and is replaced by a token.
 
     Args:
         module: the program.
-        mesh: the mesh that it was compiled for; only a `jax.sharding.Mesh` has slices.
+        mesh: the mesh for which the program was compiled; only a `jax.sharding.Mesh` has slices.
 
     Raises:
         PlanError: the slices do not fill the mesh one after another, or the program was compiled for a different number
@@ -95,7 +96,7 @@ def _of_computation(computation: Computation, in_slice: int, slices: int, places
 
 
 def _rendezvous(instruction: Instruction) -> str:
-    """Return the name that a send to other slices shares with its recv, or an empty string for other sends."""
+    """Return the name that a send to other slices and its recv have in common; empty for other instructions."""
     found = _RENDEZVOUS.search(instruction.attributes)
     return found[1] if found and "_xla_megascale_target" in instruction.attributes else ""
 
@@ -107,10 +108,10 @@ def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruct
 
 
 def _numbered(target: str, places: Mapping[int, int]) -> str:
-    """Return a `_xla_megascale_target` as replica groups or pairs, with devices as positions in the mesh.
+    """Return the text of replica groups or pairs for a `_xla_megascale_target`, with devices as positions in the mesh.
 
-    `{1,3}x{0:7}` stands for eight groups: device d of slice 1 with device d of slice 3, for d from 0 to 7. Any other
-    target lists device ids.
+    The target `{1,3}x{0:7}` stands for eight groups. For each d from 0 to 7, one group contains device d of slice 1 and
+    device d of slice 3. Targets in any other form list device ids.
     """
     if product := _PRODUCT.fullmatch(target):
         slices, first, last = integers(product[1]), int(product[2]), int(product[3])
@@ -127,7 +128,7 @@ def _numbered(target: str, places: Mapping[int, int]) -> str:
 
 @lru_cache(maxsize=1024)
 def _repeated(listed: Groups, in_slice: int, slices: int) -> str:
-    """Return the groups of one slice as text, repeated for every slice."""
+    """Return the text of replica groups in which the groups of one slice are repeated for every slice."""
     return _written([[in_slice * one + place for place in group] for one in range(slices) for group in listed])
 
 
@@ -136,7 +137,7 @@ def _written(listed: Sequence[Sequence[int]]) -> str:
 
 
 def _with(instruction: Instruction, name: str, value: str) -> Instruction:
-    """Return a copy of an instruction with the attribute `name` set to this value."""
+    """Return a copy of an instruction in which the attribute `name` is set to `value`."""
     if old := instruction.attribute(name):
         return replace(instruction, attributes=instruction.attributes.replace(f"{name}={old}", f"{name}={value}", 1))
     return replace(instruction, attributes=f"{name}={value}, {instruction.attributes}")

@@ -1,4 +1,4 @@
-"""Scanning HLO text: reading up to a delimiter outside of brackets and strings, and finding integers."""
+"""Scanning of HLO text up to a delimiter that is outside of brackets and strings, and for integers."""
 
 import re
 
@@ -6,7 +6,7 @@ _OPEN, _CLOSE = "({[", ")}]"
 
 
 def until(text: str, start: int, stop: str) -> str:
-    """Return the text from `start` to the first `stop` outside of brackets and strings.
+    """Return the text from `start` up to the first `stop` that is outside of brackets and strings.
 
     >>> until("{0,2}, metadata={}", 0, ",")
     '{0,2}'

@@ -1,1 +1,1 @@
-"""Ledgers: the collectives of a compiled program in bytes, compared with its plan or with another program."""
+"""Ledgers: the collectives of a compiled program and their bytes, compared with a plan or with another program."""

@@ -18,12 +18,13 @@ _Key = tuple[str, tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Change:
-    """Collectives of one kind, over the same mesh axes and of the same dtype, in two programs.
+    """The collectives of one kind, one set of mesh axes and one dtype, in two programs.
 
     Attributes:
-        kind, axes, dtype: as in the entries of a ledger, with axes in alphabetical order.
-        before: (number of runs, bytes that one device sends) in the first program; (0, 0) if it has no such collective.
-        after: the same figures for the second program.
+        kind, axes, dtype: the fields of the same names in `Entry`, with `axes` in alphabetical order.
+        before: (number of runs, bytes that one device sends) in the first program; (0, 0) if that program has no such
+            collective.
+        after: the same two numbers for the second program.
     """
 
     kind: str
@@ -35,12 +36,14 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """The differences of two ledgers, per device and execution; its truth value is false if there are none.
+    """The differences between two ledgers, per device and execution.
+
+    The truth value is False if the collectives and the FLOPs of the two ledgers are the same.
 
     Attributes:
-        rows: the changes, most bytes first.
-        wire_bytes: bytes that one device sends, before and after.
-        flops: FLOPs of the matrix products, before and after.
+        rows: the changes; those with the most bytes come first.
+        wire_bytes: bytes that one device sends, in the first program and in the second.
+        flops: FLOPs of the matrix products, in the first program and in the second.
         names: the names of the two programs.
     """
 
@@ -53,7 +56,7 @@ class Difference(Printed):
         return bool(self.rows) or self.flops[0] != self.flops[1]
 
     def table(self) -> Sheet:
-        """Return a table of the changes, with the totals of bytes and operations."""
+        """Return a table of the changes, with the total bytes and FLOPs of each program."""
         sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
         for row in self.rows:
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
@@ -97,7 +100,7 @@ def _change(before: int, after: int) -> str:
 
 
 def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ...]:
-    """Return the changes between two lists of entries, most bytes first."""
+    """Return the changes from one list of entries to another, sorted by bytes in descending order."""
     sums = _sums(before), _sums(after)
     both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
     changed = [row for row in both if row.before != row.after]

@@ -1,4 +1,4 @@
-"""`Comparison`: planned and compiled collectives, by kind and mesh axes, and step by step."""
+"""`Comparison`: planned collectives beside compiled ones, by kind and mesh axes, and for each step."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Printed):
-    """The plan of a program compared with its ledger; counts and bytes are per device and execution.
+    """A comparison of a program's plan with its ledger; counts and bytes are per device and execution.
 
     Attributes:
-        rows: a row per step.
-        totals: (kind, mesh axes) -> (planned bytes, compiled bytes).
-        notes: parts of the plan or of the program that could not be counted.
+        rows: one row for each planned step, and one for each compiled collective that belongs to no step.
+        totals: a mapping from (kind, mesh axes) to (planned bytes, compiled bytes).
+        notes: descriptions of the parts of the plan or of the program that could not be counted.
     """
 
     rows: tuple[ComparedStep, ...]
@@ -39,7 +39,7 @@ class Comparison(Printed):
 
     @property
     def agrees(self) -> bool:
-        """Whether exactly the planned bytes are sent, for every kind of collective and set of mesh axes."""
+        """Whether the compiled bytes equal the planned bytes for every kind of collective and set of mesh axes."""
         return all(planned == compiled for planned, compiled in self.totals.values())
 
     @property
@@ -48,13 +48,13 @@ class Comparison(Printed):
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
-        """Return the rows with this verdict."""
+        """Return the rows that have the given verdict."""
         if verdict not in VERDICTS:
             raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
         return tuple(row for row in self.rows if row.verdict == verdict)
 
     def table(self) -> Sheet:
-        """Return a table of planned and compiled bytes for every kind and set of axes."""
+        """Return a table of planned and compiled bytes for every kind of collective and set of mesh axes."""
         sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
         for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
             figures = amount_of_bytes(planned), amount_of_bytes(compiled)
@@ -63,12 +63,14 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:], together: bool = False) -> Sheet:
-        """Return a table of the steps with the given verdicts; equal steps share a row.
+        """Return a table of the steps with the given verdicts.
+
+        Rows that differ only in their counts and bytes are added up into one row.
 
         Args:
-            verdicts: the verdicts whose steps are shown, by default all except "as planned".
-            together: whether all steps whose bytes are sent by another step's collective share one row, which states
-                their number.
+            verdicts: the verdicts to show; by default all except "as planned".
+            together: whether all steps whose bytes are sent by the same collective of another step share one row. The
+                row states the number of these steps.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]
@@ -80,7 +82,9 @@ class Comparison(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw planned and compiled bytes as bars, by kind and mesh axes; planned bytes are pale, above compiled bytes.
+        """Draw planned and compiled bytes as pairs of bars, one pair for each kind and set of mesh axes.
+
+        In each pair, the upper bar is pale and shows the planned bytes. The lower bar shows the compiled bytes.
 
         >>> Comparison((), {("all-gather", ("x",)): (96, 96)}).figure().title
         'planned (pale) and compiled, bytes per device'
@@ -134,7 +138,7 @@ _STEPS = (
 
 
 def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; rows that are equal except for their figures are added up into one."""
+    """Add up the rows that differ only in their counts and bytes, and yield one row for each group."""
     alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
@@ -144,7 +148,10 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; the steps whose bytes one other collective sends share a row, which counts them."""
+    """Combine the rows of all steps whose bytes are sent by the same collective of another step.
+
+    The combined row states the number of these steps. All other rows are yielded unchanged.
+    """
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)
@@ -175,7 +182,7 @@ def _ratio(planned: int, compiled: int) -> str:
 
 
 def compared(entries: Sequence[Entry], plan: ProgramPlan, notes: Sequence[str] = ()) -> Comparison:
-    """Compare the entries of a ledger with a plan."""
+    """Compare the entries of a ledger with a plan, and return the comparison."""
     sent = [entry for entry in entries if entry.wire_bytes]
     matched = under_axes_of_steps(planned_steps(plan.entries), credit_shared_steps(plan, sent))
     planned, compiled = plan.by_kind_and_axes(), by_kind_and_axes(matched)

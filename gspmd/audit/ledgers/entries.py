@@ -1,4 +1,4 @@
-"""`Entry`: a collective of a compiled program in a ledger."""
+"""`Entry`: one collective of a compiled program, as a ledger lists it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,33 +11,35 @@ from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.lowerings.scopes import read_step
 
 Key = tuple[str, tuple[str, ...]]
-"""A kind of collective, and mesh axes in alphabetical order."""
+"""A kind of collective, and the names of its mesh axes in alphabetical order."""
 
 
 @dataclass(frozen=True, repr=False)
 class Entry:
-    """One collective instruction of a compiled program over all its executions; figures are per device.
+    """One collective instruction of a compiled program, with the figures of all its executions, per device.
 
-    If the compiler combined several collectives into one instruction, each of them has its own entry.
+    If the compiler combined several collectives into one instruction, each of these collectives has its own entry.
 
     Attributes:
-        kind: the kind of collective, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all or
+        kind: the kind of collective, named as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all or
             collective-permute.
-        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes matches
-            its groups.
-        count: number of runs.
-        wire_bytes: bytes that one device sends in all runs; for a permute, the most that any device sends.
+        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes gives
+            the device groups of the instruction.
+        count: number of times that the instruction runs.
+        wire_bytes: bytes that one device sends in all runs; for a collective-permute, the bytes of the device that
+            sends the most.
         dtype: the dtype on the wire, as HLO names it: `f32`, `bf16`.
         source: the line of the user's program that caused the collective, as `file:line`; empty if unknown.
-        equation: the planned equation to which the collective belongs; empty if it belongs to none.
-        step: the scope of its step in the plan, such as `step2.reduce-scatter.x`; empty if the compiler chose the
-            collective to lower an equation.
+        equation: the planned equation to which the collective belongs; empty if there is no such equation.
+        step: the scope name of the planned step that this collective runs, such as `step2.reduce-scatter.x`; empty if
+            the compiler chose the collective.
         name: the name of the instruction in the HLO.
-        asynchronous: whether separate instructions start the collective and wait for it.
+        asynchronous: whether one instruction starts the collective and another instruction waits for its result.
         arrays: number of arrays that this entry moves in one run.
-        group: number of devices that communicate with each other.
-        together: number of arrays that the instruction moves in one run, including those that other entries count.
-        network_bytes: the part of `wire_bytes` that crosses the network between nodes of GPUs or TPU slices; 0 if the
+        group: number of devices in each group of devices that communicate with each other.
+        together: number of arrays that the instruction moves in one run, including arrays that are counted in other
+            entries of the same instruction.
+        network_bytes: the part of `wire_bytes` that crosses the network between GPU nodes or TPU slices; 0 if the
             ledger does not know which devices share a node.
     """
 
@@ -63,25 +65,28 @@ class Entry:
 
 
 def asked_for_by(equation: str, step: str, source: str) -> str:
-    """Return the origin of a collective as text: equation, step and source line, or else "the compiler"."""
+    """Return the origin of a collective as text: its equation, step and source line.
+
+    If all three are empty, the text is "the compiler".
+    """
     planned = " ".join(part for part in (equation, step_text(step)) if part)
     return "  ".join(part for part in (planned, short(source)) if part) or "the compiler"
 
 
 def step_text(step: str) -> str:
-    """Return the scope of a step in words: `step2.reduce-scatter.x` becomes `step 2`."""
+    """Return the short text for a step's scope name: for `step2.reduce-scatter.x`, `step 2`."""
     return f"step {read_step(step).number}" if step else ""
 
 
 def short(source: str) -> str:
-    """Return a source line `file:line` with only the last two parts of the path; in a notebook, `In[3]:line`."""
+    """Shorten a source line `file:line` to the last two parts of the path, or to `In[3]:line` in a notebook."""
     file, _, line = source.rpartition(":")
     cell = cell_of(file)
     return f"{cell}:{line}" if cell else "/".join(Path(source).parts[-2:]) if source else ""
 
 
 def by_kind_and_axes(entries: Iterable[Entry]) -> dict[Key, tuple[int, int]]:
-    """Return, for every kind of collective and set of mesh axes, the number of runs and the bytes sent."""
+    """Return the number of arrays sent in all runs, and the bytes sent, for each kind and set of mesh axes."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for entry in entries:

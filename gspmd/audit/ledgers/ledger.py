@@ -1,4 +1,4 @@
-"""`Ledger`: the collectives and bytes of a compiled program, to print or to compare."""
+"""`Ledger`: the collectives of a compiled program and their bytes, to print or to compare."""
 
 import json
 from collections.abc import Mapping
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Ledger(Printed):
-    """The collectives and products of one device in one execution of a compiled program.
+    """The collectives and matrix products that one device runs in one execution of a compiled program.
 
-    A conditional counts as its branch with the most bytes. A loop whose trip count depends on computed values counts as
-    one iteration, and is named in `notes`.
+    For a conditional, the branch that sends the most bytes is counted. A loop whose trip count depends on computed
+    values is counted as one iteration, and is named in `notes`.
 
     Attributes:
-        entries: every collective instruction, in program order.
-        flops: FLOPs of the matrix products, times loop trips: two per multiplication.
+        entries: one entry for each collective, in program order. If the compiler combined several collectives into one
+            instruction, each has its own entry.
+        flops: FLOPs of the matrix products, two per multiplication; products in a loop count once per iteration.
         mesh: sizes of the mesh axes.
         name: the name of the compiled program.
-        notes: parts of the program that could not be counted.
-        slices: number of TPU slices, which fill the mesh one after another.
+        notes: descriptions of the parts of the program that could not be counted.
+        slices: number of TPU slices. The devices of the mesh, in row-major order, fill one slice after another.
     """
 
     entries: tuple[Entry, ...]
@@ -52,20 +53,20 @@ class Ledger(Printed):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends."""
+        """Bytes that one device sends in one execution."""
         return sum(entry.wire_bytes for entry in self.entries)
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that one device sends over the network between nodes of GPUs or TPU slices."""
+        """Bytes that one device sends over the network between GPU nodes or TPU slices."""
         return sum(entry.network_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
-        """Return the number of arrays sent in all runs, and the bytes, by kind of collective and set of mesh axes."""
+        """Return the number of arrays sent in all runs, and the bytes sent, for each kind and set of mesh axes."""
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
-        """Compare with a plan, by (kind, axes) and step by step; see `gspmd.audit.compare`."""
+        """Compare this ledger with a plan, by kind and mesh axes and for each step; see `gspmd.audit.compare`."""
         return compare(self, plan)
 
     def diff(self, other: "Ledger") -> Difference:
@@ -73,16 +74,19 @@ class Ledger(Printed):
         return difference(self, other)
 
     def to_json(self) -> str:
-        """Return the whole ledger as JSON: name, mesh, wire_bytes, network_bytes, flops, notes, entries."""
+        """Return the whole ledger as JSON: name, mesh, wire_bytes, network_bytes, flops, notes and entries."""
         totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes}
         totals |= {"network_bytes": self.network_bytes, "flops": self.flops}
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self, together: bool = False) -> Sheet:
-        """Return a table of the collectives, most bytes first; equal ones share a row.
+        """Return a table of the collectives, sorted by bytes in descending order.
+
+        Collectives that differ only in their counts and bytes share a row.
 
         Args:
-            together: whether the steps of one equation that differ only in their numbers share one row.
+            together: whether collectives that belong to different steps of one equation, but differ in nothing else,
+                share a row too.
         """
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows(together):
@@ -97,7 +101,7 @@ class Ledger(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw the bytes that one device sends as bars, by kind and mesh axes, most bytes first.
+        """Draw the bytes that one device sends, as one bar for each kind and set of mesh axes, longest bar first.
 
         >>> Ledger((), 0, {}).figure().title
         'ledger of a program, bytes per device'
@@ -117,7 +121,11 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
-        """Return the entries with their counts and bytes, which are added up where entries differ in nothing else."""
+        """Return the entries with their counts and bytes, most bytes first.
+
+        Entries that differ only in their counts and bytes are added up into one. If `together`, entries that also
+        differ in their steps are added up.
+        """
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             step = "" if together else entry.step
@@ -151,15 +159,16 @@ _COLUMNS = (
 def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     """Compare the compiled collectives with the planned steps.
 
-    Compiled collectives are matched with planned steps by their named scopes. If the compiler combines several into one
-    instruction, it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step may be
-    compiled in parts, over some of its axes and then over the others; the parts count under all axes of the step. If
-    two steps share a result, the compiler may keep either of them.
+    Compiled collectives are matched with planned steps by their scope names. If the compiler combines several
+    collectives into one instruction, the instruction keeps the scope name of only one collective. The other collectives
+    are matched by kind, mesh axes and bytes. A step may be compiled in parts, first over some of its mesh axes and then
+    over the rest. Such parts are counted under all mesh axes of the step. If two steps have the same result, the
+    compiler may keep the collective of either step.
 
     Args:
         ledger: the ledger of the compiled program.
-        plan: `gspmd.trace` of the same function with the same arguments. If the program is a single equation without
-            its gradient, its `gspmd.plan` is enough.
+        plan: the result of `gspmd.trace` for the same function and the same arguments. If the program is a single
+            equation without its gradient, the result of `gspmd.plan` for that equation is enough.
 
     Raises:
         PlanError: `ledger` is not a ledger, or `plan` is not a plan.
@@ -181,7 +190,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
 
 
 def difference(before: Ledger, after: Ledger) -> Difference:
-    """Compare the ledgers of two programs.
+    """Compare the ledgers of two programs, and return the differences.
 
     Args:
         before, after: the ledgers of two programs, on meshes with the same axis names.

@@ -1,6 +1,7 @@
-"""Match compiled collectives with planned steps, by their scopes.
+"""Matching of compiled collectives with planned steps, by their names.
 
-Plan and program have the same name for a step: its equation, and its scope, such as `step2.reduce-scatter.x`.
+The plan and the compiled program use the same name for a step: the equation, and a scope such as
+`step2.reduce-scatter.x`.
 """
 
 from collections import Counter, defaultdict
@@ -14,11 +15,11 @@ from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
 Name = tuple[str, str]
-"""An equation, and the scope of one of its steps."""
+"""The name of a step: its equation, and its scope, such as `step2.reduce-scatter.x`."""
 
 
 def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep]]:
-    """Return the planned collectives that send anything, by name."""
+    """Return the planned collectives that send at least one byte, grouped by name."""
     steps: dict[Name, list[PlannedStep]] = defaultdict(list)
     for entry in entries:
         if entry.step.is_collective and entry.step.wire_bytes:
@@ -27,7 +28,7 @@ def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep
 
 
 def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
-    """Return the compiled collectives by name."""
+    """Return the compiled collectives, grouped by name."""
     named: dict[Name, list[Entry]] = defaultdict(list)
     for entry in entries:
         named[entry.equation, entry.step].append(entry)
@@ -35,20 +36,21 @@ def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
 
 
 def planned_total(steps: Sequence[PlannedStep]) -> tuple[int, int]:
-    """Return the number of runs of steps, and the bytes that they send."""
+    """Return the number of runs of all these steps together, and the bytes that the steps send together."""
     return sum(step.trips for step in steps), sum(step.wire_bytes for step in steps)
 
 
 def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
-    """Return the number of runs of entries, and the bytes that they send."""
+    """Return the number of runs of all these entries together, and the bytes that the entries send together."""
     return sum(entry.count for entry in entries), sum(entry.wire_bytes for entry in entries)
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """Move the entries in the scope of a shared step to the step whose result it uses, if that step lacks bytes.
+    """Rename entries of shared steps to the steps whose results they use, where those steps lack bytes.
 
-    Of equal collectives, the plan counts the first, but the compiler may keep any of them. Looped steps may share only
-    some of their permutes; then only a part of the entry is moved.
+    A shared step is a planned step that uses the result of an equal, earlier step. The plan counts only the earlier
+    step, but the compiler may keep the collective of either step. Steps of looped equations may share only some of
+    their permutes; in that case only a part of the entry is renamed.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
     surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes in excess of the plan
@@ -66,14 +68,17 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
 
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
-    """Return the names of the steps whose results the shared steps use."""
+    """Return the names of the planned steps whose results the shared steps use."""
     return [name for name in planned if any(step.first == (name[0], read_step(name[1]).number) for step in shared)]
 
 
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """Split an entry into the part that the step `first` lacks, renamed to that step, and the rest."""
+    """Split an entry into the part whose bytes the step `first` lacks, and the rest.
+
+    The part has the name of the step `first`. A part or rest that is empty is None.
+    """
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
     part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
@@ -84,7 +89,11 @@ def _credit(
 
 
 def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
-    """Split an entry into a part that sends `amount` bytes, and the rest; only permutes can be split."""
+    """Split an entry into a part that sends `amount` bytes, and the rest.
+
+    An entry that sends at most `amount` bytes is the part as a whole, and the rest is None. Of larger entries, only
+    collective-permutes that run several times can be split. For any other entry the part is None.
+    """
     if amount >= entry.wire_bytes:
         return entry, None
     if amount <= 0 or entry.kind != "collective-permute" or entry.count < 2:
@@ -95,7 +104,10 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries; if a step was compiled axis by axis, each of its parts gets all axes of the step."""
+    """Set the mesh axes of each part of a step to all mesh axes of the step, and return the entries.
+
+    A step has several parts if it was compiled axis by axis. Entries that are not such parts are returned unchanged.
+    """
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:
@@ -110,5 +122,8 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
 
 
 def _covers(step: Step, over: set[str]) -> bool:
-    """Return whether these are all axes of a step; a permute may lack axes along which it moves nothing."""
+    """Return whether `over` has all mesh axes of a step, and no other axes.
+
+    For a collective-permute, axes along which nothing moves may be missing from `over`.
+    """
     return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

@@ -1,4 +1,4 @@
-"""`gspmd.ledger`: reads a ledger from the optimized HLO of a compiled program."""
+"""`gspmd.ledger`: makes the ledger of a compiled program from its optimized HLO."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,19 +26,20 @@ from gspmd.lowerings.in_force import slices_of
 
 
 def ledger(compiled: Any, mesh: Any = None) -> Ledger:
-    """Read the collectives and products of a compiled program.
+    """List the collectives of a compiled program, and count the FLOPs of its matrix products.
 
     Args:
-        compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
-        mesh: a mesh, or sizes of its axes in order; by default the mesh of the program's inputs or outputs, or else the
-            current mesh.
+        compiled: the result of `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
+        mesh: a mesh, or a mapping from the mesh axes, in order, to their sizes. The default is the mesh of the
+            program's inputs or outputs; if these have no mesh, the default is the current mesh.
 
     Returns:
-        A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
+        A `Ledger`, which lists every collective with its mesh axes, number of runs, bytes, dtype, planned step and
+        source line.
 
     Raises:
-        PlanError: `compiled` is not compiled; `mesh` is not a mesh; no mesh is given or found; or mesh and program have
-            different numbers of devices.
+        PlanError: `compiled` is not a compiled program; `mesh` is not a mesh; no mesh is given or found; or the mesh
+            and the program have different numbers of devices.
         HloError: the text is not an HLO module.
 
     Example:
@@ -47,7 +48,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
         >>> ledger(jax.jit(lambda x: x @ x).lower(x).compile()).flops
         128
 
-    Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
+    Differs: `compiled.cost_analysis()` counts the body of a loop only once, and does not list collectives.
     """
     text = _text_of(compiled)
     mesh = _mesh_of(compiled) if mesh is None else mesh
@@ -59,7 +60,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
 
 def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None) -> Ledger:
-    """Return the ledger of a parsed module; `chip` determines the devices that share a node or a slice."""
+    """Return the ledger of a parsed module; `chip` tells how many devices share a node or a slice."""
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
@@ -75,7 +76,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """A reader of a module, which multiplies the figures of a loop's body by the loop's trip count."""
+    """A reader of a module that multiplies the figures of a loop's body by the loop's trip count."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh
@@ -84,7 +85,7 @@ class _ModuleReader:
         self.devices = prod(mesh.values())
 
     def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
-        """Return the entries and the FLOPs of a computation that runs `times` times."""
+        """Return the entries and the total FLOPs of a computation that runs `times` times."""
         entries: list[Entry] = []
         flops = 0
         for instruction in computation.instructions:
@@ -109,7 +110,7 @@ class _ModuleReader:
         return [self.module.computations[name] for name in instruction.called]
 
     def _runs(self, computation: Computation, caller: Instruction) -> Iterator[tuple[Computation, int]]:
-        """Yield the computations that an instruction runs, each with its number of runs."""
+        """Yield each computation that an instruction runs, with its number of runs per run of the instruction."""
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
             return
@@ -123,7 +124,10 @@ class _ModuleReader:
     def _entries(
         self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
-        """Yield the entries of a collective: one for each origin of its arrays."""
+        """Yield the entries of a collective, one for each operation of the program that its arrays come from.
+
+        On several TPU slices, yield one entry for each array.
+        """
         parts = [*by_origin(self.module, computation, instruction, sent)]
         if self.chip and not self.chip.is_switch:
             # Without names only the bytes of each array tell the step to which it belongs
@@ -150,7 +154,7 @@ class _ModuleReader:
             )
 
     def _away(self, part: Collective, near: int, times: int) -> int:
-        """Return the bytes that one device sends over the network if `near` devices of each group share a node."""
+        """Return the bytes that one device sends over the network, if `near` devices of each group share a node."""
         assert self.chip is not None
         return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 
@@ -171,7 +175,7 @@ def _text_of(compiled: Any) -> str:
 
 
 def _mesh_of(compiled: Any) -> Any:
-    """Return the mesh of a program's inputs or outputs, or else the current mesh."""
+    """Return the mesh of a program's inputs or outputs, or the current mesh if these have no mesh."""
     if not isinstance(compiled, str):
         for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
             if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:

@@ -1,7 +1,7 @@
 """Matching of collectives with planned steps by their bytes, for programs on several TPU slices.
 
-libtpu drops the names of most collectives in such programs, and compiles a step over several slices as several
-collectives: one over the network, and others within the slices.
+In such programs, libtpu drops the names of most collectives. It compiles a step over several slices as several
+collectives: one over the network between the slices, and others within the slices.
 """
 
 from collections import defaultdict
@@ -19,23 +19,28 @@ from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep
 
 Part = tuple[str, frozenset[str], int]
-"""A collective that is a part of a step: its kind, its mesh axes, and the bytes that one device sends."""
+"""A collective that runs a part of a step: its kind, its mesh axes, and the bytes that one device sends per run."""
 
 
 def by_bytes(
     steps: Sequence[PlannedStep], entries: Sequence[Entry], mesh: Mapping[str, int], slices: int
 ) -> list[Entry]:
-    """Return the entries of a program on several slices with the names, kinds and axes of the steps that they run.
+    """Match the collectives of a program on several slices with planned steps, by kind, mesh axes and bytes.
 
-    A step that runs n times gets n executions of collectives with exactly the kinds, axes and bytes of the step's
-    parts. Collectives with the name of the step are used first, then collectives without a name. If one of its parts is
-    not found, a step gets no collective.
+    A step may be compiled in several parts. A step that runs n times is matched with n executions of each part, that
+    is, of a collective with exactly the kind, axes and bytes of the part. Collectives that have the step's name are
+    used first, then collectives without a name. If any part of a step is not found, no collective is matched with the
+    step.
 
     Args:
         steps: the planned steps, without those that use another step's result.
         entries: the compiled collectives.
         mesh: sizes of the mesh axes.
-        slices: number of slices, over which the first mesh axes lie.
+        slices: number of slices. The first mesh axes run across the slices.
+
+    Returns:
+        One entry for each matched step, with the step's name, kind and axes and the bytes of all its parts, followed by
+        the collectives that are matched with no step.
     """
     pool = _Pool(entries)
     across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices) or ()))
@@ -63,11 +68,12 @@ def by_bytes(
 
 
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, without the permutes within slices that are part of a permute over slices.
+    """Return the entries, without the permutes within slices that are part of a permute across slices.
 
-    The compiler writes a permute over slices as two permutes, one over slices and one within them. A device sends its
-    piece by one of the two, so only the permute over slices is counted. The permute within slices is the nearest one
-    with the same number of bytes, over the same axes or some of them.
+    The compiler writes a permute across slices as two permutes, one across slices and one within each slice. Each
+    device sends its piece by only one of the two, so only the permute across slices is counted. The permute within
+    slices that belongs to it is the nearest one in the program that sends the same number of bytes over the same axes
+    or over some of these axes.
     """
     rest: set[int] = set()
     for number, crossing in enumerate(entries):
@@ -87,7 +93,10 @@ def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class _Pool:
-    """Compiled collectives by kind, axes and bytes per execution, each with the number of unassigned executions."""
+    """The compiled collectives, indexed by kind, axes and bytes per execution.
+
+    For each collective, the pool counts the executions that are not yet assigned to a step.
+    """
 
     def __init__(self, entries: Sequence[Entry]):
         self._left = {number: entry.count for number, entry in enumerate(entries)}
@@ -99,7 +108,11 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part, in the first way of which enough are left; otherwise take nothing."""
+        """Take `count` executions of each part of a step, and return them as entries.
+
+        Each element of `ways` is a list of parts. The first list for which enough executions of every part are left is
+        used. If there is no such list, nothing is taken, and the result is empty.
+        """
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -107,7 +120,10 @@ class _Pool:
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
-        """Take the permutes of a looped step, which are hops of equal bytes, or nothing if some are missing."""
+        """Take the permutes of a step of a looped equation, and return them as entries.
+
+        The permutes are hops that send equal numbers of bytes. If some hops are missing, nothing is taken.
+        """
         step = planned.step
         for kind, axes, each in self._alike:
             if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
@@ -119,7 +135,7 @@ class _Pool:
         return []
 
     def left(self) -> list[Entry]:
-        """Return the executions that are not assigned to any step."""
+        """Return the executions that are not assigned to any step, as entries."""
         return [self._part(number, runs) for number, runs in self._left.items() if runs]
 
     def _find(self, part: Part, count: int, name: tuple[str, str]) -> Iterator[tuple[int, int]]:
@@ -142,7 +158,10 @@ class _Pool:
 
 
 def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways to compile a step, as one collective and in parts (`gspmd.lowerings.blocking.tpu`)."""
+    """Yield every way to compile a step, as a list of parts; the first way is a single collective.
+
+    `gspmd.lowerings.blocking.tpu` describes how a step is divided into parts.
+    """
     axes = [axis for axis in step.axes if mesh[axis] > 1]
     yield [(step.kind, frozenset(axes), step.wire_bytes)]
     if step.kind not in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -168,13 +187,14 @@ def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Ite
 
 
 _Along = tuple[frozenset[str], int]
-"""The mesh axes of a part, and the number of devices along them."""
+"""The mesh axes of a part, and the number of devices along these axes."""
 
 
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
-    """Yield the ways to divide a collective within a slice into parts, major first: one part, or two.
+    """Yield every way to divide a collective within a slice into parts, ordered from major to minor axes.
 
-    An axis that lies over slices and also within them is a separate part, without a name in the compiled program.
+    A mesh axis that runs both across slices and within each slice is a separate part, which has no axis name in the
+    compiled program. If there is only one part, the divisions of that part into two parts are yielded too.
     """
     parts: list[list[str]] = [[]]
     for axis in axes:
@@ -201,7 +221,11 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return the parts of a collective, major first, with the bytes that each sends; each leaves less to the next."""
+    """Return the parts of a collective, with the bytes that each part sends.
+
+    Parts are ordered from major to minor. Each part works on the buffer that the part before it leaves, which is
+    smaller by that part's number of devices.
+    """
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

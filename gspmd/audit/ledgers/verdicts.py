@@ -1,4 +1,4 @@
-"""Verdicts on every planned step, and on every compiled collective without a step."""
+"""Verdicts on every planned step, and on every compiled collective that belongs to no step."""
 
 import re
 from collections import defaultdict
@@ -21,22 +21,25 @@ Steps = Mapping[Name, Sequence[PlannedStep]]
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A row of a comparison: a planned step with all its runs, or a compiled collective without a step.
+    """A row of a comparison: a planned step with all its runs, or a compiled collective that belongs to no step.
 
     Attributes:
-        verdict: `"as planned"`; `"shared"`: the step uses the result of an equal step, or both steps are one reduction
-            of their sum; `"rewritten"`: the compiler replaced the step by something else; `"gone"`: nothing was
-            compiled for the step; `"the compiler's choice"`: the collective belongs to an equation under lowering
-            `xla`, which has no steps; `"not planned"`: the collective belongs to no step.
-        how: details of the verdict: for a rewritten step `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`,
-            `"padded"`, ...; for a shared step, the equal step; for a step as planned, whether it is combined with other
-            steps.
-        kind, axes: those of the planned step, or else of the compiled collective.
-        equation, step: the equation and the step to which the row belongs.
-        planned: (number of runs, bytes that one device sends) by the plan.
-        compiled: the same figures in the compiled program.
-        source: the source line of the step or collective.
-        carrier: the equation and step of the collective that sends this step's bytes, if it is another step's.
+        verdict: one of six texts. `"as planned"` means that the planned bytes are sent in the planned way. `"shared"`
+            means that the step uses the result of an equal step, or that the results of two steps are added and reduced
+            once. `"rewritten"` means that the compiler replaced the step by something else. `"gone"` means that nothing
+            was compiled for the step. `"the compiler's choice"` means that the collective belongs to an equation under
+            lowering `xla`, whose collectives the compiler chooses. `"not planned"` means that the collective belongs to
+            no step.
+        how: details of the verdict. For a rewritten step, this is a text such as `"reduce-scatter made an all-reduce"`,
+            `"f32 on the wire"` or `"padded"`. For a shared step, it names the equal step. For a step as planned, it
+            says whether the step's collective is combined with others.
+        kind, axes: the kind and mesh axes of the planned step, or of the compiled collective if there is no step.
+        equation, step: the equation, and the scope name of the step, to which the row belongs.
+        planned: (number of runs, bytes that one device sends) in the plan.
+        compiled: (number of runs, bytes that one device sends) in the compiled program.
+        source: the source line of the compiled collective; empty if unknown.
+        carrier: if a collective of another step sends this step's bytes, the equation and scope name of that other
+            step.
     """
 
     verdict: str
@@ -52,7 +55,7 @@ class ComparedStep:
 
 
 def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
-    """Yield the verdicts on planned steps, on compiled collectives without a step, and on shared steps."""
+    """Yield the rows of planned steps, then of compiled collectives that belong to no step, then of shared steps."""
     planned = planned_steps(plan.entries)
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
@@ -70,10 +73,11 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return each (kind, axes) whose combined collectives send in total exactly the bytes that the steps plan.
+    """Return each (kind, axes) whose combined collectives together send exactly the bytes that the plan states.
 
-    An all-reduce that the compiler moves behind a loop loses its scope, even as a part of a combined collective. If all
-    parts have lost their scopes, the combined collective looks like that of a single array.
+    An all-reduce that the compiler moves behind a loop loses its scope name, even if it becomes a part of a combined
+    collective. If all parts have lost their scope names, the combined collective looks like the collective of a single
+    array.
     """
     behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
@@ -115,15 +119,15 @@ def _judged(planned: Steps, entries: Sequence[Entry], plan: ProgramPlan) -> Iter
 
 
 def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
-    """Return whether a collective without a scope sends exactly what these steps would send."""
+    """Return whether a collective without a scope name has the steps' kind and mesh axes, and sends the same bytes."""
     same = _kind_and_axes(entry) == _kind_and_axes(steps[0].step)
     return not entry.step and same and entry.wire_bytes == planned_total(steps)[1]
 
 
 def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the row of a step whose scope has no compiled collective.
+    """Return the row of a step whose scope name no compiled collective has.
 
-    The step is either part of another step's combined collective, or gone.
+    The step's bytes are sent by a combined collective that has the name of another step, or the step is gone.
     """
     step = steps[0].step
     kinds = _REDUCTIONS if step.kind in _REDUCTIONS else (step.kind,)
@@ -137,7 +141,7 @@ def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) 
 
 
 def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
-    """Return the row of a compiled collective that no step accounts for."""
+    """Return the row of a compiled collective that matches no planned step."""
     chosen = "the compiler's choice" if entry.equation in plan.lowered else "not planned"
     verdict = "rewritten" if entry.step else chosen
     again = (entry.equation, entry.step) in planned_steps(plan.shared)
@@ -147,7 +151,7 @@ def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
 
 
 def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the row of a step whose scope has compiled collectives."""
+    """Return the row of a step whose scope name some compiled collectives have."""
     planned, compiled = planned_total(steps), compiled_total(entries)
     largest = max(steps, key=lambda step: step.step.wire_bytes)
     how = _rewriting(largest, entries, planned[1] == compiled[1])
@@ -162,9 +166,10 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 
 
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
-    """Describe how a compiler rewrote a step; the text is empty if each execution is the planned collective.
+    """Describe how the compiler rewrote a step; the text is empty if each execution is the planned collective.
 
-    If `in_full`, all planned bytes are sent, so that all arrays of a combined collective belong to the step.
+    `in_full` states whether exactly the planned bytes are sent. In that case, all arrays of a combined collective
+    belong to the step.
     """
     step, changes = planned.step, []
     kinds = sorted({entry.kind for entry in entries})
@@ -183,7 +188,14 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return the reason why an execution sends more or less than planned: a different dtype, padding, or none."""
+    """Return a reason why an execution sends more or fewer bytes than planned.
+
+    The reason is a different dtype, or padding. The list is empty if neither explains the difference.
+
+    Args:
+        planned, compiled: the two dtypes.
+        ratio: the compiled bytes divided by the planned bytes.
+    """
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

@@ -1,1 +1,1 @@
-"""Offline compilation: memory and time of a function on TPUs and GPUs that are not attached."""
+"""Offline compilation: the memory and the time of a function on TPUs and GPUs that are not attached."""

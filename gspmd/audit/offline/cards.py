@@ -1,7 +1,8 @@
 """Descriptions of GPUs for XLA's compiler, with figures that chips.toml does not have.
 
-The compiler's description of a GPU is a text protocol buffer, `stream_executor.GpuTargetConfigProto`. Clock, memory and
-name come from chips.toml, all other figures from `CARDS`. No GPU is queried.
+The compiler reads the description of a GPU as a text protocol buffer, `stream_executor.GpuTargetConfigProto`. In this
+description, the clock, the memory and the name come from chips.toml, and all other figures come from `CARDS`. No GPU is
+queried.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ class Card:
 
     Attributes:
         capability: compute capability, as (major, minor).
-        multiprocessors: streaming multiprocessors (SMs) that are enabled.
-        lanes: float32 units of one SM.
+        multiprocessors: number of enabled streaming multiprocessors (SMs).
+        lanes: number of float32 units per SM.
         cache_bytes: bytes of the L2 cache.
-        shared_bytes: bytes of shared memory of one SM, of which a block of threads may use all but 1 KiB.
+        shared_bytes: bytes of shared memory per SM. A block of threads may use all but 1 KiB.
     """
 
     capability: tuple[int, int]
@@ -45,10 +46,11 @@ CARDS = {
     "b200": _BLACKWELL,
     "gb200": _BLACKWELL,
 }
-"""The GPUs for which programs can be compiled, by their names in chips.toml."""
+"""The GPUs for which programs can be compiled, indexed by their names in chips.toml."""
 
 HOST_GPUS = {"gb200": 4}
-"""Number of GPUs of one host, if several hosts share an NVLink switch (NVIDIA GB200 NVL72: 18 trays of 4 GPUs)."""
+"""Number of GPUs per host, for GPUs of which several hosts share an NVLink switch. The NVIDIA GB200 NVL72 consists of
+18 trays of 4 GPUs."""
 
 # The same for every capability in CARDS (the tables of the Programming Guide named above). The limits of a grid are
 # XLA's `block_dim_limit`. A block gets 48 KiB of shared memory unless it asks for more.
@@ -60,14 +62,14 @@ _SAME = """
 # CUDA and cuDNN of the machine that will run the program: the oldest that jax[cuda12] of supported releases installs.
 _LIBRARIES = "runtime_version { major: 12 minor: 8 patch: 0 } dnn_version_info { major: 9 minor: 8 patch: 0 }"
 CUDNN = 90800
-"""The same version of cuDNN, in cuDNN's own numbering."""
+"""The version of cuDNN for which programs are compiled, in cuDNN's own numbering."""
 
 
 def described(chip: Chip) -> str:
     """Return the compiler's description of a GPU, as the text of a `GpuTargetConfigProto`.
 
     Args:
-        chip: one of `CARDS`.
+        chip: a GPU whose name is in `CARDS`.
 
     Example:
         >>> from gspmd.hardware.chips import chip

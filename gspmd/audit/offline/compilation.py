@@ -1,4 +1,4 @@
-"""`gspmd.audit.compile_offline`: compile a function for a machine that is not attached, and report memory and time."""
+"""`gspmd.audit.compile_offline`: compilation for a machine that is not attached, with a report of memory and time."""
 
 import re
 import time
@@ -45,34 +45,38 @@ def compile_offline(
     flops: float = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Compile a function for a machine that is not attached, with the real compiler.
+    """Compile a function for a machine that is not attached, with the machine's real compiler.
 
-    The TPU compiler refuses a program that does not fit in memory. The GPU compiler does not: such a program is
-    reported with its ledger and its timeline.
+    The TPU compiler refuses a program that does not fit in memory. The GPU compiler does not refuse such a program, so
+    the report for it has a ledger and a timeline.
 
     Args:
-        fn: any function that JAX traces.
-        abstract_args: `jax.ShapeDtypeStruct`s, with shardings over a mesh of `topology`.
-        topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or `gspmd.audit.topology(...)`.
-        mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
+        fn: any function that JAX can trace.
+        abstract_args: the arguments of `fn`, as `jax.ShapeDtypeStruct`s with shardings over a mesh of `topology`.
+        topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or the result of `gspmd.audit.topology(...)`.
+        mesh: a `Mesh`, or a mapping from mesh axes to sizes; needed only if no argument has a mesh.
         donate_argnums: positions of arguments whose memory the results may reuse, such as a training state.
-        auto_layout_argnums: positions of arguments for which the compiler may choose the memory order of dimensions,
-            such as the weights of a decode step, which are stored once and read in every step. In JAX's default order a
-            TPU may have to reorder a weight before its product. All other arguments keep the memory order of their
-            formats.
-        out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose memory order the
-            compiler chooses.
-        compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        flops: model FLOPs of one execution over all devices, for the MFU; by default the FLOPs of the program's
-            products.
-        progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
+        auto_layout_argnums: positions of arguments whose order of dimensions in memory the compiler may choose. Use
+            this, for example, for the weights of a decode step, which are stored once and read in every step. In JAX's
+            default order, a TPU may have to reorder a weight before its product. All other arguments keep the memory
+            order of their formats.
+        out_shardings: shardings of the results, as for `jax.jit`. They are needed if the compiler chooses the memory
+            order of a donated argument.
+        compiler_options: options for this program, as for `jax.jit`, such as
+            `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
+        flops: model FLOPs of one execution over all devices, for the model FLOPs utilization (MFU). The default is the
+            FLOPs of the program's matrix products.
+        progress: a function that is called with the name of each phase when the phase starts: "planning", "lowering",
+            "compiling" and "reading".
 
     Returns:
-        A `Report`. If memory does not suffice, it says so, and has figures from the plan alone.
+        A `Report`. If the compiler refuses the program, or the arguments alone do not fit in memory, the report says
+        so, and its figures come only from the plan.
 
     Raises:
-        PlanError: the topology does not exist, the mesh does not fit it, its compiler is missing, no argument has a
-            mesh, the compiler does not know an option or refuses the program, or another argument has the wrong type.
+        PlanError: the topology does not exist, or its compiler is missing; the mesh does not fit the topology, or no
+            argument has a mesh and `mesh` is not given; the compiler does not know an option, or refuses the program
+            for a reason other than memory; or another argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
@@ -155,7 +159,10 @@ def _is_sharding(leaf: Any) -> bool:
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the formats of arguments for `jax.jit`; for the positions `chosen`, the compiler chooses the format."""
+    """Return the formats of the arguments, as keyword arguments for `jax.jit`.
+
+    The compiler chooses the format of the arguments at the positions in `chosen`.
+    """
     if not chosen:
         return {}
 
@@ -167,7 +174,12 @@ def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
-    """Return the mesh of the arguments, or else the given one, after checking that it has the topology's devices."""
+    """Return the mesh of the arguments, or the given mesh if no argument has a mesh.
+
+    Raises:
+        PlanError: there is no mesh, there are two different meshes, or a mesh does not consist of the topology's
+            devices.
+    """
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
     if isinstance(given, Mapping):
         meshes.append(target.mesh(given))
@@ -205,7 +217,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
-    """Return the reason why the arguments alone do not fit in memory, or an empty string if they do."""
+    """Return the reason why the arguments alone do not fit in memory, or an empty string if they fit."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -213,10 +225,10 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 
 
 def _overfilled(needed: int, target: Topology) -> str:
-    """Return the reason why a compiled program does not fit in memory, or an empty string if it does.
+    """Return the reason why a compiled program does not fit in memory, or an empty string if it fits.
 
-    Only GPU programs need this check: the TPU compiler itself refuses a program that does not fit in the memory that it
-    assumes.
+    Only programs for GPUs need this check. The TPU compiler itself refuses a program that does not fit in the memory
+    that this compiler assumes.
     """
     room = target.chip.hbm_bytes
     if needed <= room or not target.chip.is_switch:
@@ -225,9 +237,13 @@ def _overfilled(needed: int, target: Topology) -> str:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the compiled program and "", or None and the compiler's message if memory does not suffice.
+    """Compile a program, and return (compiled program, "").
 
-    The user's `options` override `defaults`, and error messages name only the user's options.
+    If the program does not fit in memory, return (None, the compiler's message). The user's `options` override
+    `defaults`. Error messages name only the user's options.
+
+    Raises:
+        PlanError: the compiler refuses the program for another reason.
     """
     try:
         return answering(lowered.compile, compiler_options={**defaults, **options} or None), ""
@@ -246,7 +262,10 @@ def _too_large(
     reason: str,
     seconds: float,
 ) -> Report:
-    """Return the report of a function that does not fit, with figures from its plan and the compiler's message."""
+    """Return the report of a function that was not compiled because it does not fit in memory.
+
+    Its figures come from the plan, and from the compiler's message `reason` if the compiler refused the program.
+    """
     taken = sum(buffer.bytes for buffer in buffers if buffer.kind == "argument")
     room = target.chip.hbm_bytes
     needed = max(0, _amount(_NEEDED, reason) - taken)  # The compiler counts arguments and results too.

@@ -1,4 +1,4 @@
-"""XLA's compiler for NVIDIA GPUs, from JAX's CUDA plugin: the devices of nodes that are not attached, and versions."""
+"""XLA's compiler for NVIDIA GPUs, in JAX's CUDA plugin: devices of nodes that are not attached, and a version check."""
 
 import re
 from importlib import metadata
@@ -18,20 +18,20 @@ COMPILER_OPTIONS = {
     # Products by cuBLAS: whether Triton's kernels are faster would also have to be measured on the GPU.
     "xla_gpu_enable_triton_gemm": False,
 }
-"""The compiler's options for a card that is not attached, by name."""
+"""The compiler options, by name, that are needed to compile for a GPU that is not attached."""
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
-    """Return the devices of nodes of GPUs, node by node, without starting a backend.
+    """Return the devices of one or several nodes of GPUs, node by node, without starting a backend.
 
     Args:
-        chip: one of `CARDS`.
-        shape: the number of nodes, if there are several, and the number of GPUs per node.
+        chip: a GPU whose name is in `CARDS`.
+        shape: the number of GPUs per node. If there are several nodes, the number of nodes comes first.
 
     Raises:
-        PlanError: the plugin refuses the GPU, or JAX failed to load the plugin.
+        PlanError: the CUDA plugin refuses the GPU, or JAX failed to load the plugin.
     """
     *nodes, gpus = shape
     hosts = gpus // HOST_GPUS.get(chip.name, gpus) if gpus % HOST_GPUS.get(chip.name, gpus) == 0 else 1
@@ -49,11 +49,16 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
 
 
 def require_cuda_plugin(name: str, chip: Chip) -> None:
-    """Check that programs can be compiled for a GPU: that JAX's CUDA plugin is installed, in this JAX's version.
+    """Check that programs can be compiled for a GPU.
+
+    This needs JAX's CUDA plugin, in the version that the installed JAX requires.
+
+    Args:
+        name: the name of the topology, for the error message.
+        chip: the GPU.
 
     Raises:
-        PlanError: the GPU is not supported, or the plugin is missing or has a different version, so that the topology
-            `name` cannot be described.
+        PlanError: the GPU is not supported, or the plugin is missing or has a different version.
     """
     if chip.name not in CARDS:
         raise PlanError(
@@ -81,7 +86,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
 
 
 def _given_up() -> str:
-    """Return the error message for a CUDA plugin that is installed, but that JAX did not load when it started."""
+    """Return the error message for a CUDA plugin that is installed, but that JAX did not load when JAX started."""
     if has_nvidia_gpu():
         return (
             "cannot compile for GPUs: this machine has a GPU, but JAX did not load its plugin for CUDA: "
@@ -103,7 +108,7 @@ def _refused(chip: Chip, error: str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package, or an empty string if it is not installed."""
+    """Return the version of an installed package, or an empty string if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -111,6 +116,6 @@ def _version(package: str) -> str:
 
 
 def _pinned() -> str:
-    """Return the version of the CUDA plugin that this JAX requires."""
+    """Return the version of the CUDA plugin that the installed JAX requires."""
     pins = (re.match(r"jax-cuda12-plugin\b.*>=([\w.]+)", line) for line in metadata.requires("jax") or ())
     return next((pin[1] for pin in pins if pin), metadata.version("jax"))

@@ -1,4 +1,4 @@
-"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and the version of libtpu."""
+"""libtpu, the compiler for TPUs: devices of slices that are not attached, kernel schedules, and a version check."""
 
 import os
 import re
@@ -27,7 +27,14 @@ _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, ...]:
-    """Return the devices of slices such as `4x4x4`, slice by slice in torus order, without starting a backend.
+    """Return the devices of one or several TPU slices, without starting a backend.
+
+    The devices are ordered slice by slice, and in torus order within each slice.
+
+    Args:
+        chip: the TPU.
+        sizes: the shape of one slice, such as `4x4x4`.
+        slices: number of slices.
 
     Raises:
         PlanError: libtpu refuses the slice.
@@ -46,7 +53,10 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Compile one program at a time, in an empty folder for schedules: kernels of two programs may share a name."""
+    """Let only one program compile at a time, and with an empty folder for the schedules that libtpu writes.
+
+    This is necessary because kernels of two programs may have the same name.
+    """
     with _COMPILING:
         shutil.rmtree(schedules_folder(), ignore_errors=True)
         try:
@@ -56,9 +66,9 @@ def own_schedules() -> Iterator[None]:
 
 
 def with_schedules(module: Module) -> Module:
-    """Return a program that was just compiled, with the schedules of its Pallas kernels if libtpu wrote any.
+    """Return a program with the schedules of its Pallas kernels, if libtpu has written such schedules.
 
-    Call it within `own_schedules`.
+    Call this function directly after the program is compiled, within `own_schedules`.
     """
     kernels = {}
     for computation in module.computations.values():
@@ -72,10 +82,16 @@ def with_schedules(module: Module) -> Module:
 
 
 def require_libtpu(name: str, chip: Chip) -> None:
-    """Check that libtpu, which knows every TPU of chips.toml, is installed in the version that this JAX needs.
+    """Check that libtpu is installed, in the version that the installed JAX requires.
+
+    libtpu can compile for every TPU in chips.toml.
+
+    Args:
+        name: the name of the topology, for the error message.
+        chip: the TPU.
 
     Raises:
-        PlanError: libtpu is missing or has a different version, so the topology `name` cannot be described.
+        PlanError: libtpu is missing or has a different version.
     """
     jax_version, pin = metadata.version("jax"), _pinned()
     try:
@@ -95,6 +111,6 @@ def require_libtpu(name: str, chip: Chip) -> None:
 
 
 def _pinned() -> str:
-    """Return the version of libtpu that this JAX requires, such as `0.0.42.*`, or `*` if any will do."""
+    """Return the version of libtpu that the installed JAX requires, such as `0.0.42.*`, or `*` for any version."""
     pins = (re.match(r"libtpu\s*==\s*([\w.*]+)", line) for line in metadata.requires("jax") or ())
     return next((pin[1] for pin in pins if pin), "*")

@@ -1,4 +1,4 @@
-"""The memory of a device: the largest arrays of a program, and a change that makes each of them smaller."""
+"""The memory of a device: the largest arrays of a program, each with advice on how to make it smaller."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ from gspmd.tracing.jaxprs import inner_jaxprs
 _NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
 KEPT = 64
-"""Number of buffers that a report keeps. If the program does not fit, the report prints the largest five."""
+"""Number of arrays that a report keeps. If the program does not fit, the report prints the five largest arrays."""
 
 # The results of these instructions include their operands; the matching -done has only the result.
 _STARTS = ("-start", "-update")
@@ -35,10 +35,10 @@ class AllocatedArray:
 
     Attributes:
         kind: `"argument"` or `"temporary"`.
-        name: the path of an argument, or the source line that computes a temporary.
-        array: dtype and shape of the part on one device.
-        bytes: bytes in memory, including the padding to tiles.
-        remedy: advice that would make the array smaller.
+        name: the path of an argument, or the source line that computes a temporary array.
+        array: dtype and shape of the part of the array on one device.
+        bytes: bytes in memory; for the temporaries of a compiled program, including the padding to tiles.
+        remedy: advice on how to make the array smaller.
     """
 
     kind: str
@@ -49,7 +49,9 @@ class AllocatedArray:
 
 
 def arguments(args: Any, mesh: Mapping[str, int]) -> list[AllocatedArray]:
-    """Return the arguments of a program on one device, largest first, without padding to tiles.
+    """Return the arguments of a program that are in the memory of a device, largest first.
+
+    Arguments in host memory are left out. Bytes do not include padding to tiles.
 
     Args:
         args: a tree of `jax.ShapeDtypeStruct`s or arrays with shardings.
@@ -66,11 +68,16 @@ def _on_host(leaf: Any) -> bool:
 
 
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
-    """List the values of a traced function on one device, largest first, as far as their types state a sharding.
+    """Return the values that a traced function computes, as parts on one device, largest first.
 
-    Types state the sharding inside a shard_map (`manual`), and everywhere under Explicit axes.
+    Only values whose types state a sharding are returned. Types state a sharding under Explicit axes, and inside a
+    shard_map.
 
-    Leaves out: fusion, by which the compiler removes some values, and the sharing of one buffer by several values.
+    Args:
+        jaxpr: the traced function.
+        manual: whether the function is the body of a shard_map.
+
+    Leaves out: fusion, by which the compiler removes some values; the use of one buffer for several values.
     """
     buffers: list[AllocatedArray | None] = []
     for equation in jaxpr.eqns:
@@ -93,7 +100,10 @@ def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
 
 
 def _line(equation: Any) -> str:
-    """Return the source line that computes a value: the innermost stack frame outside of this package and of JAX."""
+    """Return the source line that computes a value, from the innermost stack frame outside of this package and of JAX.
+
+    If there is no such frame, return the name of the primitive.
+    """
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     ours = (OURS, *LAUNCHERS, str(Path(jax.__file__).parent))
     line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
@@ -131,7 +141,10 @@ def temporaries(module: Module) -> list[AllocatedArray]:
 
 
 def _inlined(instruction: Instruction) -> Sequence[str]:
-    """Return the computations of an instruction whose values never reach memory, as in fusions and reductions."""
+    """Return the names of the computations that an instruction runs and whose values never reach memory.
+
+    These are, for example, the computations of fusions and reductions.
+    """
     return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
 
 
@@ -141,7 +154,7 @@ def _temporary(module: Module, instruction: Instruction, array: Array, size: int
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:
-    """Return an instruction's arrays in main memory, each with its bytes including padding."""
+    """Return the result arrays of an instruction that are in main memory, each with its bytes including padding."""
     arrays = []
     for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
         if "S(" not in (rest or "") or "S(0)" in rest:
@@ -151,7 +164,13 @@ def placed(instruction: Instruction) -> list[tuple[Array, int]]:
 
 
 def _padded(array: Array, order: str, tiles: str) -> int:
-    """Return the bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 by 128."""
+    """Return the bytes of an array whose minor dimensions are padded to whole tiles.
+
+    Args:
+        array: the array.
+        order: the text of the dimensions' order in memory from minor to major, such as `1,0`.
+        tiles: the text of the tiles in a memory layout. For example, `T(8,128)` means tiles of 8 × 128 elements.
+    """
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
     shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
     shape += [1] * (len(tile) - len(shape))
@@ -163,7 +182,13 @@ def _padded(array: Array, order: str, tiles: str) -> int:
 def buffers_table(
     buffers: Sequence[AllocatedArray], most: int = KEPT, title: str = "largest buffers of one device"
 ) -> Sheet:
-    """Return a table of the largest buffers, with equal ones in one row."""
+    """Return a table of the largest arrays; equal arrays share a row.
+
+    Args:
+        buffers: the arrays.
+        most: maximum number of rows.
+        title: title of the table.
+    """
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)
     for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:

@@ -10,29 +10,37 @@ from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.hardware.chips import CHIPS, Chip, not_another
 
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
-"""Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
-compiler would describe larger slices too."""
+"""Number of chips in a full pod, which is the largest slice that exists. The compiler would describe larger slices too.
+
+Source: pod sizes in the Google Cloud documentation, 'TPU v3', 'TPU v4' and so on."""
 
 SEARCHED_GPUS = 24_576
-"""The largest number of GPUs that `shapes` yields: the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
-of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
+"""The largest number of GPUs for which `shapes` yields a shape. The name of a topology may ask for more GPUs.
+
+Source: the number of GPUs of the cluster that trained Llama 3, 24K H100 (Llama Team 2024, *The Llama 3 Herd of Models*,
+§3.3.1)."""
 
 MOST_DEVICES = 2**18
-"""The largest number of devices that a name may have: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each
-device is an object, so an absurd number would fill the memory."""
+"""The largest number of devices that a name may ask for, which is ten times `SEARCHED_GPUS`, rounded up to a power of
+two. Each device is a Python object, so an absurdly large number of devices would fill the memory."""
 
 SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
-"""Other names of GPUs, besides those of chips.toml."""
+"""Additional names of GPUs, with the names that chips.toml uses for them."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
-"""Number of devices of one chip, for chips that are more than one device (see `libtpu.py`)."""
+"""Number of JAX devices per chip, for chips that are more than one device (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a chip's slices from the smallest to a full pod, each twice as large as the one before.
+    """Yield the shapes of a chip's slices, from the smallest slice to a full pod.
 
-    Each shape is as close to a cube as possible. For a GPU the shapes are parts of a node, and then 1, 2, 4, ... nodes,
-    up to `SEARCHED_GPUS`. Several slices together have at most `MOST_DEVICES` devices.
+    Each shape has twice as many chips as the shape before, and is as close to a cube as possible. For a GPU, the shapes
+    are parts of a node, followed by 1, 2, 4, ... nodes with up to `SEARCHED_GPUS` GPUs. If a topology has several
+    slices, all its slices together have at most `MOST_DEVICES` devices.
+
+    Args:
+        chip: a TPU or a GPU.
+        slices: number of slices of each topology.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -56,13 +64,13 @@ def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
 
 
 class Named(NamedTuple):
-    """A topology's name, parsed.
+    """The parsed name of a topology.
 
     Attributes:
-        chip: the figures of one device; with several slices, a slice counts as a node.
-        shape: chips along each torus axis of a slice; for GPUs the number of nodes, if there are several, and the
-            number of GPUs per node.
-        slices: number of TPU slices, connected by the data-centre network.
+        chip: the figures of one device. If there are several slices, each slice counts as a node.
+        shape: for TPUs, the number of chips along each torus axis of one slice. For GPUs, the number of GPUs per node;
+            if there are several nodes, the number of nodes comes first.
+        slices: number of TPU slices, which are connected by the data-centre network.
     """
 
     chip: Chip
@@ -71,12 +79,12 @@ class Named(NamedTuple):
 
     @property
     def cores(self) -> int:
-        """Number of JAX devices of one chip."""
+        """Number of JAX devices per chip."""
         return CORES.get(self.chip.name, 1)
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """The canonical name of the topology."""
         several = f"*{self.slices}" if self.slices > 1 else ""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}{several}"
 
@@ -92,7 +100,7 @@ def read_name(name: str) -> Named:
         (4, 256)
 
     Raises:
-        PlanError: the topology does not exist.
+        PlanError: `name` is not a string, or no such topology exists.
     """
     if not isinstance(name, str):
         fact = "it is not a string"
@@ -138,9 +146,10 @@ def _gpus() -> list[str]:
 
 
 def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there are no such nodes of GPUs, or an empty string if they may exist.
+    """Return the reason why nodes of GPUs with the given shape do not exist, or an empty string if they may exist.
 
-    With several nodes, all their GPUs must be used, because plans assume `Chip.node_devices` GPUs in every node.
+    If there are several nodes, all GPUs of each node must be used, because plans assume `Chip.node_devices` GPUs in
+    every node.
     """
     node, sizes = chip.node_devices, "x".join(map(str, shape))
     if len(shape) > 2:
@@ -155,7 +164,10 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
-    """Return the name of the smallest topology with at least this many GPUs, or of the largest topology."""
+    """Return the name of the smallest topology with at least `gpus` GPUs.
+
+    If no topology has so many GPUs, return the name of the largest topology.
+    """
     gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"
@@ -163,7 +175,10 @@ def _nodes_near(chip: Chip, gpus: int) -> str:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Return the reason why there is no such slice, though the compiler may describe it, or an empty string."""
+    """Return the reason why a TPU slice with the given shape does not exist, or an empty string if it may exist.
+
+    The compiler may describe a slice that does not exist.
+    """
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

@@ -1,4 +1,4 @@
-"""A check of compiler options that runs before the work that takes long."""
+"""A check of compiler options, which runs before the work that takes long."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
-    """Check that the compiler knows these options and can read their values, by compiling a trivial program.
+    """Check that the compiler knows some options and can read their values, by compiling a trivial program.
 
     Args:
-        options: name to value, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        device: the device to compile for; JAX's first device if not given.
+        options: a mapping from names to values, as for `jax.jit`, such as `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
+        device: the device to compile for; by default JAX's first device.
 
     Raises:
-        PlanError: the compiler for this platform does not know an option, or cannot read its value; or an argument has
-            the wrong type.
+        PlanError: the compiler for the device's platform does not know an option, or cannot read the option's value. Or
+            an argument has the wrong type.
 
     Example:
         >>> check_compiler_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices("cpu")[0])

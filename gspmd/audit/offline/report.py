@@ -1,4 +1,4 @@
-"""`Report`: memory and time of a function that was compiled for a machine that is not attached."""
+"""`Report`: the memory and the time of a function that was compiled for a machine that is not attached."""
 
 import json
 from collections.abc import Mapping
@@ -22,26 +22,30 @@ from gspmd.tracing.program_plan import ProgramPlan
 
 @dataclass(frozen=True, repr=False)
 class Report(Printed):
-    """A function compiled for a machine that is not attached; figures are per device and execution.
+    """The report on a function compiled for a machine that is not attached; figures are per device and execution.
+
+    A program that does not fit in memory may not have been compiled. Its report has figures from the plan.
 
     Attributes:
-        topology: the machine that the function was compiled for.
+        topology: the machine for which the function was compiled.
         mesh: sizes of the mesh axes.
-        fits: whether everything fits in the memory of one device.
-        argument_bytes: bytes of all arguments (parameters, optimizer state, batch), donated arguments included.
+        fits: whether the program fits in the memory of one device.
+        argument_bytes: bytes of all arguments (parameters, optimizer state, batch), including donated arguments.
         output_bytes: bytes of the results that do not reuse the memory of a donated argument.
-        temporary_bytes: peak bytes of everything else; if the program was not compiled, this includes the results.
-        hbm_bytes: memory of one device.
+        temporary_bytes: peak bytes of everything else. If the program was not compiled, this includes the results.
+        hbm_bytes: bytes of memory of one device.
         plan: the plan of the function.
-        ledger, timeline: those of the compiled program; None if it was not compiled because it does not fit.
-        module, hlo: the scheduled program, parsed and as text; None and empty if it was not compiled.
-        buffers: the largest arrays on one device, arguments and temporaries, largest first. If the program was not
-            compiled, temporaries are the values of the traced function, some of which the compiler would have merged.
+        ledger, timeline: the ledger and the timeline of the compiled program, or None if the program was not compiled.
+        module: the scheduled program, parsed; None if the program was not compiled.
+        hlo: the text of the scheduled program; empty if the program was not compiled.
+        buffers: the largest arrays on one device (arguments and temporaries), largest first. If the program was not
+            compiled, the temporaries are the values of the traced function; the compiler would have merged some of
+            these.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why the program does not fit. If the compiler refuses it, this is its message, with binary units
-            converted to decimal ones.
-        peak_bytes: the largest sum of arguments, results and temporaries at one time, as the compiler assigns buffers;
-            0 if the program was not compiled.
+        reason: the reason why the program does not fit; empty if it fits. If the compiler refused the program, this is
+            the compiler's message, with binary units converted to decimal units.
+        peak_bytes: the largest sum of arguments, results and temporaries at one time, in the compiler's assignment of
+            buffers; 0 if the program was not compiled.
     """
 
     topology: Topology
@@ -63,34 +67,34 @@ class Report(Printed):
 
     @property
     def bytes_per_device(self) -> int:
-        """Peak bytes of one device."""
+        """Sum of the bytes of arguments, results and temporaries on one device."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matrix products of the compiled program, or of the plan if it was not compiled."""
+        """FLOPs of the matrix products in the compiled program, or in the plan if the program was not compiled."""
         return self.ledger.flops if self.ledger else self.plan.flops
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends in the compiled program, or in the plan if it was not compiled."""
+        """Bytes that one device sends in the compiled program, or in the plan if the program was not compiled."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that one device sends over the network between nodes of GPUs or TPU slices."""
+        """Bytes that one device sends over the network between GPU nodes or TPU slices."""
         return self.ledger.network_bytes if self.ledger else self.plan.network_bytes(self.mesh, self.topology.chip)
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether the figures are lower bounds, because a loop with a data-dependent trip count counts once.
+        """Whether the figures are lower bounds, because a loop with a data-dependent trip count is counted once.
 
-        Expert layers without slots have such loops in serving, over the blocks of rows routed to each expert.
+        In serving, expert layers without slots have such loops, over the blocks of rows that are routed to each expert.
         """
         return self.ledger is not None and any("depend on computed values" in note for note in self.ledger.notes)
 
     def to_json(self) -> str:
-        """Return the figures as JSON; those of the timeline are null if the program was not compiled."""
+        """Return the figures as JSON; the figures of the timeline are null if the program was not compiled."""
         line = self.timeline
         figures = {
             "topology": self.topology.name,
@@ -122,7 +126,7 @@ class Report(Printed):
         return json.dumps(figures, indent=2)
 
     def summary(self) -> Table:
-        """Return the figures as a table of two columns: whether it fits, and what it costs."""
+        """Return a table of two columns, which says whether the program fits in memory, and states its costs."""
         table = Table(show_header=False, box=None, pad_edge=False)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
@@ -157,11 +161,11 @@ class Report(Printed):
         ]
 
     def tables(self, details: bool = False) -> Group:
-        """Return the summary, followed by the tables of planned and compiled bytes and of the timeline.
+        """Return the summary, followed by the tables of planned and compiled bytes and the table of the timeline.
 
         Args:
-            details: whether every step that differs from the plan has its own row, even if the bytes of several steps
-                are sent by another step's collective.
+            details: whether every step that differs from the plan has a separate row. By default, all steps whose bytes
+                are sent by the same collective of another step share one row.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

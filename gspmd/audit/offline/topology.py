@@ -1,4 +1,4 @@
-"""TPU slices and nodes of GPUs that are not attached: devices, as compilers describe them, and meshes over them."""
+"""TPU slices and nodes of GPUs that are not attached: their devices, and meshes over these devices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,18 +23,19 @@ from gspmd.hardware.torus import lay, nearest
 
 @dataclass(frozen=True)
 class Topology:
-    """TPU slices, or nodes of GPUs, to compile for.
+    """One or several TPU slices, or nodes of GPUs, for which programs can be compiled.
 
-    Leaves out: twisted tori, broken chips, and the bandwidth between the two devices of one chip.
+    Leaves out: twisted tori; broken chips; the bandwidth between the two devices of one chip.
 
     Attributes:
-        name: canonical, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` or `h100:16x8`.
-        chip: the figures of one device; with several slices, a slice counts as a node.
-        shape: chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and the
-            number of GPUs per node.
-        devices: devices to compile for, not to run on. TPUs are listed slice by slice, each in torus order with the
-            last axis fastest, and devices of one chip next to each other; GPUs node by node.
-        slices: number of slices, connected by the data-centre network; 1 for GPUs.
+        name: the canonical name, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` or `h100:16x8`.
+        chip: the figures of one device. If there are several slices, each slice counts as a node.
+        shape: for TPUs, the number of chips along each torus axis of one slice. For GPUs, the number of GPUs per node;
+            if there are several nodes, the number of nodes comes first.
+        devices: the devices, for which programs can be compiled but on which they cannot run. TPU devices are listed
+            slice by slice, within a slice in torus order with the last axis fastest, and with the devices of one chip
+            next to each other. GPUs are listed node by node.
+        slices: number of TPU slices, which are connected by the data-centre network; 1 for GPUs.
     """
 
     name: str
@@ -48,33 +49,37 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices: the number of chips, or twice that number if a chip is two devices."""
+        """Number of devices, which is the number of chips, or twice the number of chips if a chip is two devices."""
         return len(self.devices)
 
     @property
     def cores(self) -> int:
-        """Number of devices of one chip: two on TPU v3 and TPU7x, one otherwise."""
+        """Number of devices per chip: two on TPU v3 and TPU7x, one on all other chips."""
         return len(self.devices) // (self.slices * prod(self.shape))
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Options without which the compiler would need attached devices; `compile_offline` passes them by default."""
+        """Compiler options that make compiling possible without attached devices.
+
+        `compile_offline` passes these options by default.
+        """
         return dict(COMPILER_OPTIONS) if self.chip.is_switch else {}
 
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
         """Make a mesh over the devices.
 
-        On a TPU slice each mesh axis is one or several whole torus axes if the sizes allow it. Several slices fill the
-        mesh one after another: the first mesh axis, or the first axes together, extend over the slices, and the other
-        axes lie within each slice. GPUs fill the mesh node by node, the last mesh axis fastest.
+        On a TPU slice, each mesh axis consists of one or several whole torus axes, if the sizes allow this. If several
+        assignments are equally good, earlier mesh axes get earlier torus axes. Several slices fill the mesh one after
+        another. In that case the first mesh axis, or the first few axes together, extend over the slices, and the other
+        axes lie within each slice. GPUs fill the mesh node by node, with the last mesh axis fastest.
 
         Args:
-            axes: mesh axis -> size; if several assignments are equally good, earlier mesh axes get earlier torus axes.
-            axis_type: "explicit", "auto", or a `jax.sharding.AxisType`.
+            axes: a mapping from mesh axes, in order, to sizes.
+            axis_type: the type of all mesh axes: "explicit", "auto", or a `jax.sharding.AxisType`.
 
         Raises:
-            PlanError: the sizes do not multiply to the number of devices, the first axes do not divide the slices, or
-                the axis type is unknown.
+            PlanError: `axes` is not a mapping from names to sizes, the product of the sizes is not the number of
+                devices, the first axes do not divide the slices evenly, or the axis type is unknown.
         """
         if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
             raise PlanError(
@@ -94,7 +99,7 @@ class Topology:
         return Mesh(parts.transpose(order).reshape(sizes), tuple(axes), axis_types=types)
 
     def _uneven(self, axes: Mapping[str, int]) -> str:
-        """Return the error message for a mesh whose first axes do not divide the slices evenly."""
+        """Return the error message for a mesh of which the first axes do not divide the slices evenly."""
         first, size = next((axis, size) for axis, size in axes.items() if size > 1)
         second = next((axis for axis in axes if axis != first), "y")
         meant = {first: self.slices, second: self.num_devices // self.slices}
@@ -114,10 +119,17 @@ class Topology:
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-        """Return, for each axis of a mesh over this slice, the sizes of the torus axes that it consists of.
+        """Return the sizes of the torus axes of which each mesh axis consists.
 
-        An axis that does not cover a box of the torus counts as one ring. The two devices of one chip are not a ring,
-        and neither are several slices. GPUs are connected by switches, and have no rings.
+        A mesh axis that does not cover a box of the torus counts as one ring. The two devices of one chip do not form a
+        ring, and several slices do not form a ring. GPUs are connected by switches and have no rings, so the result for
+        GPUs is empty.
+
+        Args:
+            mesh: a mesh over the devices of this topology.
+
+        Raises:
+            PlanError: this is a topology of TPUs, and `mesh` is not a mesh over TPU devices.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
@@ -145,20 +157,24 @@ def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
 
 
 def topology(name: str) -> Topology:
-    """Describe a TPU slice, or nodes of GPUs, with the real compiler, without a backend and without a TPU or GPU.
+    """Return TPU slices, or nodes of GPUs, as the compiler for the chip describes them.
+
+    No TPU or GPU needs to be attached, and no backend is started.
 
     Args:
-        name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
-            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are accepted too. `tpu-v5p:4x8x8*4` is four
-            slices, connected by the data-centre network. For GPUs, the number of nodes and of GPUs per node: `h100:8`
-            (or fewer, on one node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
+        name: the name of a chip, followed by sizes. For a TPU the sizes are those of the torus, as in `tpu-v3:4x4`,
+            `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16` and `tpu7x:4x4x4`; `v4:4x4x4` and
+            `TPU v4:4x4x4` are accepted too. The name `tpu-v5p:4x8x8*4` means four slices, connected by the data-centre
+            network. For GPUs on one node, the size is the number of GPUs, as in `h100:8`, `a100:8`, `a100-40gb:8`,
+            `h200:8` and `b200:8`, or fewer. For several nodes, the sizes are the number of nodes and the number of GPUs
+            per node, as in `h100:16x8` and `gb200:2x72`.
 
     Returns:
-        The topology; the same name always gives the same object, so that meshes over it are equal.
+        The topology. The same name always gives the same object, so that meshes over this object are equal.
 
     Raises:
-        PlanError: there is no such topology; its compiler (libtpu, or JAX's plugin for CUDA) is missing, is not the
-            version that this JAX needs, or refuses it; or no compiler supports this GPU.
+        PlanError: there is no such topology, or no compiler supports the GPU. Or the compiler (libtpu, or JAX's plugin
+            for CUDA) is missing, is not the version that the installed JAX requires, or refuses the topology.
 
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP
@@ -172,8 +188,8 @@ def topology(name: str) -> Topology:
         gspmd.PlanError: there is no topology 'tpu-v5e:4x4x4': tpu-v5e is a 2D torus, and 4x4x4 has 3 dimensions.
           Did you mean 'tpu-v5e:4x4'? Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, ...
 
-    Source: Google Cloud documentation, 'TPU v3' to 'TPU7x': dimensions of the torus, chips of a pod; for GPUs the data
-    sheets in `gspmd/hardware/chips.toml` and `gspmd/audit/offline/cards.py`.
+    Source: Google Cloud documentation, 'TPU v3' to 'TPU7x', for the dimensions of the torus and the chips of a pod. For
+    GPUs, the data sheets named in `gspmd/hardware/chips.toml` and `gspmd/audit/offline/cards.py`.
     """
     named = read_name(name)
     (require_cuda_plugin if named.chip.is_switch else require_libtpu)(name, named.chip)
@@ -181,16 +197,17 @@ def topology(name: str) -> Topology:
 
 
 def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
-    """Yield the slices of a chip from the smallest to a full pod, doubling in size, each nearly a cube.
+    """Yield topologies of a chip, from the smallest slice to a full pod.
 
-    For a GPU, yield parts of a node, and then 1, 2, 4, ... whole nodes.
+    Each slice is twice as large as the one before, and is nearly a cube. For a GPU, yield parts of a node, and then 1,
+    2, 4, ... whole nodes.
 
     Args:
-        chip: a chip, or its name.
+        chip: a chip, or the name of a chip.
         count: number of slices of each topology; 1 for GPUs.
 
     Raises:
-        PlanError: no chip has this name; or, as for `topology`, its compiler is missing.
+        PlanError: no chip has the name `chip`, or the compiler for the chip is missing, as for `topology`.
     """
     chip = chip_named(chip)
     for shape in shapes(chip, count):

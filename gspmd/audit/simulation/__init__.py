@@ -1,1 +1,1 @@
-"""Simulation: a compiled program in simulated time, and pictures of it."""
+"""Simulation: the time that a compiled program takes on one device, simulated, and drawings of this timeline."""

@@ -1,4 +1,4 @@
-"""The bars of a Gantt chart: their colors, their lanes, and the labels that fit."""
+"""The bars of a Gantt chart, with their colors, their lanes, and the labels that fit into the bars."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -10,26 +10,26 @@ from gspmd.display.units import axes_text
 
 _CATEGORIES = dict.fromkeys(("einsum", "other", *KINDS, "copy"))
 PALETTE = {name: LIGHT[WORK.get(name, name)] for name in _CATEGORIES if name != "slice"}
-"""The colors of figures (`gspmd.display.theme`), in the order of a legend. There is no color for slices: a compiled
-program has them as copies."""
+"""The color of each category of bars, from `gspmd.display.theme`, in the order of the legend. There is no color for
+slices, because a compiled program writes slices as copies."""
 
 INK, FAINT = LIGHT["ink"], LIGHT["rule"]
 WIDTH, LANE = 12.0, 0.13
-"""Width of the figure, and height of a lane in a row with many lanes, in inches."""
+"""Width of the figure in inches, and height in inches of a lane in a row with many lanes."""
 HEIGHT, ROW = 0.66, 0.55
-"""The fraction of a row's height that bars fill, and the height of a row in inches."""
+"""The fraction of a row's height that the bars fill, and the height of a row in inches."""
 DRAWN = 0.93 * WIDTH
 """Approximate length of the time axis in inches."""
 
 _EDGED = 0.03
-"""Minimum width in inches of a bar that is drawn with a white edge; of a narrower bar only the edge would be seen."""
+"""Minimum width in inches of a bar that is drawn with a white edge. A narrower bar would be covered by its edge."""
 
 _LABEL = 7.5
 """Font size of a bar's label, in points."""
 
 _NARROWEST = 0.25
-"""Lower bound on the mean width of a letter, as a fraction of the font size. Texts that are too long by this bound are
-not measured."""
+"""Lower bound on the mean width of a letter, as a fraction of the font size. If a text is too long by this bound, its
+width is not measured."""
 
 
 def draw_row(
@@ -44,9 +44,10 @@ def draw_row(
     """Draw the bars of one row; bars that overlap in time are drawn in different lanes, one above the other.
 
     Args:
-        axes: matplotlib's axes.
-        placed: spans with the numbers of their lanes, from `Timeline.lanes`.
-        stops: times in seconds before which a label next to a bar must end: starts of loops, and the drawing's end.
+        axes: the axes of matplotlib.
+        placed: pairs of a bar and the number of its lane, from `Timeline.lanes`.
+        stops: times, in seconds, at which loops start, and the time at which the drawing ends. A label that is written
+            beside a bar must end before the next of these times.
         middle, room: middle and height of the row, in units of the vertical axis.
         scale: units of the time axis per second.
         inch: seconds that one inch of the drawing represents.
@@ -66,7 +67,7 @@ def draw_row(
 
 
 def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    """Yield spans in groups that overlap in time: a new group begins when all lanes are free again."""
+    """Yield groups of bars that overlap in time; a new group begins at a moment when all lanes are free."""
     group: list[tuple[Span, int]] = []
     end = 0.0
     for span, lane in placed:
@@ -80,7 +81,7 @@ def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, in
 
 
 def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
-    """Draw one bar; a collective's exposed time, during which the device waits, comes last."""
+    """Draw one bar; for a collective, the exposed time, in which the device waits for it, is at the end of the bar."""
     for begun, seconds, color in _shades(span):
         edge = 0.5 if seconds > _EDGED * inch else 0.0
         style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
@@ -88,7 +89,7 @@ def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch
 
 
 def _shades(span: Span) -> list[tuple[float, float, str]]:
-    """Return the hidden and the exposed part of a bar, each as (start, seconds, color)."""
+    """Return the hidden part and the exposed part of a bar, each as (start, seconds, color)."""
     color = PALETTE.get(span.category, FAINT)
     exposed = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
     hidden = span.seconds - exposed
@@ -101,12 +102,15 @@ def _on_chip(span: Span) -> bool:
 
 
 def pale_of(color: str) -> str:
-    """Return the color for hidden time: a color mixed with twice as much white."""
+    """Return the color for hidden time, which is the given color mixed with twice as much white."""
     return "#" + "".join(f"{(int(color[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
 
 
 def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
-    """Write the longest name that fits into the longer part of a bar, or else into the free space after the bar."""
+    """Write the longest label that fits into a bar's longer part, hidden or exposed.
+
+    If no label fits there, write the longest label that fits into the free space after the bar, of `beside` seconds.
+    """
     begun, seconds, color = max(_shades(span), key=lambda part: part[1])
     style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
     if text := _fitting(span, seconds / inch - 0.03):
@@ -122,20 +126,23 @@ def _fitting(span: Span, inches: float) -> str:
 
 @lru_cache(maxsize=4096)
 def width_of(text: str, points: float) -> float:
-    """Return the width of a text in inches at a font size in points."""
+    """Return the width in inches of a text whose font size is `points`."""
     from matplotlib.textpath import TextPath  # Slow to import, and only needed for pictures.
 
     return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
 
 
 def ink_on(color: str) -> str:
-    """Return a legible color for text on a background: white on a dark one."""
+    """Return a legible color for text on a background of the given color, which is white if the background is dark."""
     red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _names(span: Span) -> list[str]:
-    """Return labels for a bar, the longest first; a collective's longest names the planned kind too if that differs."""
+    """Return the possible labels of a bar, from longest to shortest.
+
+    If a collective is of a different kind than the planned step, its longest label also names the planned kind.
+    """
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

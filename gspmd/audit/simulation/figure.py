@@ -1,4 +1,4 @@
-"""The figure of a timeline: one device over time, with a row for its computation and one for every mesh axis."""
+"""The figure of a timeline: one device over time, with a row for computation and a row for every mesh axis."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
     from gspmd.audit.simulation.timeline import Timeline
 
 _WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
-"""Width of the time axis, height of a row, space between rows and between columns, and the most parts that are listed.
-"""
+"""Width of the time axis, height of a row, space between rows, space between columns, and the maximum number of parts
+that are listed."""
 _FINEST = 0.5
-"""Bars closer than this, in units of the SVG, are drawn as one: a picture of ten thousand instructions stays small."""
+"""Distance, in units of the SVG, below which two bars are drawn as one. A figure of ten thousand instructions stays
+small in this way."""
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw a timeline: a row of bars for each resource, hidden parts of collectives in pale, and totals below.
+    """Draw a timeline, with a row of bars for each resource, and the totals below the rows.
 
-    Only one iteration of each loop is drawn, so the time axis is shorter than the step; the totals are of the whole
-    step.
+    The hidden parts of collectives are pale. Only one iteration of each loop is drawn, so the time axis is shorter than
+    the step. The totals are those of the whole step.
 
     Args:
-        timeline: the timeline.
+        timeline: the timeline to draw.
 
     Returns:
-        The figure. Every row is a group with `data-row`.
+        The figure. Every row is an SVG group with the attribute `data-row`.
     """
     canvas, name = Canvas(), timeline.name or "a program"
     end = max((span.start + span.seconds for span in timeline.spans), default=0.0) or 1e-9
@@ -67,7 +68,10 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
-    """Draw the bars of a row: for each lane and category, one path of hidden parts and one of exposed parts."""
+    """Draw the bars of a row.
+
+    For each lane and category there is one SVG path for the hidden parts, and one for the exposed parts.
+    """
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
@@ -88,7 +92,7 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
 
 
 def _merged(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join intervals that touch or nearly touch, and widen those that would be too narrow to see."""
+    """Join intervals that touch or nearly touch, and widen intervals that would be too narrow to be seen."""
     joined: list[tuple[float, float]] = []
     for start, stop in sorted(pieces):
         stop = max(stop, start + _FINEST)

@@ -1,4 +1,4 @@
-"""A timeline as a Gantt chart: a row for a device's computation, and rows for the transfers on each mesh axis."""
+"""A timeline as a Gantt chart, with a row for a device's computation and a row for the transfers on each mesh axis."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _BAND = "#f4f6f8"
 _LANES = 6
-"""A row gets taller up to this many lanes; beyond it the lanes get thinner."""
+"""Number of lanes up to which a row gets taller with every lane. If a row has more lanes, the lanes get thinner."""
 
 _MARK = 9.0
-"""Font size of a loop's mark, in points."""
+"""Font size, in points, of the label that states a loop's number of iterations."""
 
 
 def draw(timeline: Timeline, path: str | Path, command: str = "") -> None:
-    """Draw a timeline into a file, in the format of its suffix (.png, .svg, ...); see `figure`.
+    """Draw a timeline with `figure`, and save the drawing to a file in the format of the file's suffix.
 
     Args:
-        timeline: from `gspmd.audit.timeline`.
-        path: the file. A PNG also contains the version of gspmd, the figures of the title, and the command.
+        timeline: the timeline to draw, from `gspmd.audit.timeline`.
+        path: the file, with a suffix such as .png or .svg. A PNG also contains the version of gspmd, the numbers in the
+            title, and `command`.
         command: the command line that made the timeline.
     """
     made, file = figure(timeline), file_path(path)
@@ -50,12 +51,13 @@ def draw(timeline: Timeline, path: str | Path, command: str = "") -> None:
 def figure(timeline: Timeline) -> "Figure":
     """Draw a timeline as a matplotlib figure.
 
-    The figure has a row for computation, a row for each mesh axis, and a row for copies between memories if there are
-    any. The hidden part of a collective is pale. A loop is drawn as one iteration, marked with the number of
-    iterations. The time axis covers only what is drawn; the title has the seconds of the whole step.
+    The figure has a row for computation and a row for each mesh axis. If there are copies between memories that are
+    long enough to be seen, there is a row for them. The hidden part of a collective is pale. A loop is drawn as one
+    iteration, labeled with the number of iterations. The time axis covers only the iterations that are drawn, but the
+    title states the time of the whole step.
 
     Args:
-        timeline: from `gspmd.audit.timeline`.
+        timeline: the timeline to draw, from `gspmd.audit.timeline`.
     """
     from matplotlib.figure import Figure
 
@@ -79,7 +81,7 @@ def figure(timeline: Timeline) -> "Figure":
 
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
-    """Return the number of units per second and the name of the unit that make a time axis readable."""
+    """Return a readable unit for the time axis, as (number of units per second, name of the unit)."""
     return next(((f, unit) for f, unit in ((1, "s"), (1e3, "ms")) if _end(timeline) * f >= 2), (1e6, "µs"))
 
 
@@ -89,13 +91,16 @@ def _end(timeline: Timeline) -> float:
 
 
 def _rows(timeline: Timeline) -> tuple[str, ...]:
-    """Return the timeline's rows; the row of copies is left out if all are too short to be seen."""
+    """Return the timeline's rows; the row of copies is left out if all copies are too short to be seen."""
     seen = any(span.seconds > _end(timeline) / 1000 for span, _ in timeline.lanes("memory"))
     return tuple(row for row in timeline.rows if row != "memory" or seen)
 
 
 def _places(timeline: Timeline, rows: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return the middle and the height of each row; the first row is at 0, and a row of few lanes has height 1."""
+    """Return the middle and the height of each row, in units of the vertical axis.
+
+    A row with few lanes has height 1. The top of the first row is at -0.5.
+    """
     places, top = {}, -0.5
     for row in rows:
         lanes = 1 + max((lane for _, lane in timeline.lanes(row)), default=0)
@@ -109,12 +114,15 @@ def _bottom(places: Mapping[str, tuple[float, float]]) -> float:
 
 
 def _loops(timeline: Timeline) -> list[Span]:
-    """Return the loops whose one drawn iteration stands for several."""
+    """Return the loops whose drawn iteration stands for several iterations."""
     return [span for span in timeline.spans if span.category == "loop" and span.trips > 1]
 
 
 def _marks(timeline: Timeline) -> dict[Span, int]:
-    """Return the height level of each loop's label: above those of inner loops, where it overlaps no other label."""
+    """Return the height level of each loop's label.
+
+    The label of a loop is above the labels of its inner loops, at a level where it overlaps no other label.
+    """
     tiers: dict[Span, int] = {}
     for loop in sorted(_loops(timeline), key=lambda loop: (_depth(timeline, loop), loop.start)):
         tier = _depth(timeline, loop)
@@ -125,7 +133,7 @@ def _marks(timeline: Timeline) -> dict[Span, int]:
 
 
 def _overlap(timeline: Timeline, *loops: Span) -> bool:
-    """Return whether the labels of two loops would overlap; a label is a line with a number in its middle."""
+    """Return whether the labels of two loops would overlap at the same height; a label is a line with a number."""
     first, second = loops
     halves = [max(loop.seconds, width_of(_times(loop), _MARK) * _end(timeline) / DRAWN * 1.2) / 2 for loop in loops]
     apart = abs(first.start + first.seconds / 2 - second.start - second.seconds / 2)
@@ -137,7 +145,7 @@ def _times(loop: Span) -> str:
 
 
 def _loop(axes: Any, timeline: Timeline, loop: Span, tier: int, bottom: float, scale: float) -> None:
-    """Draw a frame around one iteration of a loop, with the number of iterations above it."""
+    """Draw a frame around the drawn iteration of a loop, and write the number of iterations above the frame."""
     top, begun, seconds = _height(tier), loop.start * scale, loop.seconds * scale
     axes.vlines([begun, begun + seconds], top, bottom, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=5)
     axes.hlines(top, begun, begun + seconds, color=INK, linewidth=1.2, zorder=5)
@@ -155,7 +163,7 @@ def _height(tier: int) -> float:
 
 
 def _depth(timeline: Timeline, loop: Span) -> int:
-    """Return the number of levels of loops nested inside a loop; their labels are below its own."""
+    """Return the number of levels of loops that are nested inside a loop."""
     end = loop.start + loop.seconds
     inside = [span for span in _loops(timeline) if span.start >= loop.start and span.start + span.seconds <= end]
     return 1 + max(_depth(timeline, span) for span in inside[: inside.index(loop)]) if inside.index(loop) else 0

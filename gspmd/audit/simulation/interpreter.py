@@ -1,4 +1,4 @@
-"""An interpreter of compiled programs, which runs every instruction in scheduled order on the simulated machine."""
+"""An interpreter of compiled programs that executes the instructions, in scheduled order, on a simulated device."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +17,8 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""The transfers that an instruction may wait for through a value: the index of a transfer; for a tuple, such values by
-index; or None."""
+"""The number of the transfer for which the users of an instruction's result have to wait, or None if there is none. If
+the result is a tuple, a dict that has such a value for the index of each element."""
 
 
 _OVERFLOW_NOTE = (
@@ -28,7 +28,13 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy of (a part of) an array that a loop does not change, made in every iteration, with its total cost."""
+    """A copy that every iteration of a loop makes of an array, or of a part of an array, that the loop does not change.
+
+    Attributes:
+        instruction: the instruction that copies.
+        times: number of copies in the whole program.
+        seconds: time of all these copies.
+    """
 
     instruction: Instruction
     times: int
@@ -36,7 +42,7 @@ class CopiedInLoop(NamedTuple):
 
 
 class Interpreter:
-    """One simulated run of a program on one device; `gspmd.audit.timeline` documents the model."""
+    """One simulated run of a program on one device; the docstring of `gspmd.audit.timeline` describes the model."""
 
     def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int], torus: Torus):
         self.module, self.chip, self.mesh, self.torus = module, chip, mesh, torus
@@ -49,7 +55,7 @@ class Interpreter:
         self._trips = 1  # the product of the trip counts of all loops around the current instruction
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
-        """Execute the instructions of a computation, and return the value of its root."""
+        """Execute the instructions of a computation, and return the value of its root instruction."""
         known: dict[str, Value] = {}
         for instruction in computation.instructions:
             known[instruction.name] = self._execute(computation, instruction, known, arguments)
@@ -77,7 +83,11 @@ class Interpreter:
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """Simulate an instruction; return its value: for a transfer, the index that the transfer's -done waits for."""
+        """Simulate an instruction, and return its value.
+
+        For an instruction that starts a transfer, the value is the number of the transfer, for which the corresponding
+        `-done` instruction waits.
+        """
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
             self.machine.wait(_number(operands[0]))
@@ -118,7 +128,7 @@ class Interpreter:
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _launches(self, computation: Computation) -> frozenset[str]:
-        """Return the names of the kernels that need a launch by the host; on a TPU there are none."""
+        """Return the names of the GPU kernels with which a launch by the host begins; empty on a TPU."""
         if not self.chip.launch_seconds:
             return frozenset()
         if computation.name not in self._launched:
@@ -130,7 +140,10 @@ class Interpreter:
         return self._launched[computation.name]
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
-        """Start a copy or a slice between memories, at the bandwidth of main memory; return the transfer's number."""
+        """Start a copy or a slice between memories, and return the number of the transfer.
+
+        The transfer runs at the bandwidth of main memory.
+        """
         moved = self._copied_bytes(computation, instruction)
         span = self._span(computation, instruction, "copy", ("memory",), moved)
         return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
@@ -144,9 +157,13 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one leaves transfers and host as it found them, and count it for all that remain.
+        """Simulate a loop, and return the value that the loop carries at its end.
 
-        On a GPU the condition is skipped if the host knows the number of iterations; otherwise the host waits for it.
+        Iterations are simulated until the transfers in flight and the lead of the host are the same after an iteration
+        as before it. This iteration is then counted also for all iterations that remain.
+
+        On a GPU, the condition is skipped if the host knows the number of iterations. If the host does not know the
+        number, it waits for the condition in every iteration.
         """
         runs = trips(self.module, computation, loop)
         if runs is None:
@@ -181,7 +198,10 @@ class Interpreter:
         return carried
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
-        """Run every branch from the same state, and continue from the slowest; the host must know the branch first."""
+        """Simulate every branch from the same state, and continue from the state after the slowest branch.
+
+        On a GPU, the host first waits for the value that selects the branch.
+        """
         if self.chip.launch_seconds:
             self.machine.synchronize()
         before = self.machine
@@ -204,7 +224,7 @@ class Interpreter:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        """Make the bar of an instruction; its start and seconds are set later."""
+        """Return the bar of an instruction; the start and the seconds of the bar are set later."""
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
@@ -221,7 +241,11 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """Return a name for the bar: the plan's step, or the operation within it, or JAX's name, or the opcode."""
+    """Return the name of an instruction's bar.
+
+    The name is the planned step, or an operation for this step. If the instruction belongs to no step, the name is the
+    category of a collective, the name of a loop, the name in JAX, or the opcode.
+    """
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -1,25 +1,28 @@
-"""Launches of GPU kernels by the host: each by itself, or several together as a CUDA graph."""
+"""Launches of GPU kernels by the host, one kernel at a time or several kernels together as a CUDA graph."""
 
 from gspmd.audit.hlo.module import Computation, Instruction
 from gspmd.audit.simulation.roofline import runs
 from gspmd.hardware.chips import Chip
 
 GRAPH_KERNELS = 5
-"""The minimum number of consecutive kernels that XLA records as one CUDA graph, which the host launches as a whole.
+"""The minimum number of consecutive kernels that XLA records as one CUDA graph; the host launches a graph as a whole.
 
-Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs. XLA makes them of fusions,
-copies, and calls of cuBLAS and cuDNN, but not of collectives or loops (openxla/xla,
-command_buffer_conversion_pass.cc).
+The text of a compiled program does not show graphs. XLA makes graphs of fusions, copies, and calls of cuBLAS and cuDNN,
+but not of collectives or loops.
+
+Source: XLA's flag `xla_gpu_graph_min_graph_size`; openxla/xla, command_buffer_conversion_pass.cc.
 """
 
 _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infeed", "outfeed")
 
 
 def launched(computation: Computation, communicating: frozenset[str], chip: Chip) -> frozenset[str]:
-    """Return the names of the kernels with which a launch by the host begins: of one kernel, or of a graph.
+    """Return the names of the kernels with which a launch by the host begins.
+
+    A launch is a single kernel or a CUDA graph; the launch of a graph begins with the first kernel of the graph.
 
     Args:
-        computation: instructions in the order of their schedule.
+        computation: the computation, with its instructions in scheduled order.
         communicating: names of the instructions that start or run collectives.
         chip: the GPU.
     """
@@ -40,5 +43,5 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
 
 
 def _divides_graphs(instruction: Instruction) -> bool:
-    """Return whether an instruction ends a graph, so that kernels before and after it are launched separately."""
+    """Return whether an instruction ends a CUDA graph, so that kernels before and after it are launched separately."""
     return instruction.opcode in _CONTROL or instruction.opcode.endswith(("-start", "-done"))

@@ -1,4 +1,4 @@
-"""The links that a compiled collective uses, and the time that it takes if it does not share them."""
+"""The links that a compiled collective uses, and its time if no other transfer uses these links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import network_seconds, occupancy
 
 Link = tuple[str, int]
-"""A mesh axis and a direction along it, +1 or -1; it stands for this link of every chip, since all chips use it alike.
-"""
+"""A mesh axis, and a direction along this axis, +1 or -1. All chips use their links in the same way, so a `Link` stands
+for the link of every chip in this direction."""
 
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
@@ -22,11 +22,11 @@ MEMORY: Link = ("memory", 0)
 
 @dataclass(frozen=True)
 class Transfer:
-    """The links that a collective or a copy uses, and the time for which it uses them.
+    """The links that a collective or a copy uses, and the time for which it uses these links.
 
     Attributes:
-        busy: seconds for which the transfer fills its links if it does not share them.
-        latency: further seconds until the last bytes arrive, while the links are already free.
+        busy: seconds for which the transfer fills its links, if it shares no link with other transfers.
+        latency: seconds from the end of `busy` until the last bytes arrive. During this time the links are free.
         links: the links that the transfer fills.
     """
 
@@ -36,28 +36,29 @@ class Transfer:
 
 
 Torus = Mapping[str, tuple[int, ...]]
-"""Mesh axis -> sizes of its torus rings; an axis that is missing is one ring."""
+"""A mapping from a mesh axis to the sizes of its torus rings; a mesh axis that is missing is one ring."""
 
 
 def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
-    """Return the links and seconds of a collective.
+    """Return the links and the time of a collective.
 
-    - A permute that moves data by the same number of positions along one mesh axis (a step of a ring) uses one
-      direction of that axis. Without wrap-around links, the transfer that closes the ring goes back in the other
-      direction.
-    - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
-      the rings that the compiler names for its algorithm. libtpu gathers and scatters over several torus axes round one
-      ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
-      neighbors, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
-      used; groups that cover part of an axis use some of its rings, or count as one ring of their own.
-    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network, and transfers
-      between TPU slices share it too.
+    - A shift is a permute that moves all data by the same number of positions along one mesh axis, such as a step of a
+      ring. It uses one direction of that axis. If there are no wrap-around links, the data that closes the ring goes
+      back in the other direction.
+    - Any other collective takes the time of `gspmd.hardware.links.occupancy`, in both directions of its mesh axes. It
+      runs along the rings that the compiler states for the collective's algorithm. libtpu gathers and scatters over
+      several torus axes round one ring through all devices, with the bandwidth of one axis. If one of these axes has an
+      even size, all steps of this ring are between neighbors, whether or not the torus has wrap-around links.
+    - If the compiler states no rings, all torus rings of the mesh axes are used. A group of devices that covers only a
+      part of an axis uses some of the axis's rings, or counts as a separate ring.
+    - On a switch, all collectives share the bandwidth of a chip. Collectives between nodes, and transfers between TPU
+      slices, share the network.
 
     Args:
         sent: the collective.
         mesh: sizes of the mesh axes.
         chip: the chip that has the links.
-        torus: the torus rings of those mesh axes that are not one torus axis each.
+        torus: for each mesh axis that is not exactly one torus axis, the sizes of its torus rings.
     """
     axes = touched_by(sent.instruction, mesh)
     near = shared_node(sent.instruction, prod(mesh.values()), chip.node_devices) if chip.nodes(mesh) > 1 else 0
@@ -89,9 +90,9 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the sizes of the torus rings of these mesh axes, under arbitrary distinct names.
+    """Return the sizes of the torus rings of the given mesh axes, under arbitrary distinct names.
 
-    The two devices of a chip are not on any torus ring; they count as a separate ring, as in a plan.
+    If a chip has two devices, these two are not on any torus ring. They count as a separate ring, as in a plan.
     """
     found = {}
     for axis in axes:
@@ -102,16 +103,22 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """Return the rings of a group that covers part of an axis: consecutive rings of that size, or else one ring."""
+    """Return the rings of a group of devices that covers only a part of an axis, under arbitrary distinct names.
+
+    The result is the first run of consecutive rings with as many devices as the group. If there is no such run, the
+    group is one ring.
+    """
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
     covered = next((run for run in runs if prod(run) == group), [group])
     return {str(number): size for number, size in enumerate(covered)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """Return (axis, distance, whether data wraps around) for a permute that shifts all data equally far, or None.
+    """Return (axis, distance, whether data wraps around) for a permute that shifts all data equally far.
 
-    The distance is in positions along the axis in the shorter direction, and negative if that is backward.
+    The distance is the number of positions along the axis in the shorter direction, negative if that direction is
+    backward. The result is None for any other permute, and if both directions are equally short on an axis of more than
+    two devices.
     """
     shape = [size for _, size in mesh]
     if not sent or max(max(pair) for pair in sent) >= np.prod(shape):
@@ -129,7 +136,18 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
 
 
 def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
-    """Return the transfer of a shift: a link carries the buffers of `by` chips; the longest path sets the latency."""
+    """Return the links and the time of a shift by `by` positions along a mesh axis.
+
+    Each link carries the buffers of as many chips as the distance. The latency is the latency of the longest path.
+
+    Args:
+        axis: the mesh axis.
+        by: the distance in positions, negative if backward.
+        closes: whether data wraps around at the end of the axis.
+        buffer: bytes that one device sends.
+        mesh: sizes of the mesh axes.
+        chip: the chip that has the links.
+    """
     both = closes and not chip.wraps(mesh[axis])
     hops = mesh[axis] - abs(by) if both else abs(by)
     links = {(axis, 1), (axis, -1)} if both else {(axis, 1 if by > 0 else -1)}

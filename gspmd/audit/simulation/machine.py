@@ -1,4 +1,4 @@
-"""A simulated device: a clock, its computation, and the transfers in flight."""
+"""A simulated device, with its clock, its computation, and the transfers in flight."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -7,27 +7,30 @@ from dataclasses import dataclass, field, replace
 from gspmd.audit.simulation.links import MEMORY, Link, Transfer
 
 _ROUNDING = 1e-12
-"""Rounding error of sums of seconds."""
+"""Largest rounding error of a sum of seconds."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One bar of a timeline: an instruction with its time.
+    """One bar of a timeline: an instruction, and the time at which it runs.
 
     Attributes:
-        name: the scope of a plan's step, such as `step2.reduce-scatter.x`, or else the name in JAX or HLO.
+        name: the scope name of a planned step, such as `step2.reduce-scatter.x`; if the instruction belongs to no step,
+            the name in JAX or in HLO.
         rows: the rows on which the bar is drawn: `compute`, `memory`, or every mesh axis that the transfer uses.
-        start: seconds from the beginning of the drawing, in which only simulated iterations of loops take time.
+        start: seconds from the beginning of the timeline. Only the simulated iterations of a loop take time in the
+            timeline.
         seconds: seconds of one execution.
         category: the kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy` or `loop`.
         times: number of executions.
-        trips: for a loop, the number of iterations that the drawn iteration stands for.
-        equation: the planned equation to which the instruction belongs, if any.
-        source: the source line of the instruction, as `file:line`.
+        trips: for a loop, the number of iterations that the bar stands for.
+        equation: the planned equation to which the instruction belongs; empty if there is no such equation.
+        source: the source line of the instruction, as `file:line`; empty if unknown.
         instruction: the name of the instruction in the HLO.
-        cycles: the compiler's estimate of the instruction's cycles.
-        bytes: bytes per execution that one device sends, or moves to and from its memory.
-        exposed: seconds per execution in which the device waits for the transfer.
+        cycles: the compiler's estimate of the instruction's cycles; 0 if there is no estimate.
+        bytes: for a transfer to other devices, the bytes that one device sends per execution; for other instructions,
+            the bytes moved to and from the device's memory per execution.
+        exposed: seconds per execution in which the device waits for a collective; 0 in all other categories.
     """
 
     name: str
@@ -47,7 +50,15 @@ class Span:
 
 @dataclass
 class _InFlight:
-    """A transfer in flight, with the seconds that it still needs if it does not share its links."""
+    """A transfer in flight.
+
+    Attributes:
+        span: the bar of the transfer, whose seconds are not yet known.
+        busy: seconds for which the transfer still has to fill its links, if it shares no link with other transfers.
+        latency: seconds from the end of `busy` until the last bytes arrive.
+        links: the links that the transfer fills.
+        exposed: seconds for which the device has waited for the transfer so far; 0 for a copy.
+    """
 
     span: Span
     busy: float
@@ -62,14 +73,24 @@ class _InFlight:
 
 @dataclass
 class Machine:
-    """The state of the simulated device: clock, transfers in flight, bars, and sums.
+    """The state of the simulated device.
 
-    Transfers on the same link share its bandwidth evenly, and each is as slow as on its most contended link. `sums` has
-    the seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, the FLOPs under `"flops"`, and
-    executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
+    Transfers on the same link share the bandwidth of the link evenly. The speed of a transfer is the speed on its most
+    contended link.
 
-    The host launches work on the device, `ahead` seconds before the device finishes its earlier work. The host gets
-    further ahead while the device is busy, and loses time with every launch. `least` is the smallest value of `ahead`.
+    Attributes:
+        now: the time in seconds since the beginning of the timeline.
+        in_flight: a mapping from numbers to the transfers in flight.
+        spans: the bars recorded so far.
+        sums: totals over all iterations of all loops. The keys `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and
+            `"launch"` have seconds, and `"flops"` has FLOPs. The keys `(category, rows, "count")`,
+            `(category, rows, "seconds")` and `(category, rows, "exposed")` have the executions, the seconds and the
+            exposed seconds of the bars.
+        started: number of transfers started so far.
+        ahead: the lead of the host, in seconds. It is the time from the moment when the host launches new work until
+            the device has finished all earlier work. The lead grows while the device is busy, and shrinks with every
+            launch.
+        least: the smallest lead since the last synchronization, or since the current iteration of a loop began.
     """
 
     now: float = 0.0
@@ -81,17 +102,17 @@ class Machine:
     least: float = 0.0
 
     def copy(self) -> "Machine":
-        """Return a copy of the state, from which another branch of a conditional can run."""
+        """Return an independent copy of the state, from which a branch of a conditional can be simulated."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
         return replace(self, in_flight=in_flight, spans=list(self.spans), sums=self.sums.copy())
 
     @property
     def elapsed(self) -> float:
-        """Seconds so far, counting every iteration of every loop."""
+        """Seconds of the run so far, in which every iteration of every loop is counted."""
         return self.sums["compute"] + self.sums["exposed"]
 
     def launch(self, seconds: float) -> None:
-        """Let the host spend these seconds on a launch; the device waits if it has no other work."""
+        """Simulate a launch that takes the host the given seconds; the device waits if it has no other work."""
         self.ahead -= seconds
         while (late := -self.ahead) > 0:
             passed = self._advance(late)
@@ -100,11 +121,11 @@ class Machine:
         self.least = min(self.least, self.ahead)
 
     def synchronize(self) -> None:
-        """Let the host wait for the device, to read a value that decides what runs next."""
+        """Simulate that the host waits for the device, to read a value that decides which work runs next."""
         self.ahead = self.least = 0.0
 
     def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
-        """Let the device compute for the seconds of a span, while transfers proceed."""
+        """Simulate a computation of `span.seconds` seconds, during which transfers proceed."""
         self.sums["flops"] += flops
         if not span.seconds:
             return
@@ -115,7 +136,7 @@ class Machine:
             left -= self._advance(left)
 
     def start(self, span: Span, transfer: Transfer) -> int:
-        """Start a transfer, and return its number, which `wait` takes."""
+        """Start a transfer, and return the number that identifies this transfer in a call of `wait`."""
         self.started += 1
         span = replace(span, start=self.now)
         self.in_flight[self.started] = _InFlight(span, transfer.busy, transfer.latency, transfer.links)
@@ -123,35 +144,41 @@ class Machine:
         return self.started
 
     def wait(self, number: int | None) -> None:
-        """Wait until a transfer is finished. Waiting for a copy counts as computing, bound by memory."""
+        """Wait until a transfer is finished.
+
+        The time of waiting for a copy counts as computation that main memory limits.
+        """
         while number is not None and (transfer := self.in_flight.get(number)):
             passed = self._advance(float("inf"), transfer)
             self.sums["memory"] += passed if transfer.is_copy else 0.0
 
     def drain(self) -> None:
-        """Wait for all transfers."""
+        """Wait until all transfers in flight are finished."""
         for number in list(self.in_flight):
             self.wait(number)
 
     def record(self, span: Span) -> None:
-        """Add a bar to the timeline and to the sums."""
+        """Add a bar to `spans`, and its figures to `sums`."""
         self.spans.append(span)
         for figure, amount in (("count", 1), ("seconds", span.seconds), ("exposed", span.exposed)):
             self.sums[span.category, span.rows, figure] += amount
 
     def transfer_state(self) -> Hashable:
-        """Return the transfers in flight with rounded times: iterations that start in equal states are equal."""
+        """Return the transfers in flight, with rounded times, as a value that can be compared.
+
+        Iterations of a loop that start with equal transfer states take the same time.
+        """
         transfers = self.in_flight.values()
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the `left` remaining iterations the host can run as it ran the last one.
+        """Return the number of remaining iterations in which launches delay the device as in the last iteration.
 
         Args:
-            ahead: seconds by which the host was ahead before the last iteration; `least` is the smallest lead during
-                it.
-            launching: seconds that the device had waited for launches before the last iteration.
-            left: the number of iterations that are left.
+            ahead: the lead of the host, in seconds, before the last iteration; `least` is the smallest lead during
+                the last iteration.
+            launching: seconds for which the device had waited for launches before the last iteration.
+            left: the number of iterations that remain.
         """
         gained = self.ahead - ahead
         if self.sums["launch"] > launching:
@@ -159,11 +186,13 @@ class Machine:
         return left if gained > -_ROUNDING else min(left, int(self.least / -gained))
 
     def repeat(self, sums: Mapping[Hashable, float], recorded: int, ahead: float, more: int) -> None:
-        """Add everything since an earlier moment to the sums again, `more` times.
+        """Count the work since an earlier moment, such as the beginning of an iteration, `more` additional times.
 
         Args:
-            sums, recorded, ahead: at that moment, the sums, the number of bars, and the seconds the host was ahead.
-            more: the number of times.
+            sums: the sums at the earlier moment.
+            recorded: the number of bars at the earlier moment.
+            ahead: the lead of the host, in seconds, at the earlier moment.
+            more: the number of additional times.
         """
         gained = more * (self.ahead - ahead)
         self.ahead += gained
@@ -173,7 +202,12 @@ class Machine:
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
     def _advance(self, most: float, waited: _InFlight | None = None) -> float:
-        """Let time pass until a transfer changes its state, at most `most` seconds; return the seconds that passed."""
+        """Let time pass until some transfer changes its state, and return the seconds that passed.
+
+        Args:
+            most: the maximum number of seconds.
+            waited: the transfer for which the device waits, or None if the device computes.
+        """
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
         sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]
@@ -195,12 +229,12 @@ class Machine:
         return passed
 
     def _sharing(self, transfer: _InFlight) -> int:
-        """Return the number of transfers on the most contended link of this transfer."""
+        """Return the number of transfers on the most contended of the links that a transfer uses."""
         busy = [other.links for other in self.in_flight.values() if other.busy]
         return max((sum(link in links for links in busy) for link in transfer.links), default=1)
 
     def _finish_transfers(self) -> None:
-        """Record and remove the transfers that are finished."""
+        """Record the bars of all finished transfers, and remove these transfers from `in_flight`."""
         finished = [number for number, each in self.in_flight.items() if not each.busy and not each.latency]
         for number in finished:
             transfer = self.in_flight.pop(number)

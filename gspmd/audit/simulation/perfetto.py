@@ -1,4 +1,4 @@
-"""A timeline as a trace for https://ui.perfetto.dev, with a row for computation, for each mesh axis and for memory."""
+"""A timeline as a trace for https://ui.perfetto.dev, with rows for computation, for each mesh axis and for memory."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from gspmd.writing import replace_file
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline in the Chrome trace event format.
+    """Write a timeline to a file in the Chrome trace event format.
 
-    A loop is one slice around one iteration, labeled with the number of iterations that it stands for, so times after a
-    loop are earlier than in a real run. A collective over several mesh axes appears in each of their rows. Totals are
-    in `otherData`.
+    Only one iteration of a loop is in the trace. A slice around this iteration is labeled with the number of iterations
+    that the slice stands for. Events after a loop are therefore earlier than in a real run. A collective over several
+    mesh axes appears in the rows of all these axes. The totals of the whole run are in `otherData`.
 
     Args:
-        timeline: from `gspmd.audit.timeline`.
+        timeline: the timeline to write, from `gspmd.audit.timeline`.
         path: the JSON file to write.
 
     Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
@@ -29,7 +29,7 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the trace as JSON data."""
+    """Return the trace of a timeline as data that `json.dumps` accepts."""
     lanes = _lanes(checked_timeline(timeline, "write"))
     named = f"{timeline.name or 'program'} on {timeline.chip.name}"
     events = [_metadata("process_name", 0, name=named)]
@@ -42,9 +42,10 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Return each bar once for each of its rows, with its thread and the thread's name; loops enclose their contents.
+    """Return (bar, number of a thread, name of the thread) for each bar, and for each row on which the bar is drawn.
 
-    Bars that overlap without nesting need separate threads, so a row has one thread for each lane.
+    Bars that overlap without nesting need separate threads, so a row has one thread for each lane. Loops are on the
+    first thread of computation, around the bars of their iteration.
     """
     lanes = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
     first = 0

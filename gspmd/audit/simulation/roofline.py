@@ -1,6 +1,6 @@
-"""The time of one instruction: the compiler's estimate, a model of GPU kernels, or a roofline.
+"""The time of one instruction, from the compiler's estimate, a model of GPU kernels, or a roofline.
 
-The roofline has two limits: the matrix unit and main memory.
+The two limits of the roofline are the rate of the matrix unit and the bandwidth of main memory.
 """
 
 import re
@@ -18,16 +18,16 @@ FREE = (
     *("after-all", "add-dependency", "opt-barrier", "optimization-barrier", "domain", "async-update"),
     *("recv", "recv-done", "send-done"),
 )
-"""Opcodes that only name a value, allocate or wait: they take no time."""
+"""Opcodes of instructions that take no time, because they only name a value, allocate a buffer or wait."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # On-chip memory: space 0 is main memory, 5 the host's.
 _PARTS = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
 SCATTER_EFFICIENCY = 0.11
-"""The fraction of main memory's bandwidth that a scatter reaches on a GPU, where its updates are atomic.
+"""The fraction of main memory's bandwidth that a scatter reaches on a GPU, where the updates of a scatter are atomic.
 
-Source: benchmarks/results/device-h200.json, `scatter-add`: 650 us, of which two copies take 147 us.
+Source: benchmarks/results/device-h200.json, `scatter-add`. The measured 650 us include two copies, which take 147 us.
 """
 _PRECISION = re.compile(r"\w+")
 _ALIASED = re.compile(r": \((\d+),")
@@ -38,10 +38,11 @@ class Cost:
     """The cost of one execution of one instruction.
 
     Attributes:
-        seconds: predicted duration of the execution.
-        flops: FLOPs of its matrix products.
+        seconds: predicted time of the execution, in seconds.
+        flops: FLOPs of the instruction's matrix products.
         bytes: bytes read from and written to main memory.
-        memory_bound: whether the bytes take longer than the products, at the chip's peak bandwidth and peak FLOP/s.
+        memory_bound: whether the bytes at the chip's peak memory bandwidth take longer than the matrix products at the
+            chip's peak FLOP/s.
     """
 
     seconds: float
@@ -53,21 +54,31 @@ class Cost:
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
     """Return the cost of an instruction that does not communicate with other devices.
 
+    On a TPU, the seconds of the cost are given by the first of these rules that applies:
+
+    - Instructions that only name a value or allocate a buffer take no time. Instructions that compute only scalars take
+      no time either, unless the compiler states an estimate of their cycles.
+    - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
+      there is no schedule.
+    - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
+      the TPU compiler makes estimates.
+    - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
+      (`gspmd.hardware.matmul.product_seconds`).
+    - Any other instruction takes the time of the roofline, max(flops / peak FLOP/s, bytes / memory bandwidth).
+
+    On a GPU, every kernel takes time, even a kernel that computes only scalars. A product takes as long as in cuBLAS
+    (`gspmd.hardware.matmul.product_seconds`). Fused attention takes the time of its FLOPs plus the time of its bytes,
+    at the rates that cuDNN reaches. A scatter takes the time of its bytes at `SCATTER_EFFICIENCY` of the memory
+    bandwidth. Any other kernel takes the time of its bytes at the memory bandwidth that kernels reach.
+
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any except a collective, a loop, a conditional or a call.
+        instruction: any instruction except a collective, a loop, a conditional or a call.
         chip: the hardware.
 
     Returns:
-        The cost. Its seconds are the compiler's estimated cycles divided by the clock, if there is an estimate (only
-        the TPU compiler makes estimates). For a Pallas kernel whose work the program states, they are the seconds of
-        its schedule; for instructions that only name a value, allocate a buffer, or compute scalars, zero; for a
-        product whose estimate overflowed, a fit to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
-        the roofline: max(flops / peak, bytes / memory bandwidth). On a GPU every kernel takes time, even for scalars: a
-        product takes as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention takes the time of
-        its FLOPs plus that of its bytes, at the rates that cuDNN reaches, and any other kernel takes the time of its
-        bytes, at the bandwidth that kernels reach.
+        The cost of one execution.
     """
     if not runs(computation, instruction, chip):
         return Cost(0.0)
@@ -88,9 +99,11 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:
-    """Return whether an instruction takes time: it computes something and, on a TPU, more than scalars.
+    """Return whether an instruction takes time.
 
-    A custom call without operands allocates a buffer.
+    Instructions that only name a value, allocate a buffer or wait take no time; a custom call without operands
+    allocates a buffer. On a TPU, instructions that compute only scalars take no time either, unless the compiler states
+    an estimate of their cycles.
     """
     if instruction.opcode in FREE or (instruction.opcode == "custom-call" and not instruction.operands):
         return False
@@ -127,7 +140,10 @@ def _scatters(module: Module, kernel: Instruction) -> bool:
 
 
 def _arithmetic(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> str:
-    """Return the arithmetic whose peak applies on a TPU, from the first operand's dtype and the products' precision."""
+    """Return the dtype of the arithmetic whose peak FLOP/s applies to an instruction on a TPU.
+
+    It depends on the dtype of the first operand and on the precision that the matrix products request.
+    """
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     dtype = {"f32": "float32", "f64": "float64"}.get(first[0].dtype, "bfloat16") if first else "bfloat16"
     inner = module.computations[instruction.called[0]].instructions if instruction.opcode == "fusion" else [instruction]
@@ -136,13 +152,14 @@ def _arithmetic(module: Module, computation: Computation, instruction: Instructi
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
-    """Return the bytes that an instruction reads from main memory and writes to it.
+    """Return the bytes that an instruction reads from main memory, and the bytes that it writes to main memory.
 
-    Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. If an array is sliced, only the slice counts;
-    if it is updated in place or scattered into, only the update counts. An array in host memory (`S(5)`) counts as if
-    it were in main memory; this is a lower bound, since the link to the host is slower.
+    Arrays in on-chip memory, whose layouts contain `S(1)` or the like, are not counted. If an array is sliced, only the
+    slice is counted. If an array is updated in place or scattered into, only the update is counted. An array in host
+    memory (`S(5)`) is counted as if it were in main memory. The resulting time is then a lower bound, because the link
+    to the host is slower.
 
-    Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
+    Source: the numbers of memory spaces in openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
     """
     inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
     read = 0
@@ -158,15 +175,15 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
-    """Yield, for each array of the result, whether it is in main memory."""
+    """Yield, for each array of an instruction's result, whether the array is outside of on-chip memory."""
     for layout in _PLACED.finditer(instruction.type):
         yield not _CHIP.search(layout[1] or "")
 
 
 def _updates(instruction: Instruction) -> slice:
-    """Return the positions of those operands that are updates, written in place into the first operands.
+    """Return the positions of the operands that are updates, which the instruction writes in place into other operands.
 
-    The slice is empty for most instructions.
+    The result is an empty slice for all instructions except dynamic-update-slice and scatter.
     """
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
@@ -175,16 +192,16 @@ def _updates(instruction: Instruction) -> slice:
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:
-    """Return the number of bytes that an instruction reads of an operand."""
+    """Return the number of bytes that an instruction reads from operand `number`, which `source` computes."""
     if number == 0 and user.opcode in _PARTS:
         return user.bytes
     return 0 if number < len(user.operands[_updates(user)]) else source.bytes
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes that an instruction writes.
+    """Return the number of bytes that an instruction writes.
 
-    The last result of a library's call may be its workspace, which does not count.
+    The last result of a library call may be the workspace of the library, which is not counted.
     """
     updates = instruction.operands[_updates(instruction)]
     if updates:
@@ -195,7 +212,7 @@ def _made(computation: Computation, instruction: Instruction) -> int:
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
-    """Return the number of bytes that a fusion reads of one operand."""
+    """Return the number of bytes that a fusion reads from operand `number`."""
     parameter = inner.parameters[number]
     return min(parameter.bytes, _used(module, inner, parameter))
 
@@ -218,14 +235,14 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
 
 
 def _aliased(instruction: Instruction) -> set[int]:
-    """Return the positions of operands that share the memory of the result under a different type or name."""
+    """Return the positions of the operands that share their memory with the result."""
     if instruction.opcode == "bitcast":
         return {0}
     return {int(number) for number in _ALIASED.findall(instruction.attribute("output_to_operand_aliasing"))}
 
 
 def _written(inner: Computation, root: Instruction) -> Iterator[int]:
-    """Yield, for each array that a fusion returns, the bytes that it writes."""
+    """Yield, for each array that a fusion returns, the number of bytes that are written."""
     while root.opcode == "bitcast":
         root = inner.by_name[root.operands[0]]
     if root.opcode == "tuple":

@@ -1,4 +1,4 @@
-"""`gspmd.audit.timeline`: simulate one device running a compiled program."""
+"""`gspmd.audit.timeline`: simulation of one device that runs a compiled program."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,10 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
 NOTABLE = 0.02
-"""The minimum fraction of a step at which a copy inside a loop is reported."""
+"""The fraction of a step's time above which a copy that is repeated in a loop is reported."""
 
 NOTABLE_SLICES = 0.1
-"""The minimum fraction of a step at which the slices that loops copy out of stacks are reported."""
+"""The fraction of a step's time above which the slices that loops copy out of stacked arrays are reported."""
 
 _MODELLED = "times are modelled: products as in cuBLAS, other kernels by their bytes, launches, collectives as in NCCL"
 
@@ -25,46 +25,53 @@ _MODELLED = "times are modelled: products as in cuBLAS, other kernels by their b
 def timeline(
     module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0, torus: Torus | None = None
 ) -> Timeline:
-    """Simulate one device running a compiled program once.
+    """Simulate one execution of a compiled program on one device.
 
-    - **Computation**: an instruction takes the cycles that the TPU compiler estimates, divided by the chip's clock (of
-      both cores together, if a chip has two). Without an estimate it takes as long as its matrix products at the chip's
-      peak, or its bytes at the bandwidth of main memory, whichever is longer. Instructions that only name a value are
-      free.
-    - **On a GPU** the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`),
-      fused attention takes the time of its FLOPs and then of its bytes at the rates of cuDNN, and any other kernel
-      takes the time of its bytes at the bandwidth that kernels reach. Every kernel also takes time to start. The host
-      launches kernels one by one, five or more in a row as one CUDA graph, and runs ahead of the device; when it is not
-      ahead, the device waits. The device also waits for the host at a conditional, and in a loop whose trips are not
-      known.
-    - **Collectives** take `gspmd.hardware.links.occupancy`, along the rings that the compiler names; if it names none,
-      along the rings of `torus`, or along one ring for each mesh axis. A permute that moves data by the same number of
-      positions along one axis (a step of a ring) sends its bytes over one link per position, in one direction
-      (`gspmd.audit.simulation.links`). Groups that no mesh axes span count as one ring.
-    - **Asynchronous collectives** overlap with the instructions between their start and their done; at the done, the
-      device waits for the rest.
-    - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.
-      Collectives in the same direction of an axis share it evenly; each is as slow as on its most contended link, and
-      bandwidth that this leaves on other links is not used. Hops take time, but no bandwidth.
+    - **Computation**: an instruction takes the cycles that the TPU compiler estimates, divided by the chip's clock. If
+      a chip has two cores, the cycles are those of both cores together. An instruction without an estimate takes the
+      time of its matrix products at the chip's peak FLOP/s, or the time of its bytes at the bandwidth of main memory,
+      whichever is longer. Instructions that only name a value take no time.
+    - **On a GPU**, the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`).
+      Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates that cuDNN reaches. Any other
+      kernel takes the time of its bytes, at the memory bandwidth that kernels reach. Only scatters are slower
+      (`SCATTER_EFFICIENCY` of `gspmd.audit.simulation.roofline`). Every kernel also takes time to start.
+    - **Launches**: on a GPU, the host launches kernels one by one, or five or more consecutive kernels as one CUDA
+      graph. The host runs ahead of the device. If the host is not ahead, the device waits for the next launch. The
+      device also waits for the host at a conditional, and in a loop whose trip count is unknown.
+    - **Collectives** take the time of `gspmd.hardware.links.occupancy`, along the rings that the compiler states. If
+      the compiler states no rings, collectives run along the rings of `torus`, or along one ring for each mesh axis. A
+      group of devices that does not match a set of mesh axes counts as one ring. A shift is a permute that moves all
+      data by the same number of positions along one axis, such as a step of a ring. It sends its bytes over one link
+      per position, in one direction (`gspmd.audit.simulation.links`).
+    - **Asynchronous collectives** overlap with the instructions between their start and their done. At the done, the
+      device waits until the collective is finished.
+    - **Links**: a mesh axis has two directions. A shift uses one direction of one axis, and any other collective uses
+      both directions of all its axes. Collectives that use the same direction of an axis share it evenly. The speed of
+      a collective is the speed on its most contended link; bandwidth that is then left on other links is not used.
+      Hops take time, but no bandwidth.
     - **Copies** between memories (`copy-start`, asynchronous slices) take the time of their bytes at the bandwidth of
-      main memory, which they share. Waiting for one counts as computing.
-    - **Loops** are simulated until an iteration leaves the transfers in flight as it found them (the first does, unless
-      a transfer is in flight across iterations); it stands for all that remain. The slowest branch of a conditional
-      runs.
+      main memory. Several copies share this bandwidth. The time of waiting for a copy counts as computing.
+    - **Loops** are simulated until an iteration leaves the transfers in flight as they were before it. That iteration
+      then stands for all iterations that remain. It is the first iteration, unless a transfer is in flight across
+      iterations.
+    - **Conditionals**: the slowest branch is taken.
 
     Args:
-        module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
-        chip: the hardware to simulate.
+        module: an optimized and scheduled program, from `gspmd.audit.hlo.parse(compiled.as_text())`.
+        chip: the hardware to simulate, or its name.
         mesh: sizes of the mesh axes, in the order of the devices.
         flops: FLOPs of the model, per device and step, for `mfu`; by default the FLOPs of the program's matrix
             products.
-        torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default, each mesh axis is one torus axis.
+        torus: a mapping from a mesh axis to the sizes of its torus axes (`Topology.rings`). A mesh axis that is missing
+            is one torus axis.
 
     Returns:
-        A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
+        A `Timeline`, which can be printed. `gspmd.audit.gantt.draw` draws a timeline, and `gspmd.audit.perfetto.write`
+        writes a timeline as a trace.
 
     Raises:
-        PlanError: `module` is not a parsed program, `mesh` is not a mesh, or no chip has this name.
+        PlanError: `module` is not a parsed program, `mesh` is not a mesh, `flops` is not a number of FLOPs, or no chip
+            has the name `chip`.
 
     Example:
         >>> from gspmd.audit import hlo
@@ -80,12 +87,13 @@ def timeline(
         (1.0, 2.068)
 
     Leaves out: launches of TPU programs; kernels that find their arrays in a GPU's cache; sorting; skew between
-    devices, and barriers; contention for main memory, and for a GPU's multiprocessors, between collectives, copies and
-    computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to tiles; routing,
-    except of shifts; mesh axes that share a torus axis; links between slices; clocks other than the nominal one.
+    devices; barriers; contention between collectives, copies and computation, for main memory and for a GPU's
+    multiprocessors; the latency of copies; the pipelining of a collective, and its work on the cores; padding to tiles;
+    the routing of collectives other than shifts; mesh axes that share a torus axis; links between slices; clocks other
+    than the nominal clock.
 
-    Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`;
-    for GPUs see `gspmd.hardware.matmul` and `gspmd.hardware.nccl`.
+    Source: for links, the *scaling book* (jax-ml), parts 2 and 3. For cycles, the TPU compiler's `backend_config`. For
+    GPUs, the sources in `gspmd.hardware.matmul` and `gspmd.hardware.nccl`.
     """
     if not isinstance(module, Module):
         raise PlanError(
@@ -118,7 +126,10 @@ def timeline(
 
 
 def _copied_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line for each copy that a loop repeats in every iteration and that takes over `NOTABLE` of the time."""
+    """Return a line of text for each copy that a loop repeats in every iteration.
+
+    A copy is reported only if it takes more than the fraction `NOTABLE` of the step's time.
+    """
     elapsed = interpreter.machine.elapsed
     return [
         f"{each.instruction.name} copies the whole {each.instruction.arrays[0]} in each of {each.times} iterations, "
@@ -130,7 +141,10 @@ def _copied_in_loops(interpreter: Interpreter) -> list[str]:
 
 
 def _cut_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line about slices that loops copy out of stacked arrays, if they exceed `NOTABLE_SLICES` of the time."""
+    """Return a line of text about the slices that loops copy out of stacked arrays.
+
+    The list is empty unless these copies together take more than the fraction `NOTABLE_SLICES` of the step's time.
+    """
     elapsed = interpreter.machine.elapsed
     every = sorted(interpreter.cut_in_loops.values(), key=lambda each: -each.seconds)
     together = sum(each.seconds for each in every)

@@ -1,4 +1,4 @@
-"""`Timeline`: a simulated run of a compiled program, with the fraction of its communication that is hidden."""
+"""`Timeline`: a simulated run of a compiled program, with the hidden and the exposed time of its communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 _ROUNDING = 1e-12
-"""Rounding error of sums of seconds."""
+"""Largest rounding error of a sum of seconds."""
 
 
 @dataclass(frozen=True)
 class CategoryTotal:
-    """The sums of all bars of one category on the same rows.
+    """The sums over all bars of one category on the same rows.
 
     Attributes:
         category: the kind of a collective, `einsum`, `other` or `copy`.
-        axes: the mesh axes of a collective.
+        axes: the mesh axes of a collective; empty for the other categories.
         count: number of executions.
-        seconds: total duration of all executions.
-        exposed: the part of `seconds` in which the device waits.
+        seconds: total time of all executions.
+        exposed: the part of `seconds` in which the device waits for a collective; 0 in all other categories.
     """
 
     category: str
@@ -45,25 +45,30 @@ class CategoryTotal:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Printed):
-    """One simulated run of a compiled program on one device; its seconds count every iteration of every loop.
+    """One simulated run of a compiled program on one device.
+
+    All seconds are totals in which every iteration of every loop is counted.
 
     Attributes:
-        compute_seconds: seconds in which the device computes, or waits for its own memory.
+        compute_seconds: seconds in which the device computes, waits for its own memory, or waits for launches.
         hidden_seconds: the part of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
-        memory_seconds: the part of `compute_seconds` that main memory limits: the device waits for copies, or runs
-            instructions whose bytes at full bandwidth take longer than their matrix products at peak. This includes all
-            instructions without products that access main memory, with the seconds that the compiler estimates.
-        flops: FLOPs of the matrix products: two per multiplication.
-        model_flops: the numerator of `mfu`: the given FLOPs, or else `flops`.
-        spans: the bars to draw, in the order of their ends; a loop has one iteration, with the number of iterations.
-        parts: the sums of bars by category and mesh axes, longest first.
+        memory_seconds: the part of `compute_seconds` that main memory limits. In this time, the device waits for
+            copies, or runs instructions whose bytes at full bandwidth take longer than their matrix products at peak
+            FLOP/s. Instructions that access main memory but compute no products always belong to this part, with the
+            seconds that the compiler estimates.
+        flops: FLOPs of the matrix products, two per multiplication.
+        model_flops: the numerator of `mfu`: the model's FLOPs given to `gspmd.audit.timeline`, or `flops` if none were
+            given.
+        spans: the bars to draw. Only one iteration of a loop is drawn; the bar of the loop has the number of
+            iterations.
+        parts: the sums over bars of the same category and mesh axes, longest first.
         chip: the simulated hardware.
         mesh: sizes of the mesh axes.
         name: the name of the program.
-        notes: the parts of the program that could not be counted.
-        warnings: avoidable costs, each with a remedy: loops in which every iteration copies an array that the loop does
-            not change, or a large part of one.
+        notes: descriptions of the parts of the program whose time is modelled or could not be counted.
+        warnings: descriptions of avoidable costs, each with a remedy. These are loops in which every iteration copies
+            an array that the loop does not change, or a large part of such an array.
         launch_seconds: the part of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
     """
 
@@ -84,29 +89,32 @@ class Timeline(Printed):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one run of the whole program."""
+        """Seconds of one execution of the whole program."""
         return self.compute_seconds + self.exposed_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: model_flops / (step_seconds * peak FLOP/s in bfloat16)."""
+        """The model FLOPs utilization, model_flops / (step_seconds * peak FLOP/s in bfloat16)."""
         return self.model_flops / (self.step_seconds * self.chip.flops("bfloat16")) if self.step_seconds else 0.0
 
     @property
     def memory_share(self) -> float:
-        """The fraction of `compute_seconds` that main memory limits."""
+        """The fraction memory_seconds / compute_seconds."""
         return self.memory_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The rows of a drawing: computation, mesh axes of more than one device, other links, and memory."""
+        """The rows of a drawing: computation, the mesh axes of more than one device, other links, and memory."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
         used = [row for span in self.spans for row in span.rows]
         last = [row for row in dict.fromkeys(used) if row not in ("compute", "memory", *axes)]
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """Return the bars on a row, except loops, by start, each with the number of the first free lane."""
+        """Return the bars on a row, sorted by start, each with the number of the first lane that is free at its start.
+
+        Loops are left out.
+        """
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")
@@ -117,7 +125,7 @@ class Timeline(Printed):
         return placed
 
     def table(self) -> Sheet:
-        """Return a table of the parts, longest first, with the whole step in the last row."""
+        """Return a table of `parts`, longest first, with the whole step in the last row."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         chips = f"{prod(self.mesh.values())} {self.chip.describe(self.mesh)}"
         title = f"timeline of {self.name or 'a program'}: one of {chips}, {mesh}"
@@ -131,7 +139,7 @@ class Timeline(Printed):
 
     @property
     def summary(self) -> str:
-        """One line with the figures of the step."""
+        """One line of text with the times of the step and the model FLOPs utilization."""
         step, compute, exposed, hidden = _amounts(
             self.step_seconds, self.compute_seconds, self.exposed_seconds, self.hidden_seconds
         )
@@ -142,10 +150,10 @@ class Timeline(Printed):
         )
 
     def figure(self) -> "Figure":
-        """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` draws it larger, with all names.
+        """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` makes a larger drawing with all names.
 
         Returns:
-            A figure with a row for computation, one per mesh axis, and one for copies between memories.
+            A figure with a row for computation, a row for each mesh axis, and a row for copies between memories.
         """
         from gspmd.audit.simulation.figure import timeline_figure
 
@@ -155,7 +163,7 @@ class Timeline(Printed):
         return Group(self.table(), Text(self.summary), *self.remarks())
 
     def remarks(self) -> list[Text]:
-        """Return the warnings and notes, each on one line."""
+        """Return the warnings and the notes, each as one line of text."""
         warnings = [Text(f"warning: {warning}", style="yellow") for warning in self.warnings]
         return warnings + [Text(f"note: {note}") for note in self.notes]
 
@@ -184,12 +192,16 @@ def _amounts(*seconds: float) -> tuple[str, ...]:
 
 
 def amount(seconds: float) -> str:
-    """Return seconds as text; less than a nanosecond counts as 0, because it is a rounding error."""
+    """Return seconds as text; less than a nanosecond is written as 0, because it is a rounding error."""
     return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
 def checked_timeline(given: Any, doing: str) -> Timeline:
-    """Return the argument after checking that it is a timeline.
+    """Return `given`, after checking that it is a timeline.
+
+    Args:
+        given: the value of an argument.
+        doing: a verb for the error message, such as "draw".
 
     Raises:
         PlanError: `given` is not a timeline.

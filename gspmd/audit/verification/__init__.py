@@ -1,1 +1,1 @@
-"""Verification: compares a function under each lowering with the same function on one device."""
+"""Verification: comparison of a function under each lowering with the same function on one device."""

@@ -1,4 +1,4 @@
-"""Evaluation of a function and its gradients on a mesh, and comparison with the results on one device."""
+"""Evaluation of a function and its gradients on a mesh, and comparison of the results with those on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,19 @@ from gspmd.annotate.errors import PlanError
 from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest allowed difference from one device, relative to the largest value of the array. Arrays of other dtypes have
-to be equal."""
+"""Largest allowed difference from the result on one device, divided by the largest absolute value of that result. For
+floating-point dtypes that are not listed, such as float8, it is 0.5. Arrays of integers or booleans have to be
+equal."""
 
 
 def partition_of(leaf: Any) -> jax.P:
-    """Return the partition spec of an array, which is empty if the array has no mesh."""
+    """Return the partition spec of an array; the spec is empty if the array has no mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
 
 
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Return an array of normally distributed values; integers and booleans are random 0s and 1s."""
+    """Return an array of normally distributed values, or of random 0s and 1s if the dtype is integer or boolean."""
     rng = np.random.default_rng([seed, *shape])
     if jnp.issubdtype(dtype, jnp.inexact):
         return rng.normal(size=shape).astype(dtype)
@@ -32,9 +33,10 @@ def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 def values_and_gradients(
     fn: Callable, args: Any, mesh: jax.sharding.Mesh, gradients: bool, seed: int
 ) -> dict[str, jax.Array]:
-    """Return the results of a function, and the gradients of its floating-point arguments, by path.
+    """Return the results of a function and the gradients of its floating-point arguments, indexed by path.
 
-    The cotangents of the results are random.
+    For the gradients, the cotangents of the results are random. There are no gradients if `gradients` is false, or if
+    no argument or no result is floating-point.
 
     Raises:
         PlanError: a result is a partial sum.
@@ -66,7 +68,16 @@ def values_and_gradients(
 
 
 def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
-    """Return the largest difference between any copy of an array and the array on one device, if they disagree."""
+    """Return the largest difference between any copy of an array and the array on one device.
+
+    The result is None if all copies agree, within `TOLERANCE`, with the array on one device.
+
+    Args:
+        name: the name of the lowering.
+        where: the path of the array in the results.
+        got: the array on the mesh, or None if there is none.
+        wanted: the array on one device.
+    """
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
         return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")

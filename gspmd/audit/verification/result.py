@@ -8,16 +8,17 @@ from gspmd.display.plain import printable
 
 @dataclass(frozen=True, repr=False)
 class Parting:
-    """A difference between the results under a lowering and those on one device.
+    """A difference between the results under a lowering and the results on one device.
 
     Attributes:
         lowering: the name of the lowering.
-        where: the path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
+        where: the path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised an
+            error.
         absolute: the largest absolute difference.
-        relative: `absolute` divided by the largest value of the array on one device.
-        tolerance: the largest allowed `relative`; 0 if the arrays must be equal.
-        index: the index of the first element that differs by more than is allowed.
-        error: the error that the function raised, if any.
+        relative: `absolute` divided by the largest absolute value of the array on one device.
+        tolerance: the largest allowed value of `relative`; 0 if the arrays must be equal.
+        index: the index of the first element that differs by more than the tolerance allows.
+        error: the error that the function raised, or a description of a wrong shape or dtype; empty otherwise.
     """
 
     lowering: str
@@ -43,14 +44,17 @@ class Parting:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `gspmd.audit.verify`; true if all lowerings give the results of one device.
+    """The result of `gspmd.audit.verify`.
+
+    The truth value is True if all lowerings give the same results as one device.
 
     Attributes:
         name: the name of the function.
-        lowerings: the lowerings under which it ran.
+        lowerings: the lowerings under which the function ran.
         arrays: number of arrays compared under each lowering.
-        partings: the differences, in the order of the lowerings and of the results.
-        equations: (lowering, equation) for each equation of the function that gives wrong results when run alone.
+        partings: the differences, sorted by lowering and, for each lowering, in the order of the results.
+        equations: (lowering, equation) for each equation of the function that gives wrong results even when it is run
+            alone.
     """
 
     name: str
@@ -61,14 +65,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences under any lowering."""
         return not self.partings
 
     def __bool__(self) -> bool:
         return self.ok
 
     def raise_if_wrong(self) -> None:
-        """Raise PlanError with all differences, if there are any."""
+        """Raise a PlanError that lists all differences, if there are any."""
         if not self.ok:
             raise PlanError(str(self))
 

@@ -1,4 +1,4 @@
-"""`gspmd.audit.verify`: a function on a mesh under each lowering, compared with the same function on one device."""
+"""`gspmd.audit.verify`: comparison of a function under each lowering with the same function on one device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,25 +26,27 @@ def verify(
 ) -> Verification:
     """Compare a function under each lowering, on the current mesh, with the same function on one device.
 
-    On one device the mesh has the same axes, each of size 1, so that the same equations hold. Floating-point arrays may
-    differ by at most `TOLERANCE` of their largest value; all other arrays have to be equal. Every copy of an array is
-    compared.
+    For the run on one device, the mesh has the same axes, each of size 1, so that the same equations are valid. The
+    largest difference of a floating-point array, divided by the largest absolute value of the array, may be at most the
+    `TOLERANCE` of its dtype. Arrays of integers or booleans have to be equal. If several devices hold copies of an
+    array, every copy is compared.
 
     Args:
         fn: any function of arrays that `jax.jit` accepts.
-        args: its arguments; a `jax.ShapeDtypeStruct` is replaced by random values with its sharding (integers are 0 or
-            1).
-        lowerings: names of lowerings; equations of `fn` that name a lowering themselves keep it.
-        gradients: whether to compare the gradients of all floating-point arguments too, for random cotangents.
+        args: the arguments of `fn`. A `jax.ShapeDtypeStruct` is replaced by an array of random values with the same
+            sharding; its values are 0 or 1 if the dtype is integer or boolean.
+        lowerings: names of lowerings. Equations of `fn` that name a lowering themselves keep that lowering.
+        gradients: whether to compare also the gradients of all floating-point arguments, for random cotangents.
         seed: seed of all random numbers.
 
     Returns:
-        A `Verification`, with `.ok`, `.partings` and `.raise_if_wrong()`. `print` lists the differences, and those
+        A `Verification`, with `.ok`, `.partings` and `.raise_if_wrong()`. Printing it lists the differences, and the
         equations of `fn` that give wrong results even when they are run alone.
 
     Raises:
-        PlanError: there is no mesh, an argument is not an array, an argument or a result is a partial sum, or `fn`
-            raises an error even on one device.
+        PlanError: there is no mesh; an argument is not an array; an argument or a result is a partial sum; a name in
+            `lowerings` is unknown; `seed` is not a whole number from 0 to 2^32 - 1; or `fn` raises an error even on one
+            device.
 
     Example:
         >>> from gspmd import annotate
@@ -67,7 +69,7 @@ def verify(
 def _partings(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
 ) -> tuple[list[Parting], int]:
-    """Return the differences between each lowering and one device, and the number of arrays compared."""
+    """Return the differences of each lowering from one device, and the number of arrays compared for each lowering."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
     try:
@@ -112,7 +114,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _argument(name: str, leaf: Any, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """Return an argument as an array on the mesh, or as a Python number."""
+    """Return an argument as an array on the mesh; a Python number is returned unchanged."""
     if isinstance(leaf, (bool, int, float, complex)):
         return leaf
     numberless = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"
@@ -135,7 +137,10 @@ def _on(one: jax.sharding.Mesh, args: Any) -> Any:
 
 
 def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str, seed: int) -> list[str]:
-    """Return the equations of a function that, run alone on random values, differ from their results on one device."""
+    """Return the equations of a function that give wrong results when each is run alone on random values.
+
+    A result is wrong if it differs from the result on one device.
+    """
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -157,9 +162,9 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
 
 
 def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
-    """Return whether an equation that is run by itself gives the same results as on one device.
+    """Return whether an equation that is run alone on the mesh gives the same results as on one device.
 
-    An equation that cannot be run by itself counts as right.
+    The answer is True for an equation that cannot be run alone.
     """
     try:
         equation = parse_equation(text)
