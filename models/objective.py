@@ -287,8 +287,7 @@ class _Stacks:
         number: jax.Array,
         encoded: jax.Array | None = None,
     ) -> Chunk:
-        """Run a chunk of the decoder's layers; `encoded` is the encoder's output before its last norm, if there is an
-        encoder."""
+        """Run a chunk of the decoder's layers; `encoded` is the output of an encoder before its last norm, or None."""
         segments = batch.get("segments")
         context = context_of(self.config, self.layout, segments, shared.get("relative"), causal=True)
         if encoded is not None:
@@ -370,7 +369,7 @@ def _of_layers(x: jax.Array, axis: str) -> jax.Array:
 
 
 def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Split tokens [B, L+1] into inputs and labels [B, L], with the sharding and order that `Transformer.hidden` expects."""
+    """Split tokens [B, L+1] into inputs and labels [B, L], sharded and ordered for `Transformer.hidden`."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))
     inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)

@@ -86,12 +86,12 @@ def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec
 
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's optimizer state, by path; without a line of its own, the parameter's spec."""
+    """Return the spec of every parameter's optimizer state, by path; by default it is the parameter's spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's gradient, by path; without a line of its own, the parameter's spec."""
+    """Return the spec of every parameter's gradient, by path; by default it is the parameter's spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.gradient)}
 
 

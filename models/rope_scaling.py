@@ -88,7 +88,7 @@ class RopeScaling:
 
     @property
     def cosine_factor(self) -> float:
-        """The factor by which cosines and sines are multiplied: `attention_factor`, or its default for the kind of scaling."""
+        """The factor by which cosines and sines are multiplied: `attention_factor`, or its default for this kind."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1 or self.kind not in ("yarn", "longrope"):

@@ -128,8 +128,8 @@ def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarra
 def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
     """Return the unscaled share [R/2] of each pair's frequency, for `yarn`.
 
-    It is 1 up to the pair that makes high_frequency turns within the original length, and 0 from the pair on that makes
-    low_frequency turns.
+    It is 1 up to the pair that makes high_frequency turns within the original length, and 0 from the pair that makes
+    low_frequency turns onwards.
     """
     assert scaling.high_frequency is not None
     first, last = (

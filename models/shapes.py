@@ -1,4 +1,4 @@
-"""Abstract models, inputs and activations: shapes, dtypes and shardings, with which programs compile without devices."""
+"""Abstract models, inputs and activations: shapes, dtypes and shardings with which to compile without devices."""
 
 from __future__ import annotations
 
