@@ -72,7 +72,7 @@ class Language:
         return self.config.sizes(batch, length, self.source_length)
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the number of columns of each array of a batch: tokens, and source and segments if batches have them."""
+        """Return the number of columns of each array of a batch: tokens, and any source and segments."""
         found = {"tokens": length + 1}
         if self.packed:
             found["segments"] = length + 1

@@ -38,7 +38,7 @@ WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
-"""Names that `selective` keeps besides those of `dots`: operands of products, norms and attention if gradients read them."""
+"""Names that `selective` keeps in addition: operands of products, norms and attention, if a gradient reads them."""
 
 
 def recomputed(body: Callable, remat: str) -> Callable:
