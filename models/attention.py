@@ -48,7 +48,7 @@ class Past(Protocol):
         """Whether the cache is still empty, so that the new tokens attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache, and return them in the cache's dtype.
+        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them rounded like in the cache.
 
         The first `rank` elements of Z are the latent, and the remaining elements are the rotated key.
         """

@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The maximum number of texts in a batch, which is more than caches can hold, but few enough to be counted on the host."""
+"""The maximum number of texts in a batch. It is more than caches can hold, but few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class Batch:
     sources: tuple[np.ndarray, ...] = ()
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's last prompt token, which the decode loop reads first, and this token's position, both [R]."""
+        """Return each row's last prompt token and its position, both [R]; the decode loop begins with this token."""
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return how many tokens of each prompt's text are read if the text adds `tokens` new tokens; 0 without a prompt."""
+        """Return how many tokens of each text are read if it adds `tokens` tokens to its prompt; 0 without a prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens [P, chunk] and their counts [P] for every prefill step; the last token of each prompt is left out."""
+        """Return tokens [P, chunk] and counts [P] for every prefill step; the last token of a prompt is left out."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -103,7 +103,7 @@ class Batch:
         return steps
 
     def source_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sources' tokens [P, T] in the rows of the prefill, and the number of real tokens in each row, [P]."""
+        """Return the sources' tokens [P, T] in the rows of the prefill, and each row's number of real tokens, [P]."""
         read = [np.zeros(0, np.int32) if at is None else self.sources[at] for at in self.shares.prompts]
         tokens = np.zeros((len(read), self.sizes.source), np.int32)
         for row, ids in zip(tokens, read):
@@ -190,7 +190,7 @@ def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
     beams: int,
 ) -> tuple[int, Any, Any]:  # fmt: skip
-    """Return the smallest number of rows for `texts` texts, and the layouts; all beams of a prompt must be on one device."""
+    """Return the smallest number of rows for `texts` texts, and the layouts; beams of one prompt share a device."""
     faults, step = [], max(beams, 1)
     # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
@@ -323,7 +323,7 @@ def read_prompts(
 
 
 def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
-    """Raise an error if texts are longer than the cache allows, or if there are more texts than a batch may have."""
+    """Raise an error if texts or the cache are too long, or if there are more texts than a batch may have."""
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(

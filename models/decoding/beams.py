@@ -33,7 +33,7 @@ _LOWEST = np.float32(-1e9)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BeamSearch:
-    """The beams of G texts, with b beams for each text in adjacent rows: the carry of the loop, whose buffers are donated.
+    """The beams of G texts, b for each text in adjacent rows. This is the carry of the loop; its buffers are donated.
 
     Attributes:
         cache: the cache of the tokens read so far, with G · b rows.
@@ -67,7 +67,7 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Raise an error if beam search does not support the settings, or if settings of beam search are given without beams.
+    """Raise an error if beam search does not support the settings, or if its settings are given without beams.
 
     Args:
         beams: the number of beams of each text; 0 for no beam search.
@@ -238,7 +238,7 @@ def _rows_on_a_device(rows: Spec, count: int) -> int:
 
 
 def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
-    """Return layers [N, B, ...] in which row b is the old row sources[b]; the layers are reordered in place, one by one."""
+    """Return layers [N, B, ...] in which row b is the old row sources[b]; layers are reordered in place, one by one."""
 
     def layer(number: jax.Array, array: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)

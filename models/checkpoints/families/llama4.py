@@ -1,4 +1,4 @@
-"""Llama 4, with attention in chunks, unrotated layers with growing queries, and a chosen and a shared expert per token."""
+"""Llama 4, with attention in chunks, growing queries in unrotated layers, and one chosen and one shared expert."""
 
 from __future__ import annotations
 
