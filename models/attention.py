@@ -48,7 +48,7 @@ class Past(Protocol):
         """Whether the cache is still empty, so that the new tokens attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them rounded like in the cache.
+        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them rounded as in the cache.
 
         The first `rank` elements of Z are the latent, and the remaining elements are the rotated key.
         """
@@ -91,7 +91,10 @@ class Attention(Layer):
         return self.normed_after("residual", added)
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute attention on a normed input [B, L, E]; input and output have the spec of the line `where`."""
+        """Compute attention on a normed input y [B, L, E].
+
+        `where` is the layout's line with the spec of input and output.
+        """
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
@@ -121,7 +124,7 @@ class Attention(Layer):
         return x if bound is None else jnp.clip(x, -bound, bound)
 
     def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
-        """Normalize queries or keys: each head [D] by itself, or all heads [H, D] together if the model does so."""
+        """Normalize queries or keys: each head [D] by itself, or all heads [H, D] together if `qk_norm` is "all"."""
         options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
         if self.config.qk_norm == "head":
             return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)

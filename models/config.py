@@ -525,7 +525,7 @@ def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _of_experts(tensor: Tensor) -> bool:
-    """Return whether every expert has a copy of a parameter; this is not so for routers, with one output per expert."""
+    """Return whether every expert has its own copy of a parameter. A router only has one output per expert."""
     return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
@@ -727,7 +727,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has the weight `key`, one of those that can have an adapter."""
+    """Return whether the model has the weight `key`, which is one of the weights that can have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

@@ -30,16 +30,16 @@ class Context:
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
         angles: for each config that `ModelConfig.rotary_of` returns, the rotary angles at the position of every token
-            in its segment, twice: sharded like queries and sharded like keys.
-        segments: [B, L] int32, the segment of every token, 0 for padding, twice: sharded like queries and sharded like
-            keys.
+            in its segment, as a pair: sharded like queries, and sharded like keys.
+        segments: [B, L] int32, the segment of every token, 0 for padding, as a pair: sharded like queries, and sharded
+            like keys.
         chunks: like `segments`, but every chunk of a text begins a new segment. Chunked layers read it.
         growth: [B, L, 1, 1] float32, the factors by which queries grow with their position in their segment, sharded
             like queries.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, sharded as the line `cross.memory`.
-        memory_segments: the segments of the targets [B, L], sharded as the queries of cross-attention, and those of the
-            source [B, T], sharded as its keys.
+        memory_segments: a pair of the segments of the targets [B, L], sharded like the queries of cross-attention, and
+            the segments of the source [B, T], sharded like the keys of cross-attention.
         real: [B, L] booleans, False for padding, with the sharding and the order of tokens that experts need.
     """
 
@@ -110,7 +110,7 @@ def with_memory(
         memory: [B, T, E], the output of the encoder, sharded as the line `cross.memory`.
         length: L, the number of tokens in a row of targets.
         segments: [B, L], the segments of the targets, sharded as `batch_spec`, in the order of the text; None if every
-            row is one target. It then attends to segment 1 of the source.
+            row is one target. The target then attends to segment 1 of the source.
         source_segments: [B, T], the segments of the source, sharded as `batch_spec`; None if every row is one source
             without padding.
     """
@@ -137,7 +137,7 @@ def check_inputs(
     The values of segments are checked too, unless they are tracers.
 
     Raises:
-        ValueError: the inputs do not fit together; the message names the first fault.
+        ValueError: the inputs do not fit together. The message names the first fault.
     """
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, but there is no source for it.\n  Pass source=, integers [B, T].")

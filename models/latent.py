@@ -34,7 +34,10 @@ class LatentAttention(Attention):
     """
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute attention on a normed input [B, L, E]; input and output have the spec of the line `where`."""
+        """Compute attention on a normed input y [B, L, E].
+
+        `where` is the layout's line with the spec of input and output.
+        """
         config, at = self.config, self.at
         assert config.latent is not None
         rank = config.latent.rank
@@ -56,7 +59,7 @@ class LatentAttention(Attention):
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """The argument `epsilon` of the norms of latents, by name."""
+        """The keyword argument `epsilon` for the norms of latents."""
         assert self.config.latent is not None
         return {"epsilon": self.config.latent.norm_epsilon}
 

@@ -154,7 +154,7 @@ def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
 
 
 def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Mark padding, and the first token of each text after the first, as read but not predicted.
+    """Mark padding, and the first token of each text except the row's first text, as read but not predicted.
 
     Args:
         tokens, segments: [B, L+1], as for `loss`.
@@ -335,7 +335,7 @@ def _stacked(values: Values, prefix: str, lead: int) -> Values:
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
     """Return the weights of a stack's repeating blocks in the form that `pipelined` needs: [R, N, ...] for R rounds.
 
-    They are nested by the position of the block in the repeating pattern and by the names of the weights.
+    The weights are nested by the position of the block in the repeating pattern, and by their names.
     """
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
@@ -362,7 +362,7 @@ def _of_all_layers(each: Sequence[Values], axis: str) -> Values:
 
 
 def _of_layers(x: jax.Array, axis: str) -> jax.Array:
-    """Gather metrics onto every stage: from [R, N/R, ...], by rounds, to [N, ...], for all layers of a stack."""
+    """Gather the metrics [R, N/R, ...] of R rounds onto every stage, and return them as [N, ...], by layer."""
     dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
     x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
     return x.reshape(-1, *x.shape[2:])

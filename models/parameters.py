@@ -50,7 +50,7 @@ class ParameterRow:
 
 
 def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
-    """Return the row of every parameter by its path in the module, in the order in which the model uses them.
+    """Return the row of every parameter, by path in the module, in the order in which the model uses the parameters.
 
     Args:
         config: the model configuration.
@@ -210,7 +210,7 @@ def _rows(
 def shares_scale(config: ModelConfig, path: str) -> bool:
     """Return whether a matrix shares the int8 scales of `ffn.w_out`.
 
-    It does if its product is added to the product with `ffn.w_out` before scaling.
+    This is so if the product with the matrix is added to the product with `ffn.w_out` before scaling.
     """
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False

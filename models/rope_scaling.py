@@ -25,11 +25,11 @@ class RopeScaling:
     """A scaling of the rotary embedding's wavelengths, for sequences longer than those of a model's pretraining.
 
     - `linear`: every wavelength is multiplied by `factor`.
-    - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
+    - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Wavelengths below
       original_length / high_frequency are unchanged. In between, the frequency is interpolated. If low_frequency and
       high_frequency are equal, as in Llama 4 Scout, no wavelength lies in between.
-    - `yarn`: the same as `llama3`, but interpolated by the index of the pair. Cosines and sines are multiplied by
-      `attention_factor`.
+    - `yarn`: the same as `llama3`, but in between the frequency is interpolated by the index of the pair of elements.
+      Cosines and sines are multiplied by `attention_factor`.
     - `dynamic`: if the length L of a text exceeds original_length, the base is multiplied by (factor · L /
       original_length - factor + 1)^(R / (R - 2)), where R is the number of rotated elements of a head.
     - `longrope`: the wavelength of each pair is multiplied by a factor of its own. The factors are `short_factors` in

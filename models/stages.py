@@ -109,10 +109,10 @@ def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
 def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, schedule: str) -> None:
     """Check, before anything is traced, that stages do not use the lowering `xla` where it cannot train them.
 
-    The lowering `xla` needs a region of Auto axes within the shard_map of the stages. There are two cases in which this
-    fails. A mesh of Auto axes does not allow such a region, unless gradients are partial sums, which are computed under
-    Explicit axes. A backward pass in two parts cannot split such a region. Embedding lookups in stages are always
-    planned, whatever the lowering.
+    The lowering `xla` needs a region of Auto axes within the shard_map of the stages. This is impossible in two cases.
+    First, a mesh of Auto axes does not allow such a region, unless gradients are partial sums, which are computed under
+    Explicit axes. Second, a backward pass in two parts cannot split such a region. Embedding lookups in stages are
+    always planned, whatever the lowering.
 
     Raises:
         LayoutError: some lines of the layout's [lowering] ask for `xla`. The message names all of these lines.

@@ -44,7 +44,7 @@ class Language:
         dtype: compute dtype.
         schedule: the pipeline schedule if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: number of chunks of layers per pipeline stage.
-        masked: whether some tokens of a batch are read but not predicted, as the argument `masked` of
+        masked: whether some tokens of a batch are read but not predicted; see the argument `masked` of
             `gspmd_models.loss`.
         packed: whether batches have segments, because rows hold several texts or padding.
         source_length: T, the number of tokens that an encoder reads; 0 for a decoder-only model.
@@ -98,7 +98,7 @@ class Language:
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters: only the adapters if the model has them (`ModelConfig.lora`)."""
+        """Return the paths of the trained parameters, which are only the adapters if the model has any."""
         return trained_paths(self.config, layout, frozen)
 
     def batch_spec(self, layout: Layout) -> Spec:
@@ -254,7 +254,7 @@ def check_step(
         source_length: number of tokens per source, if the model has an encoder.
 
     Raises:
-        LayoutError: the layout does not fit; the message lists every fault.
+        LayoutError: the layout does not fit. The message lists every fault.
     """
     each = batch // microbatches
     sizes = {**config.sizes(each, length, source_length), "B": batch, "M": microbatches}
@@ -335,8 +335,8 @@ def training_step(
         and a random key. Call or lower this function under `jax.set_mesh`.
 
     Raises:
-        PlanError: there are several rounds but no stages; or [gradients] has a partial sum over mesh axes over which
-            stages cannot leave partial sums.
+        PlanError: there are several rounds but no stages; or [gradients] has a partial sum over mesh axes along which
+            no pipelines run side by side.
     """
     update = Update(optimizer, steps, microbatches, tuple(frozen), parameter_dtype)
     return building.training_step(_language(model, schedule, rounds), model.layout, update)

@@ -39,8 +39,8 @@ class Packed:
         kind: the storage format, a key of `DTYPES`.
         shape: the shape of the tensor's values.
         codes: the tensor of codes. MXFP4 has [X, R, C/32, 16] bytes of two codes each, for values of shape [X, C, R].
-            The format of eight bits has [R, C] codes.
-        scales: the tensor of scales. MXFP4 has [X, R, C/32] exponents of two, plus 127. The format of eight bits has
+            The eight-bit format has [R, C] codes.
+        scales: the tensor of scales. MXFP4 has [X, R, C/32] exponents of two, plus 127. The eight-bit format has
             [⌈R/128⌉, ⌈C/128⌉] float32.
     """
 

@@ -81,9 +81,9 @@ class ParameterSource:
             numbers: the indices of the tensor, one of the elements of `counts(index)`.
 
         Yields:
-            The position of a piece in the shard and the region of the parameter that the piece covers. The position is
-                in the order of the parameter's dimensions, with integers for the `counted` dimensions. The region is in
-                the order of `form.dims`.
+            The position of a piece in the shard, and the region of the parameter that the piece covers. The position is
+            in the order of the parameter's dimensions, with integers for the `counted` dimensions. The region is in the
+            order of `form.dims`.
         """
         at = dict(zip(self.counted, numbers))
         runs: list[list[tuple[int | slice, dict[str, slice]]]] = []

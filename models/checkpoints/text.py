@@ -110,7 +110,7 @@ class Tokenizer:
         return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
-        """Return the ids of a text for an encoder, followed by any end-of-text token of the tokenizer, as in training.
+        """Return the ids of a text for an encoder, followed by an end-of-text token if there is one, as in training.
 
         Example:
             >>> byte_tokenizer(358).source("f"), byte_tokenizer().source("f")

@@ -29,8 +29,8 @@ class Cache:
 
     There is one array for each stack of layers (`ModelConfig.stacks`), whose leading dimension N counts the layers.
     This is so even if the weights are not stacked, so that a step writes to few arrays. B rows have room for T tokens
-    each. Heads come before tokens, because with tokens before heads, if a device has several heads, the TPU compiler
-    copies every layer before it multiplies.
+    each. Heads come before tokens. In the opposite order, if a device has several heads, the TPU compiler copies every
+    layer before it multiplies.
 
     A sliding layer keeps only one window of tokens, and a chunked layer keeps one chunk. T is then the length of a
     ring, in which the token at position p is in slot p mod T.

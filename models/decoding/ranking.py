@@ -205,10 +205,10 @@ def serving_layouts(
 ) -> Iterator[Layout]:
     """Yield whole-model layouts for serving: every feed-forward preset with every sharding of attention that fits it.
 
-    There are three kinds of shardings of attention. Mesh axes shard the heads; or one, two or all mesh axes shard the
-    batch, and the remaining axes shard the heads; or mesh axes that would otherwise have to divide the heads shard the
-    positions of a prompt. The cache may also be sharded over the length of the context. A layout's name consists of the
-    preset, the spec of queries and the spec of the cache.
+    Attention is sharded in one of three ways. In the first, mesh axes shard the heads. In the second, one, two or all
+    mesh axes shard the batch, and the remaining mesh axes shard the heads. In the third, mesh axes that would otherwise
+    have to divide the heads shard the positions of a prompt. The cache may also be sharded over the length of the
+    context. A layout's name consists of the preset, the spec of queries and the spec of the cache.
 
     Args:
         presets: names of layouts over the mesh axes x, y and z.

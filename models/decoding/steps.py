@@ -370,7 +370,7 @@ class LayerCache:
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add the new tokens' latents [B, L, Z] to the cache; return them in their dtype, rounded like in the cache.
+        """Add the new tokens' latents [B, L, Z] to the cache; return them in their own dtype, rounded as in the cache.
 
         In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales. This is because only
         the latent is normalized. With a single scale, the smaller values would be rounded to 0.

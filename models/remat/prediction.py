@@ -85,8 +85,8 @@ def predicted(
 
     Returns:
         A row for each of `REMATS`. There are no rows for a pipeline, because its schedule decides what stages keep.
-        There are also no rows for a model of a single period, because nothing is stacked for it, unless its blocks are
-        recomputed one by one (`ModelConfig.is_one_pattern`).
+        There are also no rows for a model of a single period, because nothing is stacked for it. The exception is a
+        model whose blocks are recomputed one by one (`ModelConfig.is_one_pattern`).
 
     Example:
         >>> from gspmd.layouts import Layout

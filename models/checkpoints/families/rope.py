@@ -60,9 +60,10 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     The fields are read from `rope_parameters`. In files older than transformers 5 they are read from `rope_theta`,
     `rope_scaling` and `partial_rotary_factor`.
 
-    If several entries give the same setting, precedence is as in transformers. `rope_scaling` takes precedence over
-    `rope_parameters`, and an entry inside the table over the same entry outside. The exception is
-    `original_max_position_embeddings`: outside the table it takes precedence over the same entry inside.
+    If several entries give the same setting, precedence is as in transformers. The table `rope_scaling` takes
+    precedence over the table `rope_parameters`, and an entry inside the table takes precedence over the same entry
+    outside. The exception is `original_max_position_embeddings`: outside the table it takes precedence over the same
+    entry inside.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
