@@ -72,7 +72,7 @@ class Attention(Layer):
     """Self-attention on the residual stream, causal in a decoder.
 
     The parallel block calls only the method `core`. It computes the products before and after attention together with
-    those of the feed-forward layer, so that they share collectives.
+    the products of the feed-forward layer, so that all of them share collectives.
 
     Args:
         kind: full, sliding, chunked or unrotated; see `ModelConfig.layer_kinds`.

@@ -89,8 +89,8 @@ def loss(
         microbatches: number of parts of the batch that go through the stages in turn. The routers' random draws differ
             between parts.
         rounds: number of chunks of layers per stage: each microbatch goes through the stages this many times.
-        masked: whether some tokens, such as those of a prompt, are read but not predicted. Such a token t is given as
-            its complement `~t`, which is negative, and the mean is taken over the predicted tokens only.
+        masked: whether some tokens, such as the tokens of a prompt, are read but not predicted. Such a token t is given
+            as its complement `~t`, which is negative, and the mean is taken over the predicted tokens only.
         total: number of tokens over which the mean is taken; by default the number of predicted tokens in `tokens`. If
             `tokens` are one part of a batch, pass the number of predicted tokens in the whole batch, divided by the
             number of parts. The mean over the parts is then the mean over the batch, even if some parts have more

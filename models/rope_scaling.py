@@ -1,4 +1,4 @@
-"""Scalings of the rotary position embedding, for sequences longer than those of a model's pretraining."""
+"""Scalings of the rotary position embedding, for sequences longer than the sequences of a model's pretraining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of the rotary embedding's wavelengths, for sequences longer than those of a model's pretraining.
+    """A scaling of the rotary embedding's wavelengths, for sequences longer than the sequences of pretraining.
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Wavelengths below

@@ -48,7 +48,7 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The settings of the file. Settings that the file does not have are those of plain sampling."""
+        """The settings of the file. Settings that the file does not have keep the defaults of `Sampling`."""
         return Sampling(**self.settings)
 
     @property
@@ -96,8 +96,8 @@ class GenerationConfig:
 def sampling(directory: str | os.PathLike) -> Sampling:
     """Return the sampling settings in a checkpoint's generation_config.json.
 
-    If `do_sample` is false, the likeliest token is chosen. Settings that the file does not have are those of plain
-    sampling.
+    If `do_sample` is false, the likeliest token is chosen. Settings that the file does not have keep the defaults of
+    `Sampling`.
 
     Args:
         directory: the checkpoint's folder.

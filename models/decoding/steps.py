@@ -38,8 +38,8 @@ def encode_step(
 
     Args:
         model: a model with the config of `for_serving`; it may be abstract. Its layout has the specs of weights and
-            activations; `Layout.stack("encoder")` has those of the encoder, and `Layout.cache("cross.key")` the spec of
-            keys and values.
+            activations; `Layout.stack("encoder")` has the specs of the encoder, and `Layout.cache("cross.key")` the
+            spec of keys and values.
         dtype: the dtype in which keys and values are stored; None for the compute dtype.
         int8: whether to store keys and values as int8 instead, with a float32 scale for each token and head.
 
@@ -183,7 +183,7 @@ def _read(
     alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run blocks, such as those of one pattern; return the residual stream and the blocks' new keys and values."""
+        """Run blocks, for example one pattern; return the residual stream and the blocks' new keys and values."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]

@@ -6,7 +6,7 @@ A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_na
     selective   inputs and outputs of products, norms and attention; attention's logits, softmax and weighted sum, and
                 elementwise operations, are computed again
     dots        products with weights; everything else is computed again
-    dots-except-hidden  the same as dots, without the widest activations: the hidden ones of the feed-forward layer, and
+    dots-except-hidden  the same as dots, without the widest activations: the hidden layer of feed-forward layers, and
                 the keys and values of all heads that latent attention makes of its latents
     full        the block's input
 

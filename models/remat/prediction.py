@@ -41,8 +41,8 @@ class Recomputation:
         layers: number of steps of the scan, which are blocks or periods of blocks; the number of all blocks if they do
             not repeat.
         bytes: bytes that all blocks keep for the backward pass, including the blocks before the repeating blocks.
-        flops: FLOPs of products that the backward pass recomputes, beyond those of `none`.
-        seconds: duration of these FLOPs at the chip's peak rate.
+        flops: FLOPs of products that the backward pass recomputes, beyond the FLOPs that it recomputes under `none`.
+        seconds: duration of the recomputed FLOPs at the chip's peak rate.
         first_bytes: the part of `bytes` that the blocks before the repeating blocks keep (`ModelConfig.lead`).
     """
 
@@ -231,7 +231,7 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """Yield a program's equations and those of functions that it calls, except inside loops and planned programs."""
+    """Yield the equations of a program and of functions that it calls, except inside loops and planned programs."""
     for equation in program.eqns:
         yield equation
         if equation.primitive.name in ("jit", CLOSED_CALL):

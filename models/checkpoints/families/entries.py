@@ -1,7 +1,7 @@
 """Entries of config.json that no family reads: some have no effect, and others must have a certain value.
 
-An entry is refused with an error that names it if it is in none of these tables and the family does not read it,
-because such an entry may change the results of the model.
+If an entry is in none of these tables and the family does not read it, it is refused with an error that names it. Such
+an entry may change the results of the model.
 """
 
 from __future__ import annotations
