@@ -1,11 +1,11 @@
 """Transformers in Flax NNX, decoder-only models and encoder–decoders, with every tensor sharded by a layout.
 
 Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
-unstacked, shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves
-it out.
+unstacked, shapes, step. The module `gspmd_models.step` is not imported here, because it imports the libraries of
+training. Import it by name.
 
-This folder is installed as `gspmd_models`, since many projects have their own `models`. Imports within it are relative,
-so that it works under either name.
+This folder is installed as `gspmd_models`, since many projects have their own `models`. Imports within the folder are
+relative, so that it works under both names.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The slopes of ALiBi (attention with linear biases): the amount by which a score falls per token of distance."""
+"""The slopes of ALiBi, attention with linear biases: the amount by which a score falls per token of distance."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
         2^(-most · i / n)  for i = 1 .. n, if n is a power of two
 
-    For any other n, the heads have the slopes of the next lower power of two, followed by every other slope (the first,
-    the third and so on) of the next higher power of two.
+    For any other n, the first heads have all slopes of the next lower power of two. The remaining heads have the first,
+    the third, the fifth slope and so on of the next higher power of two.
 
     Args:
         heads: number of query heads.
-        most: the exponent of the head with the smallest slope.
+        most: the exponent of the head with the smallest slope, without its minus sign.
 
     Example:
         >>> slopes(4).tolist()
@@ -31,7 +31,8 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
         [0.0625, 0.00390625, 0.25]
 
     Source: Press et al. 2022, *Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation*
-        (arXiv 2108.12409), section 3, and the authors' program for other numbers of heads.
+        (arXiv 2108.12409), section 3. The rule for numbers of heads that are not powers of two is in the authors'
+        program.
     """
     wide = 1 << (heads - 1).bit_length()
     exponents = most * np.arange(1, wide + 1) / wide
@@ -41,11 +42,11 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
 
 def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
-    """Return the slopes of a model's query heads, as `gspmd.ops.attention` takes them.
+    """Return the slopes of a model's query heads, in the form of the argument `slopes` of `gspmd.ops.attention`.
 
     Args:
         config: the model configuration.
-        padded: the padding of the heads, if there is any; heads that are padding have slope 0.
+        padded: the padding of the heads, or None if there is none. Heads that are padding have slope 0.
     """
     found = slopes(config.heads, config.alibi_max)
     if config.alibi_scaled:

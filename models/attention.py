@@ -30,50 +30,52 @@ class Past(Protocol):
     """The cached keys and values of one layer, to which new tokens attend."""
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the rotary angles of the new tokens in a kind of layer, sharded as `spec` shards B and L."""
+        """Return the rotary angles of the new tokens for layers of `kind`; `spec` tells how B and L are sharded."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] of the new tokens' queries; they grow with the position (`query_growth`)."""
+        """Return the factors [B, L, 1, 1] for the queries of the new tokens (`ModelConfig.query_growth`)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries to the cached and the given keys and values, and add the given ones to the cache.
+        """Attend with `q` to the cached keys and values and to `k` and `v`, which are added to the cache.
 
         The options are passed to `gspmd.ops.cached_attention`.
         """
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing is cached yet, so that the new tokens attend only to one another."""
+        """Whether the cache is still empty, so that the new tokens attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them in the cache's dtype.
+        """Add latents and rotated keys [B, L, Z] of the new tokens to the cache; return them rounded as in the cache.
 
-        The first `rank` elements of Z are the latent, and the others the rotated key.
+        The first `rank` elements of Z are the latent, and the remaining elements are the rotated key.
         """
 
     def attend_latents(
         self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries [B, L, H, Z] to the cached latents, and to the latents [B, L, Z] of the new tokens.
+        """Attend with queries [B, L, H, Z] to the cached latents and to the latents [B, L, Z] of the new tokens.
+
+        The options are the same as for `attend`.
 
         Returns:
-            [B, L, H, `rank`], the weighted sums of latents. The options are the same as for `attend`.
+            [B, L, H, `rank`], the weighted sums of latents.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of an encoded source; these stay the same."""
+        """Attend with queries to the keys and values of an encoded source, which do not change during decoding."""
 
 
 class Attention(Layer):
     """Self-attention on the residual stream, causal in a decoder.
 
-    The parallel block only calls `core`, and computes the products before and after it by itself, to share collectives
-    with the feed-forward layer.
+    The parallel block calls only the method `core`. It computes the products before and after attention together with
+    the products of the feed-forward layer, so that all of them share collectives.
 
     Args:
-        kind: full, sliding, chunked or unrotated, see `ModelConfig.layer_kinds`.
+        kind: full, sliding, chunked or unrotated; see `ModelConfig.layer_kinds`.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any, kind: str):
@@ -89,7 +91,10 @@ class Attention(Layer):
         return self.normed_after("residual", added)
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute attention on a normed input [B, L, E]; input and output are sharded as the line `where`."""
+        """Compute attention on a normed input y [B, L, E].
+
+        `where` is the layout's line with the spec of input and output.
+        """
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
@@ -99,9 +104,10 @@ class Attention(Layer):
         return self.affine(where, checkpoint_name(added, "attention.added"), "o")
 
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], keys and values [B, L, K, D], from the products of y with the three weights.
+        """Return queries [B, L, H, D], keys and values [B, L, K, D] for a normed input y.
 
-        Adapters, scales, biases, clipping and head norms are applied to the products if the model has them.
+        `products` holds the products of y with the weights of queries, keys and values. Adapters, scales, biases,
+        clipping and head norms are applied to the products if the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
@@ -113,12 +119,12 @@ class Attention(Layer):
         return q, k, v
 
     def clipped(self, x: jax.Array) -> jax.Array:
-        """Return queries, keys or values, clipped to `qkv_clip` if the model has it."""
+        """Clip queries, keys or values to `ModelConfig.qkv_clip`, unless the model has no bound."""
         bound = self.config.qkv_clip
         return x if bound is None else jnp.clip(x, -bound, bound)
 
     def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
-        """Normalize queries or keys, each head [D] by itself or all heads [H, D] together."""
+        """Normalize queries or keys: each head [D] by itself, or all heads [H, D] together if `qk_norm` is "all"."""
         options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
         if self.config.qk_norm == "head":
             return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)
@@ -127,23 +133,23 @@ class Attention(Layer):
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
     def normed_after_rotation(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normalize rotated queries and keys, each head by itself and without a scale, if the model does so."""
+        """Normalize rotated queries and keys, each head by itself and without a scale, if `qk_norm` is "rotated"."""
         if self.config.qk_norm != "rotated":
             return q, k
         return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
 
     def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
-        """Return the factors by which queries grow with the position, for tokens in the order that training uses."""
+        """Return the factors that make queries grow with the position, for tokens in the order that training uses."""
         if context.growth is not None:
             return context.growth
         ring = ring_size(self.at.spec("key")) if context.causal else 1
         return query_growth(zigzag_positions(length, ring)[None], self.config)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D], sharded like the queries.
+        """Compute softmax attention of queries [B, L, H, D] to keys [B, L, K, D].
 
-        Given a `past`, the tokens follow the cached ones. Without it, they are whole sequences, whose tokens are in
-        zigzag order if attention is causal and the spec of keys shards L.
+        The result is sharded like the queries. If `past` is given, the tokens follow the cached tokens. Otherwise the
+        tokens are whole sequences. They are in zigzag order if attention is causal and the spec of keys shards L.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         how = self.scores(context)
@@ -169,7 +175,7 @@ class Attention(Layer):
         return masked(out, self.padded, "H", query)
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` that describe this model's scores, without unused ones."""
+        """Return the arguments of `gspmd.ops.attention` that describe this model's scores, except unused ones."""
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
@@ -184,7 +190,7 @@ class Attention(Layer):
         return found
 
     def rotated(self, rotary: ModelConfig, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Apply the rotary embedding of a model to queries and keys, by their positions."""
+        """Rotate queries and keys by their positions, with the rotary embedding of the config `rotary`."""
         query, key = self.at.spec("query"), self.at.spec("key")
         if context.angles is not None:
             of_query, of_key = context.angles[rotary]
@@ -244,12 +250,12 @@ def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
-    """Return queries [B, L, H, D], multiplied by factors that grow with the position."""
+    """Multiply queries [B, L, H, D] by factors that grow with the position."""
     return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
 def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:
-    """Return the arguments of `gspmd.ops.attention` for a relative position bias, or none without a bias table."""
+    """Return the arguments of `gspmd.ops.attention` for a relative position bias; empty if there is no bias table."""
     if context.relative is None:
         return {}
     buckets = Buckets(config.relative_buckets, config.relative_distance, bidirectional=not context.causal)
@@ -257,7 +263,7 @@ def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any
 
 
 def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Shard the constant cosines and sines of positions, [1, L, 1, R/2], as a spec shards L."""
+    """Shard the constant cosines and sines of positions, [1, L, 1, R/2], over the mesh axes that shard L in a spec."""
     whole = Spec(("B", "L", "H", "D"), ((), (), (), ()))
     move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
     cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)

@@ -1,4 +1,4 @@
-"""Transformer blocks: serial (attention, cross-attention, then feed-forward) and parallel (both on one input)."""
+"""Transformer blocks: serial (attention, cross-attention, then feed-forward) and parallel (all on one input)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from .placement import moved
 class Block(nnx.Module):
     """x + Attention(norm x), then x + CrossAttention(norm x) if there is an encoder, then x + FeedForward(norm x).
 
-    With `ModelConfig.norms` "after", each part reads the residual stream without a norm, and its output is normalized
-    before it is added; with "both", each part has a norm before it and one after it.
+    This is the block if `ModelConfig.norms` is "before". If it is "after", each part reads the residual stream without
+    a norm, and the part's output is normalized before it is added. If it is "both", each part has a norm before it and
+    one after it.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
@@ -67,11 +68,11 @@ class Block(nnx.Module):
 class ParallelBlock(Layer):
     """x + Attention(norm x) + FeedForward(norm x): one norm, one gather of the input, one reduction of the output.
 
-    With two norms, x + Attention(norm x) + FeedForward(norm' x), the input is gathered once for each, and the output is
-    still reduced only once.
+    A block with two norms computes x + Attention(norm x) + FeedForward(norm' x). It gathers the input once for each
+    norm, and still reduces the output only once.
 
-    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4;
-        Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1.2, for two norms.
+    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4.
+        For two norms: Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1.2.
     Differs: with experts, attention and experts reduce their outputs separately.
     """
 
@@ -104,9 +105,9 @@ class ParallelBlock(Layer):
     def both(
         self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
     ) -> jax.Array:
-        """Return attention of y plus feed-forward of z; y and z are normed [B, L, E], and the sum is reduced once.
+        """Return attention of y plus feed-forward of z, both normed inputs [B, L, E]; the sum is reduced once.
 
-        If both inputs are the same array, all weights are multiplied by it in one product.
+        If y and z are the same array, it is multiplied by all weights in one product.
         """
         attention = self.attention
         # [B, L, E] -> [B, L, H, D], twice [B, L, K, D], and [B, L, F], twice with a gate
@@ -140,17 +141,17 @@ class ParallelBlock(Layer):
 def _feed_forward(
     config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any
 ) -> tuple[FeedForward | None, Experts | None]:
-    """Return the dense layer and the experts of a block; the one for which the block has no weights is None."""
+    """Return the dense layer and the experts of a block; each is None if the block has no weights for it."""
     ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     return ffn, Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 
 
 @contextmanager
 def part(layout: Layout, name: str) -> Iterator[None]:
-    """Run a part of the model in its named scope, and under the lowering that the layout sets for it.
+    """Run a part of the model in its named scope, and under the lowering that the layout sets for the part.
 
     Args:
-        layout: a `gspmd.Layout`, whose lowering for the part, if it sets one, takes precedence over the caller's.
+        layout: a `gspmd.Layout`. If it sets a lowering for the part, this lowering takes precedence over the caller's.
         name: the part's section in the layout, such as `ffn`.
     """
     lowering = layout.lowering_of(name)

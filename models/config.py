@@ -51,7 +51,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configure a transformer, a decoder-only model or an encoder–decoder; by default a small decoder on bytes.
+    """Configure a transformer, decoder-only or an encoder–decoder; the defaults make a small decoder on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -59,7 +59,7 @@ class ModelConfig:
         8632537088
 
     Raises:
-        ValueError: the settings have faults, such as sizes that do not fit one another; the message lists all of them.
+        ValueError: the settings have faults, such as sizes that do not fit one another. The message lists all faults.
     """
 
     vocabulary: int = 256
@@ -201,7 +201,7 @@ class ModelConfig:
 
     @property
     def remat_name(self) -> Remat:
-        """The field `remat` as a name: True and False are replaced by names when the config is made."""
+        """The field `remat` as a name. Its values True and False are replaced by names when the config is made."""
         assert not isinstance(self.remat, bool)
         return self.remat
 
@@ -212,7 +212,7 @@ class ModelConfig:
 
     @property
     def is_dropless(self) -> bool:
-        """Whether there are experts without a capacity."""
+        """Whether the model has experts without a capacity."""
         return self.moe is not None and self.moe.dispatch == "dropless"
 
     @property
@@ -223,7 +223,7 @@ class ModelConfig:
         return self.rotary_size or self.head_size
 
     def layer_kind(self, place: int) -> str:
-        """Return the kind of attention of a block (counted from 0): full, sliding, chunked or unrotated.
+        """Return the kind of attention of block number `place`, counted from 0: full, sliding, chunked or unrotated.
 
         >>> config = ModelConfig(sliding_window=32, layer_kinds=("sliding", "sliding", "full"), layers=6)
         >>> [config.layer_kind(number) for number in range(4)]
@@ -242,7 +242,7 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The distinct kinds of attention of the blocks, in the order of their first block."""
+        """The distinct kinds of attention of the blocks, in the order in which blocks first have them."""
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
@@ -250,7 +250,7 @@ class ModelConfig:
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
-        """Return the number of tokens in a chunk in layers of this kind, or None if they do not attend in chunks."""
+        """Return the number of tokens in a chunk, or None if layers of this kind do not attend in chunks."""
         return self.attention_chunk if kind == "chunked" else None
 
     def reach_of(self, kind: str) -> int | None:
@@ -262,7 +262,7 @@ class ModelConfig:
         return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
-        """Return the config with the rotary embedding of layers of this kind, or None if they are not rotated."""
+        """Return a config with the rotary embedding of layers of this kind, or None if the layers have no rotation."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
@@ -289,7 +289,7 @@ class ModelConfig:
 
     @property
     def pattern(self) -> int:
-        """Number of blocks in the repeating pattern of expert layers and kinds of attention, after `lead` blocks."""
+        """Number of blocks in the repeating pattern of expert layers and attention kinds, after the `lead` blocks."""
         return self._repetition[1]
 
     @property
@@ -313,7 +313,7 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of blocks that one step of the scan over blocks runs: the pattern, or all blocks if not stacked."""
+        """Number of blocks in one step of the scan over blocks: the pattern, or all blocks if `stacked` is off."""
         return self.pattern if self.stacked else self.layers
 
     @property
@@ -323,10 +323,10 @@ class ModelConfig:
         return self.pattern == self.layers and self.pattern > every
 
     def stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the layers of each stack: one stack per layer of `lead`, and one per block of the pattern.
+        """Return the layers of each stack: one stack for each layer of `lead`, and one for each block of the pattern.
 
         Args:
-            layers: number of layers of the encoder or the decoder; by default those of the decoder.
+            layers: number of layers of the encoder or the decoder; by default the number of layers of the decoder.
 
         >>> ModelConfig(layers=7, moe=MoEConfig(every=1, dense_layers=(0,))).stacks()
         (range(0, 1), range(1, 7))
@@ -336,7 +336,7 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the layers whose weights share an array: those of each of `stacks`, or each alone if not `stacked`."""
+        """Return groups of layers that share arrays of weights: the `stacks`, or each layer alone without `stacked`."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
@@ -352,11 +352,11 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """Position, within the pattern, of the block with a mixture of experts; -1 without experts."""
+        """Position of the block with experts among every `moe.every` blocks; -1 if the model has no experts."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
-        """Return whether the feed-forward layer of a block (counted from 0) is a mixture of experts."""
+        """Return whether the feed-forward layer of block number `place`, counted from 0, is a mixture of experts."""
         if self.moe is None or place in self.moe.dense_layers:
             return False
         return place % self.moe.every == self.expert_place
@@ -368,16 +368,16 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, including those of all experts, without the padding of tables."""
+        """Number of parameters, including the parameters of all experts, without the padding of tables."""
         return self._parameters(self.moe.experts if self.moe else 0)
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters that one token uses, counting only the experts that it chooses."""
+        """Number of parameters that one token uses; of the experts, only those that the token chooses are counted."""
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
-        """Count the parameters with this number of experts per expert layer; routers have one output per expert."""
+        """Count the parameters with this number of experts per expert layer; routers keep one output per expert."""
         sizes = tensor_sizes(self)
         return round(sum(experts * each.size(sizes | {"X": 1}) if _of_experts(each) else each.size(sizes)
                          for each in tensors(self)))  # fmt: skip
@@ -387,13 +387,13 @@ class ModelConfig:
 
         Args:
             length: number of tokens per sequence.
-            source_length: number of tokens per source of an encoder–decoder, whose FLOPs are divided among the tokens
-                of its target; 0 for as many as `length`.
+            source_length: number of tokens per source of an encoder–decoder; 0 if it equals `length`. The FLOPs of a
+                source are divided among the tokens of its target.
             encoded: whether sources have already been encoded, so that their FLOPs are not counted.
 
         Returns:
-            6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores, with the window instead of the length in sliding layers, and the chunk in chunked ones. The
+            6 FLOPs per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
+            scores. In sliding layers the window takes the place of the length, and in chunked layers the chunk. The
             embedding lookup is not counted, but the logits are.
 
         Example:
@@ -418,8 +418,8 @@ class ModelConfig:
     def flops_per_source_token(self, source_length: int) -> int:
         """Return the FLOPs per token of a source, forward and backward.
 
-        They are those of the encoder, and those of the keys and values that every block of the decoder computes from
-        the encoder's output.
+        This counts the encoder, and the keys and values that every block of the decoder computes from the encoder's
+        output.
 
         Args:
             source_length: number of tokens per source.
@@ -428,7 +428,7 @@ class ModelConfig:
 
     @property
     def _flops_of_matrices(self) -> tuple[int, int]:
-        """FLOPs of matrix products per token of a source, and per token of a target: 6 per active parameter."""
+        """FLOPs of matrix products, for a source token and for a target token, at 6 FLOPs per active parameter."""
         sizes, of_source, of_target = tensor_sizes(self), 0.0, 0.0
         for each in tensors(self):
             if not each.is_matrix or (each.key == "embedding.table" and not self.tied):
@@ -443,7 +443,9 @@ class ModelConfig:
         return 6 * round(of_source), 6 * round(of_target)
 
     def tokens_of_source(self, source_length: int, length: int) -> int:
-        """Return the number of tokens of a source: `source_length`, or `length` if that is 0, or 0 without an encoder.
+        """Return the number of tokens of a source, or 0 if the model has no encoder.
+
+        It is `source_length`, or `length` if `source_length` is 0.
 
         >>> ModelConfig(encoder_layers=4).tokens_of_source(0, 128), ModelConfig().tokens_of_source(0, 128)
         (128, 0)
@@ -453,7 +455,8 @@ class ModelConfig:
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
         """Return the sizes that the mesh axes of a layout must divide if encoder and decoder share its lines.
 
-        L is the greatest common divisor of both lengths, and C that of the capacities of an expert in both stacks.
+        L is the greatest common divisor of the lengths of source and target. C is the greatest common divisor of the
+        capacities of an expert in encoder and decoder.
 
         Args:
             batch, length, source_length: see `sizes`.
@@ -476,7 +479,7 @@ class ModelConfig:
         Args:
             batch: number of sequences per step, over all devices.
             length: number of tokens per sequence.
-            source_length: T, number of tokens per source of an encoder–decoder; 0 for as many as `length`.
+            source_length: T, the number of tokens per source of an encoder–decoder; 0 if it equals `length`.
 
         Example:
             >>> ModelConfig().sizes(batch=32, length=256)["F"]
@@ -506,7 +509,7 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the number of layers before a repeating pattern, and the pattern's length, such that their sum is least.
+    """Find the repeating pattern of layers: return the number of layers before it, and its length; their sum is least.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
@@ -522,7 +525,7 @@ def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _of_experts(tensor: Tensor) -> bool:
-    """Return whether every expert has its own copy of a parameter; a router only has one output per expert."""
+    """Return whether every expert has its own copy of a parameter. A router only has one output per expert."""
     return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
@@ -724,7 +727,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has the weight `key`, one of those that can have an adapter."""
+    """Return whether the model has the weight `key`, which is one of the weights that can have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

@@ -25,21 +25,22 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads besides the residual stream; None for those that a model or a batch lacks.
+    """The arrays that attention reads besides the residual stream; None if a model or a batch has no such array.
 
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
         angles: for each config that `ModelConfig.rotary_of` returns, the rotary angles at the position of every token
-            in its segment, sharded as queries and as keys are.
-        segments: [B, L] int32, the segment of every token, 0 for padding, sharded as queries and as keys are.
-        chunks: like `segments`, but every chunk of a text begins a new segment, for chunked layers.
-        growth: [B, L, 1, 1] float32, the factors by which queries grow with their position in their segment, sharded as
-            queries are.
+            in its segment, as a pair: sharded like queries, and sharded like keys.
+        segments: [B, L] int32, the segment of every token, 0 for padding, as a pair: sharded like queries, and sharded
+            like keys.
+        chunks: like `segments`, but every chunk of a text begins a new segment. Chunked layers read it.
+        growth: [B, L, 1, 1] float32, the factors by which queries grow with their position in their segment, sharded
+            like queries.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, sharded as the line `cross.memory`.
-        memory_segments: the segments of the targets [B, L], sharded as the queries of cross-attention, and those of the
-            source [B, T], sharded as its keys.
-        real: [B, L] booleans, False for padding, sharded and ordered as the experts read them.
+        memory_segments: a pair of the segments of the targets [B, L], sharded like the queries of cross-attention, and
+            the segments of the source [B, T], sharded like the keys of cross-attention.
+        real: [B, L] booleans, False for padding, with the sharding and the order of tokens that experts need.
     """
 
     causal: bool = True
@@ -56,13 +57,13 @@ class Context:
 def context_of(
     config: ModelConfig, layout: Layout, segments: jax.Array | None, relative: jax.Array | None, *, causal: bool
 ) -> Context:
-    """Return the context of a stack, with the segments of its tokens sharded as attention and experts read them.
+    """Return the context of a stack, whose segments are sharded as attention and experts need them.
 
     Args:
         config: the model configuration.
         layout: the layout of the stack.
         segments: [B, L] int32, in the order of the text, sharded as `batch_spec`; None if every row is one text.
-        relative: the table of relative positions of the stack, if it has one.
+        relative: [R, H], the table of the stack's relative position bias, or None if it has none.
         causal: whether the stack is a decoder.
     """
     if segments is None:
@@ -106,10 +107,10 @@ def with_memory(
     Args:
         context: the context of the decoder's own tokens.
         layout: the layout of the decoder.
-        memory: [B, T, E], sharded as the line `cross.memory`.
+        memory: [B, T, E], the output of the encoder, sharded as the line `cross.memory`.
         length: L, the number of tokens in a row of targets.
         segments: [B, L], the segments of the targets, sharded as `batch_spec`, in the order of the text; None if every
-            row is one target, which attends to segment 1 of the source.
+            row is one target. The target then attends to segment 1 of the source.
         source_segments: [B, T], the segments of the source, sharded as `batch_spec`; None if every row is one source
             without padding.
     """
@@ -131,10 +132,12 @@ def check_inputs(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> None:
-    """Raise an error if inputs do not fit together; values of segments are checked too, unless they are tracers.
+    """Raise an error if inputs do not fit together.
+
+    The values of segments are checked too, unless they are tracers.
 
     Raises:
-        ValueError: the inputs do not fit together; the message names the first fault.
+        ValueError: the inputs do not fit together. The message names the first fault.
     """
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, but there is no source for it.\n  Pass source=, integers [B, T].")
@@ -163,7 +166,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments are negative, or decrease before the padding; None if there is none."""
+    """Return the first row in which a segment is negative or segments decrease before the padding, or None."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)
@@ -171,7 +174,7 @@ def _unordered(segments: np.ndarray) -> int | None:
 
 
 def positions_in(segments: jax.Array) -> jax.Array:
-    """Return the position of every token in its segment, from its segments [B, L].
+    """Return the position of every token in its segment, given the segments [B, L] of all tokens.
 
     Example:
         >>> positions_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
@@ -183,7 +186,7 @@ def positions_in(segments: jax.Array) -> jax.Array:
 
 
 def chunks_in(segments: jax.Array, size: int) -> jax.Array:
-    """Return segments [B, L] in which every chunk of a segment has become a segment; 0 stays 0.
+    """Split segments [B, L] into chunks of `size` tokens, each of which becomes a segment of its own; 0 stays 0.
 
     Example:
         >>> chunks_in(jnp.array([[1, 1, 1, 2, 2, 0]]), 2)[0].tolist()
@@ -194,7 +197,7 @@ def chunks_in(segments: jax.Array, size: int) -> jax.Array:
 
 
 def lengths_in(segments: jax.Array) -> jax.Array:
-    """Return, for every token, the number of tokens in its segment, given the segments [B, L].
+    """Return, for every token, the number of tokens in its segment, given the segments [B, L] of all tokens.
 
     Example:
         >>> lengths_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
@@ -209,22 +212,25 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
     Args:
         layout: the layout of the decoder.
         length: number of tokens in a row.
-        segments: [B, L], in the order of the text, sharded as `batch_spec`.
+        segments: [B, L], in the order of the text, sharded as `batch_spec`; None if every row is one text.
 
     Returns:
-        [L] constants; or, with segments, [B, L], sharded as `batch_spec`.
+        [L] constants if `segments` is None, otherwise [B, L], sharded as `batch_spec`.
     """
     devices = ring_size(layout.spec("attention.key"))
     return zigzag_positions(length, devices) if segments is None else zigzag(positions_in(segments), devices)
 
 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
-    """Return `along_text` for queries and for keys: the same array if both are sharded alike, for TPU kernels."""
+    """Return the results of `along_text` for queries and for keys.
+
+    They are the same array if queries and keys shard batch and length alike, because kernels on TPUs test for this.
+    """
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
 
 
 def along_text(layout: Layout, x: jax.Array, spec: Spec) -> jax.Array:
-    """Reshard an array [B, L] from `batch_spec` to the sharding of batch and length in a tensor's spec."""
+    """Reshard an array [B, L] from `batch_spec` to the mesh axes that shard batch and length in `spec`."""
     whole = batch_spec(layout)
     return moved(x, whole, Spec(whole.dims, spec.axes[:2]))

@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer; it regroups the residual stream into groups of tokens, and back."""
+"""The mixture-of-experts feed-forward layer, which regroups the residual stream into groups of tokens, and back."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Experts(Layer):
     def mix(
         self, y: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the experts' output for a normed input [B, L, E]; both are sharded as the line `ffn.residual`.
+        """Return the experts' output for a normed input [B, L, E]; both arrays are sharded as the line `ffn.residual`.
 
         Args:
             y: the normed input.
-            context: tells which tokens are padding (they get no slot), and whether the stack is causal.
+            context: tells whether the stack is causal, and which tokens are padding. Padding gets no slot of an expert.
             key: the random key of the router, for training.
-            train: whether to use the router's random draws and capacity for training.
+            train: whether to use the router's random draws, and its capacity for training.
 
         Returns:
             The output, and the metrics of `expert_layer`, including its loss as `aux_loss`.
@@ -85,7 +85,7 @@ class Experts(Layer):
         return answers if self.shared is None else answers + self.of_shared(y), {"aux_loss": loss, **stats}
 
     def of_shared(self, y: jax.Array) -> jax.Array:
-        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has `shared_mix`."""
+        """Return the output of the shared experts, multiplied by sigmoid(y · shared_mix) if `shared_mix` exists."""
         assert self.shared is not None
         answers = self.shared.answer(y)
         if (mix := self.parameter("shared_mix")) is None:
@@ -100,7 +100,7 @@ class Experts(Layer):
         return gspmd.einsum(Equation.product(residual, rows, residual), answers, by)
 
     def weights(self) -> dict[str, jax.Array]:
-        """Return the experts' matrices in the compute dtype, or as int8 with scales, and their vectors in float32."""
+        """Return the experts' matrices in the compute dtype, or as int8 with scales, and vectors in float32."""
         held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
         found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
         # Rows of 0, where F is padding, add nothing to the output or to the hidden layer's gradient.
@@ -112,7 +112,8 @@ def shared_section(layout: Layout) -> Section:
     """Return the section of the shared experts, with its lines under the names that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
-    Differs: the shared experts are one layer of their total width, whose output equals the sum of theirs.
+    Differs: the shared experts are one layer of their total width. Its output equals the sum of the outputs of separate
+        experts.
     """
     names = {"w_in": "in", "w_gate": "gate", "w_out": "out", "hidden": "hidden", "b_in": "bias", "b_gate": "bias"}
     return layout.section("ffn").renamed({name: f"moe.shared_{key}" for name, key in names.items()})

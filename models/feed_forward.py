@@ -20,7 +20,7 @@ from .vectors import masked, padded_dimensions
 class FeedForward(Layer):
     """W_out · φ(W_in x), or W_out · (φ(W_gate x) ⊙ W_in x), with a bias after each product if the model has biases.
 
-    Source: Shazeer 2020, GLU Variants Improve Transformer (arXiv 2002.05202), equation 6, for the gate.
+    Source: Shazeer 2020, GLU Variants Improve Transformer (arXiv 2002.05202), equation 6 for the form with a gate.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FeedForward(Layer):
         return self.normed_after("residual", self.answer(self.normed_before("residual", x)))
 
     def answer(self, y: jax.Array) -> jax.Array:
-        """Return the output for a normed input; both are sharded as the line `ffn.residual`."""
+        """Return the output for a normed input [B, L, E]; input and output are sharded as the line `ffn.residual`."""
         if self.config.gated:  # [B, L, E] -> [B, L, F], and the same for the gate
             into, names = "residual, (w_in, w_gate) -> (hidden, hidden)", ("w_in", "w_gate")
         else:
@@ -51,7 +51,7 @@ class FeedForward(Layer):
         return self.affine("residual", added, "out")
 
     def activate(self, products: Sequence[jax.Array], y: jax.Array) -> jax.Array:
-        """Return the hidden layer [B, L, F], from y's products with `w_in` and `w_gate`; it is 0 where F is padding."""
+        """Return the hidden layer [B, L, F], from y's products with `w_in` and `w_gate`. Padding of F is 0."""
         names = ("in", "gate")[: len(products)]
         hidden = [self.adapted(f"residual, w_{name} -> hidden", x, y) for name, x in zip(names, products)]
         hidden = checkpoint_name(hidden, "ffn.hidden")

@@ -24,16 +24,20 @@ class LatentAttention(Attention):
     """Self-attention in which keys and values are computed from a latent [B, L, Z] of each token.
 
     Z is the sum of the latent's rank and the width of one rotated key, which all heads share. The first elements of a
-    query are multiplied by keys computed from the latent, and its last elements by the rotated key. In training, and
-    where a prompt is read in one chunk, keys and values of all heads are computed. With a cache, w_k_up is multiplied
-    into the queries instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached
-    latents: Z elements per token for all heads.
+    query are multiplied by keys computed from the latent, and its last elements by the rotated key.
+
+    In training, and where a prompt is read in one chunk, keys and values of all heads are computed. With a cache,
+    queries are multiplied by w_k_up instead, and weighted sums of latents are multiplied by w_v_up. Attention then
+    reads only the cached latents, which are Z elements per token for all heads together.
 
     Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
     """
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
-        """Compute attention on a normed input [B, L, E]; input and output are sharded as the line `where`."""
+        """Compute attention on a normed input y [B, L, E].
+
+        `where` is the layout's line with the spec of input and output.
+        """
         config, at = self.config, self.at
         assert config.latent is not None
         rank = config.latent.rank
@@ -55,12 +59,15 @@ class LatentAttention(Attention):
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """The argument `epsilon` for the norms of latents."""
+        """The keyword argument `epsilon` for the norms of latents."""
         assert self.config.latent is not None
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries too may come from a latent, [B, L, U]."""
+        """Return queries [B, L, H, D] and latents [B, L, Z], computed from y.
+
+        In some models the queries are computed from a latent [B, L, U] of their own.
+        """
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -98,8 +105,8 @@ class LatentAttention(Attention):
             q: the rotated queries [B, L, H, D].
             latent: the latents [B, L, Z].
             context: the context of the step.
-            in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring; if so, and
-                if L is sharded, the keys are gathered.
+            in_order: whether tokens are in the order of the text, as in a prompt, and not in the order that a ring
+                uses. If they are and L is sharded, the keys are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
@@ -121,8 +128,8 @@ class LatentAttention(Attention):
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
         """Copy the shared key [B, L, D], sharded like the latent, to every head: [B, L, H, D], with the spec `keys`.
 
-        The gradient is a sum over the heads, which are sharded. For the gradient of a broadcast, the compiler would
-        choose a collective that no plan counts, so this is written as a product with a vector of ones.
+        The copy is written as a product with a vector of ones. Its gradient is a sum over the heads, which are sharded.
+        For the gradient of a broadcast, the compiler would choose a collective that no plan counts.
         """
         before = Spec(("B", "L", "D"), (*self.at.spec("latent").axes[:2], ()))
         beside = Spec(before.dims, (*keys.axes[:2], ()))
@@ -131,9 +138,9 @@ class LatentAttention(Attention):
         return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
-        """Attend to cached latents instead of keys and values; arguments and result are those of `expanded`.
+        """Attend to cached latents instead of keys and values; arguments and result are the same as for `expanded`.
 
-        w_k_up is multiplied into the queries, and w_v_up into the weighted sums of latents.
+        Queries are multiplied by w_k_up, and the weighted sums of latents are multiplied by w_v_up.
         """
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
@@ -150,6 +157,6 @@ class LatentAttention(Attention):
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` about scores, with the scale for the width of a whole query."""
+        """Return the arguments of `gspmd.ops.attention` that describe scores; the scale is for whole queries."""
         scale = self.config.head_size**-0.5 if self.config.attention_scale is None else self.config.attention_scale
         return super().scores(context) | {"scale": scale}

@@ -24,7 +24,7 @@ from .vectors import matrix, scaled
 
 
 class Layer(nnx.Module):
-    """A layer: its equations are written with the names of lines in a section of the layout.
+    """A layer, whose equations are written with the names of lines in a section of the layout.
 
     Attributes:
         config: the configuration of the model.
@@ -32,8 +32,8 @@ class Layer(nnx.Module):
         dtype: the compute dtype of products.
 
     Args:
-        weights: the parameters of the layer by name, each of which becomes an attribute. `w_q_a` and `w_q_b` are the
-            adapter of `w_q`. Entries that are mappings belong to other layers, and are ignored.
+        weights: the parameters of the layer by name, each of which becomes an attribute. For example, `w_q_a` and
+            `w_q_b` are the adapter of `w_q`. Entries that are mappings belong to other layers, and are ignored.
     """
 
     def __init__(self, config: ModelConfig, at: Section, weights: Mapping[str, Any], dtype: Any):
@@ -51,21 +51,21 @@ class Layer(nnx.Module):
         return getattr(self, name)[...]
 
     def matrix(self, name: str) -> jax.Array:
-        """Return a weight in the compute dtype, or as it is if it is stored as int8."""
+        """Return a weight in the compute dtype; a weight that is stored as int8 stays int8."""
         return matrix(getattr(self, name), self.dtype)
 
     def matrices(self, *names: str) -> tuple[jax.Array, ...]:
-        """Return weights in the compute dtype, or as they are if they are stored as int8."""
+        """Return weights in the compute dtype; weights that are stored as int8 stay int8."""
         return tuple(map(self.matrix, names))
 
     def normed(self, where: str, x: jax.Array, norm: str = "norm") -> jax.Array:
-        """Normalize x [B, L, E] over E by the norm of the configuration, with its scale and any bias.
+        """Normalize x [B, L, E] over E with the kind of norm that the configuration sets.
 
         Args:
-            where: the name of the line of x, and of the result.
+            where: the name of the layout's line for x and for the result.
             x: the input.
-            norm: the name of the scale; the bias is called `<norm>_bias`. All norms of a layer have the spec of its
-                line `norm`.
+            norm: the name of the scale. The bias, if there is one, is called `<norm>_bias`. All norms of a layer have
+                the spec of the layer's line `norm`.
         """
         epsilon = self.config.norm_epsilon
         if self.config.norm == "rms":
@@ -77,15 +77,15 @@ class Layer(nnx.Module):
         return checkpoint_name(y, "norm")
 
     def normed_before(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the input for a part of a block: the residual stream, normalized unless norms are only after parts."""
+        """Return a part's input: the residual stream x, normalized unless the model has norms only after parts."""
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the output of a part of a block, normalized unless norms are only before parts."""
+        """Return a part's output x, normalized unless the model has norms only before parts."""
         return x if self.config.norms == "before" else self.normed(where, x, "norm_after")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and a weight's adapter to that of x and the weight, if the weight has an adapter.
+        """Add the product of x and a weight's adapter to `product`, or return `product` if the weight has no adapter.
 
         Args:
             names: the equation of the product with the weight, such as `"residual, w_q -> query"`.
@@ -96,7 +96,7 @@ class Layer(nnx.Module):
         return self.adapted_by(weight, self.at.equation(names), product, x)
 
     def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and a weight's adapter as `adapted` does, for an equation of specs, not of lines."""
+        """Add the product of x and a weight's adapter, like `adapted`, for an equation that is given in specs."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:
@@ -110,20 +110,21 @@ class Layer(nnx.Module):
         """Multiply a product by the scales of its weight's int8 columns (`s_in`), and add the bias (`b_in`).
 
         Args:
-            where: the name of the line of x, and of the result.
-            x: the product, whose last dimensions are those of scales and bias.
-            weight: the suffix of their names, after `s_` and `b_`; both have the spec of the bias's line.
+            where: the name of the layout's line for x and for the result.
+            x: the product. Its last dimensions are the dimensions of scales and bias.
+            weight: the suffix in the names of scales and bias, after `s_` and `b_`. Both have the spec of the bias's
+                line.
         """
         return self.biased(where, self.scaled(where, x, weight), weight)
 
     def scaled(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Multiply by the scales `s_<weight>` in float32, if the weight has any."""
+        """Multiply x by the scales `s_<weight>` in float32, if the weight has scales."""
         assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
         scale = self.parameter(f"s_{weight}")
         return x if scale is None else scaled(x, scale[...], self.at.spec(where), self.at.spec(f"b_{weight}"))
 
     def biased(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Add the bias `b_<weight>`, if the weight has one."""
+        """Add the bias `b_<weight>` to x, if the weight has a bias."""
         assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
         bias = self.parameter(f"b_{weight}")
         return x if bias is None else self.at.add_bias(f"{where}, b_{weight}", x, bias[...])

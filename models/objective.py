@@ -1,4 +1,4 @@
-"""The training objective: the mean cross-entropy of the next token, plus auxiliary losses of routers."""
+"""The training objective: the mean cross-entropy of the next token, plus the auxiliary losses of routers."""
 
 from __future__ import annotations
 
@@ -75,27 +75,31 @@ def loss(
     Args:
         model: a sharded model.
         tokens: [B, L+1] integers, sharded as `batch_spec`; every token except the first is predicted. A compiled
-            program cannot detect an id outside the vocabulary; such an id is embedded as zeros, and as a label it has a
+            program cannot detect an id outside the vocabulary. Such an id is embedded as zeros, and as a label it has a
             logit of 0.
         source: [B, T] integers for the encoder of an encoder–decoder, sharded as `batch_spec`.
-        segments: [B, L+1] integers, sharded as `batch_spec`: the number of the text to which each token belongs, from
-            1, and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is
-            over the other tokens. None if every row is a single text.
-        source_segments: [B, T], the same for the source; text s is generated from source s.
+        segments: [B, L+1] integers, sharded as `batch_spec`: the number of the text to which each token belongs,
+            counted from 1, and 0 for padding at the end of a row. The first token of a text and padding are not
+            predicted, and the mean is taken over all remaining tokens. None if every row is a single text.
+        source_segments: [B, T], the number of the text to which each token of the source belongs. Text s in `segments`
+            is generated from text s of the source.
         key: random key of the routers.
-        train: whether to add auxiliary losses and use the routers' random draws.
+        train: whether to add auxiliary losses and to use the routers' random draws.
         schedule: "1f1b", "gpipe" or "zero-bubble", if the layout has stages; see `gspmd.pipeline`.
-        microbatches: number of parts of the batch that go through the stages in turn, each with its own draws.
+        microbatches: number of parts of the batch that go through the stages in turn. The routers' random draws differ
+            between parts.
         rounds: number of chunks of layers per stage: each microbatch goes through the stages this many times.
-        masked: whether some tokens, such as those of a prompt, are read but not predicted. They are given as their
-            complements `~t`, which are negative, and the mean is over the other tokens.
-        total: number of tokens over which the mean is taken; by default the number of predicted ones in `tokens`. For a
-            part of a batch, pass that of the whole batch divided by the number of parts: the mean over the parts is
-            then the mean over the batch, however unevenly the predicted tokens are distributed.
+        masked: whether some tokens, such as the tokens of a prompt, are read but not predicted. Such a token t is given
+            as its complement `~t`, which is negative, and the mean is taken over the predicted tokens only.
+        total: number of tokens over which the mean is taken; by default the number of predicted tokens in `tokens`. If
+            `tokens` are one part of a batch, pass the number of predicted tokens in the whole batch, divided by the
+            number of parts. The mean over the parts is then the mean over the batch, even if some parts have more
+            predicted tokens than others.
 
     Returns:
-        A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, summed over their layers, and
-        for each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, as in `gspmd.moe.expert_layer`.
+        The loss, a float32 scalar, and a dictionary of metrics. The dictionary has `cross_entropy`. For a model with
+        experts it also has `aux_loss`, summed over the expert layers, and for each of these layers `load` [expert
+        layers, X], `dropped`, `entropy` and `confidence`, which `gspmd.moe.expert_layer` describes.
     """
     mesh = jax.sharding.get_abstract_mesh().shape
     if segments is not None:
@@ -119,7 +123,10 @@ def loss(
 def _mean_cross_entropy(
     layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
 ) -> jax.Array:
-    """Return the mean over all labels; given `total`, the sum over non-negative labels, divided by `total`."""
+    """Return the mean cross-entropy of all labels, or, if `total` is given, of the non-negative labels.
+
+    With `total`, the sum over the non-negative labels is divided by `total`.
+    """
     with part(layout, "output"):
         if total is None:
             each = cross_entropy(logits, labels, layout["output.logits"])
@@ -132,11 +139,14 @@ def _mean_cross_entropy(
 
 
 def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
-    """Return the number of predicted tokens in a batch, at least 1: all except the first of each row and negative ones.
+    """Return the number of predicted tokens in a batch, at least 1.
+
+    All tokens are predicted, except the first token of each row and tokens that are negative.
 
     Args:
         layout: a `gspmd.Layout`.
-        tokens: [B, L+1] integers, sharded as `batch_spec`; those that are not predicted are given as complements.
+        tokens: [B, L+1] integers, sharded as `batch_spec`; a token t that is not predicted is given as its complement
+            `~t`.
     """
     with part(layout, "output"):
         each = (tokens[:, 1:] >= 0).astype(jnp.float32)
@@ -144,7 +154,7 @@ def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
 
 
 def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Mark padding, and the first token of each text after the first, as read but not predicted.
+    """Mark padding, and the first token of each text except the row's first text, as read but not predicted.
 
     Args:
         tokens, segments: [B, L+1], as for `loss`.
@@ -163,7 +173,7 @@ def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
 
 
 def _read(tokens: jax.Array) -> jax.Array:
-    """Return the tokens, with each complement `~t` replaced by t."""
+    """Replace each complement `~t` among the tokens by the token t."""
     return jnp.where(tokens < 0, ~tokens, tokens)
 
 
@@ -177,7 +187,10 @@ def _pipelined(
     total: jax.Array | None,
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute the loss of a model in stages along a mesh axis; the first embeds, and the last computes the loss."""
+    """Compute the loss of a model whose layers are split into stages along a mesh axis.
+
+    The first stage embeds the tokens, and the last stage computes the loss.
+    """
     config, dtype = model.config, model.dtype
     check_inputs(config, tokens[:, :-1], **inner)
     rows, values = parameters(config, model.layout), arrays(model)
@@ -217,7 +230,8 @@ class _Stacks:
 
     Attributes:
         config: the model configuration.
-        layout: the layout inside the shard_map of the stages: that of the decoder, with the encoder's section.
+        layout: the layout inside the shard_map of the stages. It is the decoder's layout and contains the encoder's
+            section.
         dtype: compute dtype.
         chunks: the number of chunks of layers in a stack.
         train: whether to use the routers' random draws and capacity for training.
@@ -238,7 +252,7 @@ class _Stacks:
         return embedded_source(self.config, self.layout, weights, batch["source"], segments, self.dtype)
 
     def target(self, shared: Values, batch: Values) -> jax.Array:
-        """Embed the tokens of the decoder, and run the layers before those that repeat."""
+        """Embed the tokens of the decoder, and run the leading layers, which come before the repeating ones."""
         inputs, _ = split_tokens(batch["tokens"], self.layout)
         with part(self.layout, "embedding"):
             table = Embedding(self.config, self.layout, nested(shared)["embedding"], self.dtype)
@@ -273,7 +287,7 @@ class _Stacks:
         number: jax.Array,
         encoded: jax.Array | None = None,
     ) -> Chunk:
-        """Run a chunk of the decoder's layers, given the encoder's output before its last norm, if there is one."""
+        """Run a chunk of the decoder's layers; `encoded` is the output of an encoder before its last norm, or None."""
         segments = batch.get("segments")
         context = context_of(self.config, self.layout, segments, shared.get("relative"), causal=True)
         if encoded is not None:
@@ -313,13 +327,16 @@ class _Stacks:
 
 
 def _stacked(values: Values, prefix: str, lead: int) -> Values:
-    """Return the weights of a stack's repeating blocks, by path."""
+    """Return the weights of a stack's repeating blocks, by path; `lead` is the number of blocks before them."""
     of_blocks = {path: path.removeprefix(f"{prefix}blocks.") for path in values if path.startswith(f"{prefix}blocks.")}
     return {path: values[path] for path, within in of_blocks.items() if int(within.partition(".")[0]) >= lead}
 
 
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
-    """Return the weights of a stack's blocks, [R, N, ...] for R rounds, by position in the period, for `pipelined`."""
+    """Return the weights of a stack's repeating blocks in the form that `pipelined` needs: [R, N, ...] for R rounds.
+
+    The weights are nested by the position of the block in the repeating pattern, and by their names.
+    """
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
     stacked = nested({short[path]: value for path, value in values.items()})
@@ -331,7 +348,7 @@ def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dt
 
 
 def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Split the random key of a batch into keys of each stack's repeating layers, as `BlockStack.run` does."""
+    """Split the random key of a batch into one key for each repeating layer of each stack, as `BlockStack.run` does."""
     if not config.encoder_layers:
         return (jax.random.split(key, config.lead + config.repeats)[config.lead :],)
     layers = config.encoder_layers, config.layers
@@ -339,20 +356,20 @@ def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _of_all_layers(each: Sequence[Values], axis: str) -> Values:
-    """Gather the metrics [N, ...] of all layers of all stacks, those of the encoder first, onto every stage."""
+    """Gather the metrics [N, ...] of all layers of all stacks onto every stage; layers of the encoder come first."""
     found = [{name: _of_layers(x, axis) for name, x in figures.items()} for figures in each]
     return {name: jnp.concatenate([figures[name] for figures in found]) for name in found[0]}
 
 
 def _of_layers(x: jax.Array, axis: str) -> jax.Array:
-    """Gather the metrics [N, ...] of all layers onto every stage, from those of all rounds, [R, N/R, ...]."""
+    """Gather the metrics [R, N/R, ...] of R rounds onto every stage, and return them as [N, ...], by layer."""
     dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
     x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
     return x.reshape(-1, *x.shape[2:])
 
 
 def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Split tokens [B, L+1] into inputs and labels [B, L], sharded and ordered as `Transformer.hidden` takes them."""
+    """Split tokens [B, L+1] into inputs and labels [B, L], sharded and ordered for `Transformer.hidden`."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))
     inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)

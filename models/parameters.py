@@ -1,4 +1,4 @@
-"""The table of a model's parameters: the spec, the shape and the initializer of each."""
+"""The table of a model's parameters, with the spec, the shape and the initializer of each parameter."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class ParameterRow:
     """The row of one parameter in the table.
 
     Attributes:
-        key: the key of its line in the layout, such as `ffn.w_in`, the same for every layer.
-        spec: the spec of the parameter; layers of a scan are stacked in a leading N, which only a pipeline shards.
-        shape: the shape of the parameter, with N first if layers are stacked, and with the layout's padding.
-        initialise: a function from a random key and the shape to float32 values, the same on every mesh.
-        padding: for each dimension, its padding, or None if it is not padded.
+        key: the key of the parameter's line in the layout, such as `ffn.w_in`. It is the same in every layer.
+        spec: the spec of the parameter. The layers of a scan are stacked in a leading dimension N, which only a
+            pipeline shards.
+        shape: the shape of the parameter, including the layout's padding. N comes first if layers are stacked.
+        initialise: a function from a random key and the shape to float32 values, which are the same on every mesh.
+        padding: the padding of each dimension, or None for a dimension that is not padded.
     """
 
     key: str
@@ -49,18 +50,18 @@ class ParameterRow:
 
 
 def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
-    """Return the row of every parameter by its path in the module, in the order in which the model uses them.
+    """Return the row of every parameter, by path in the module, in the order in which the model uses the parameters.
 
     Args:
         config: the model configuration.
-        layout: a `gspmd.Layout`; for a model without experts, any mapping from its keys to specs.
+        layout: a `gspmd.Layout`. For a model without experts it may also be any mapping from keys of a layout to specs.
 
     Returns:
         A mapping from paths, such as `blocks.0.ffn.w_in`, to rows.
 
     Raises:
         LayoutError: some layers have no experts, but the layout has no lines for dense layers.
-        ValueError: a spec of the layout has other dimensions than the model's tensor.
+        ValueError: the dimensions of a spec in the layout differ from the dimensions of the model's tensor.
     """
     _check_dense(config, layout)
     return dict(_rows(config, layout, lambda of, key: of[key]))
@@ -80,22 +81,22 @@ def _check_dense(config: ModelConfig, layout: Layout) -> None:
 
 
 def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return spec and shape of every parameter, by its path."""
+    """Return the spec and the shape of every parameter, by its path."""
     return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
 
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's optimizer state, by path: by default the parameter's own spec."""
+    """Return the spec of every parameter's optimizer state, by path; by default it is the parameter's spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return the spec of every parameter's gradient, by path: by default the parameter's own spec."""
+    """Return the spec of every parameter's gradient, by path; by default it is the parameter's spec."""
     return {path: row.spec for path, row in _rows(config, layout, Layout.gradient)}
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes over which a pipeline splits the stacked layers into stages, if there is a pipeline."""
+    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty without a pipeline."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
 
@@ -103,12 +104,14 @@ def stages_axes(layout: Layout) -> tuple[str, ...]:
 def check_placed(
     doing: str, rows: Mapping[str, ParameterRow], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
 ) -> None:
-    """Raise one error about all parameters that a mesh cannot hold with their specs; JAX would name only the first.
+    """Raise one error that lists all parameters whose specs do not fit the mesh.
+
+    JAX would name only the first of these parameters.
 
     Args:
         doing: the first words of the error message.
         rows: the table of parameters.
-        mesh: a mesh, which may lack axes of the layout, as `Layout.check` allows.
+        mesh: a mesh. It may lack some mesh axes of the layout, as `Layout.check` allows.
         kind: the class of the error.
     """
     faults = [
@@ -121,12 +124,12 @@ def check_placed(
 
 
 def initialise(rows: Mapping[str, ParameterRow], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-    """Initialize every parameter with its sharding; no device ever holds more than its own shards.
+    """Initialize every parameter with its sharding; a device never holds more than its own shards.
 
     Args:
         rows: the table of parameters.
         mesh: a mesh of devices with named axes.
-        key: one random key, from which the key of each parameter is derived by the parameter's path.
+        key: one random key. The key of each parameter is derived from this key and the parameter's path.
 
     Returns:
         A mapping from path to array. Values do not depend on the layout, and padding is 0.
@@ -163,7 +166,10 @@ class _WithPadding:
 def _rows(
     config: ModelConfig, layout: Layout, spec_of: Callable[[Layout, str], str]
 ) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield the row of every parameter; `spec_of` returns a line's spec, or that of its optimizer state or gradient."""
+    """Yield the path and the row of every parameter.
+
+    `spec_of` returns the spec of a line of the layout: for the parameter, its optimizer state or its gradient.
+    """
     sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
     # An encoder's lines may differ from a decoder's. A mapping in place of a layout has no lines of an encoder.
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
@@ -180,7 +186,7 @@ def _rows(
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
-        """Yield the rows of a weight's adapter matrices A and B; the product of A and B is 0 at first."""
+        """Yield the rows of a weight's adapter matrices A and B; the product of A and B is 0 after initialization."""
         key = tensor.key
         _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None
@@ -202,7 +208,10 @@ def _rows(
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
-    """Return whether a matrix shares the scales of `ffn.w_out`, as their products are summed before scaling."""
+    """Return whether a matrix shares the int8 scales of `ffn.w_out`.
+
+    This is so if the product with the matrix is added to the product with `ffn.w_out` before scaling.
+    """
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     number = config.weight_stacks()[int(path.split(".")[1])][0]

@@ -11,20 +11,23 @@ from gspmd.layouts import Layout
 
 
 def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
-    """Reshard an array from `before` to `after`, if they differ."""
+    """Reshard an array from the spec `before` to the spec `after`, if the two differ."""
     return x if before == after else gspmd.reshard(x, Equation.move(before, after))
 
 
 def batch_spec(layout: Layout) -> Spec:
-    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, as few meshes divide L+1."""
+    """Return the spec of a batch of tokens [B, L+1]: the spec of the line `embedding.tokens`, with L unsharded.
+
+    L is unsharded because the sizes of few mesh axes divide L+1.
+    """
     return layout.spec("embedding.tokens").with_axes("L", ())
 
 
 def label_spec(layout: Layout) -> Spec:
-    """Return the spec of labels [B, L]: that of the logits without V."""
+    """Return the spec of labels [B, L]: the spec of the logits without V."""
     return layout.spec("output.logits").without("V")
 
 
 def tokens_spec(layout: Layout) -> Spec:
-    """Return the spec of the experts' per-token arrays [B, L]: that of the groups with B instead of G."""
+    """Return the spec of the experts' per-token arrays [B, L]: the spec of groups of tokens, with G renamed to B."""
     return layout.spec("moe.groups").rename({"G": "B"}).without("E")

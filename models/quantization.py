@@ -1,4 +1,4 @@
-"""int8 weights: matrices with a scale for each channel, by which the products with them are multiplied."""
+"""int8 weights: matrices with a scale for each channel. Products with such a matrix are multiplied by the scales."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from .vectors import SCALES
 
 
 def quantize(model: Transformer) -> Transformer:
-    """Return the model with int8 matrices, each with a float32 scale for every channel of its products.
+    """Return the model with int8 matrices; every channel of a matrix's products has a float32 scale.
 
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
     scale[f] is max |w[:, f]| / 127, or NaN if a weight of the channel is not finite. For channels of up to 256
     elements, 65 scales at and near this value are tried, and the one with the least squared error is used. This reduces
-    the error by 15% with 24 elements, and by 5% with 96. Wider channels would gain 2%, for 65 passes over the weights.
+    the error by 15% for channels of 24 elements, and by 5% for channels of 96 elements. For wider channels the error
+    would fall by only 2%, at the cost of 65 passes over the weights.
 
-    Embedding tables have a scale for every row, which is a token's vector and a channel of the logits. Experts' weights
-    have a scale for every expert and channel. In a parallel block w_o and w_out share one scale, from the larger
-    maximum, because their products are summed before they are reduced. Norms, biases and routers stay float32. An int8
-    weight is sent as int8. Products cast it to the dtype of activations, which represents it exactly.
+    Embedding tables have a scale for every row, because a row is the vector of a token and also a channel of the
+    logits. Experts' weights have a scale for every expert and channel. In a parallel block w_o and w_out share their
+    scales, computed from the larger of the two maxima, because their products are summed before they are reduced.
+    Norms, biases and routers stay float32. An int8 weight is sent as int8. Before a product, the weight is cast to the
+    dtype of activations, which represents every int8 value exactly.
 
     Args:
-        model: a model with arrays, from `build` or `load`, which is not changed.
+        model: a model with arrays, from `build` or `load`. It is not changed.
 
     Returns:
         A model whose config has `int8`, with each weight and its scales sharded by the layout.
@@ -44,10 +46,11 @@ def quantize(model: Transformer) -> Transformer:
     Raises:
         ValueError: the model already has int8 weights.
 
-    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.6, for int8 weights with bfloat16 activations; a scale for
-        every channel as in Qwix and AQT, by least squared error as in Choukroun et al. 2019 (arXiv 1902.06822).
-    Differs: those libraries intercept dot_general, outside of any plan; here weights and scales are tensors of the
-        layout, so their bytes are planned.
+    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.6, for int8 weights with bfloat16 activations. A scale for
+        every channel is used as in Qwix and AQT, and the least squared error as in Choukroun et al. 2019 (arXiv
+        1902.06822).
+    Differs: Qwix and AQT intercept dot_general, outside of any plan. Here weights and scales are tensors of the layout,
+        so their bytes are planned.
     """
     if model.config.int8:
         raise ValueError("the weights of this model are int8 already.")
@@ -59,7 +62,7 @@ def quantize(model: Transformer) -> Transformer:
 
 
 def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator[tuple[list[str], str]]:
-    """Yield the paths of matrices that share scales (usually just one matrix), and the path of the scales.
+    """Yield the paths of matrices that share scales (usually just one matrix), together with the path of the scales.
 
     Args:
         config: a configuration with `int8`.
@@ -75,15 +78,17 @@ def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator
 
 
 def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Array], scale: str) -> dict[str, jax.Array]:
-    """Quantize the matrices that share scales; loading calls this for one group of matrices after another.
+    """Quantize matrices that share scales.
+
+    Loading calls this function for one group of matrices after another.
 
     Args:
         rows: the `parameters` of a configuration with `int8`.
-        weights: floating-point weights by path, sharded as in their rows.
+        weights: floating-point weights by path, sharded as `rows` says.
         scale: the path of the scales.
 
     Returns:
-        The int8 weights and the float32 scales by path, sharded as in their rows.
+        The int8 weights and the float32 scales by path, sharded as `rows` says.
     """
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
@@ -107,7 +112,10 @@ def _rounded(w: jax.Array, scale: jax.Array, over: tuple[int, ...]) -> jax.Array
 
 
 def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ...], widest: jax.Array) -> jax.Array:
-    """Return, for each channel, the scale near `widest` with the least squared error over the weights that share it."""
+    """Return, for each channel, the scale near `widest` that has the least squared error.
+
+    The error is summed over all weights that share the scale.
+    """
 
     def error(scale: jax.Array) -> jax.Array:
         near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))

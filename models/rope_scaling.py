@@ -1,4 +1,4 @@
-"""Scalings of the rotary position embedding, for sequences longer than those of a model's pretraining."""
+"""Scalings of the rotary position embedding, for sequences longer than the sequences of a model's pretraining."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of the rotary embedding's wavelengths, for sequences longer than those of a model's pretraining.
+    """A scaling of the rotary embedding's wavelengths, for sequences longer than the sequences of pretraining.
 
     - `linear`: every wavelength is multiplied by `factor`.
-    - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-      original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
-      high_frequency are equal, as in Llama 4 Scout, nothing lies in between.
-    - `yarn`: the same as `llama3`, but interpolated by the index of the pair. Cosines and sines are multiplied by
-      `attention_factor`.
-    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
-      (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
-    - `longrope`: the wavelength of each pair has its own factor: one of `short_factors` in texts of up to
-      original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
+    - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Wavelengths below
+      original_length / high_frequency are unchanged. In between, the frequency is interpolated. If low_frequency and
+      high_frequency are equal, as in Llama 4 Scout, no wavelength lies in between.
+    - `yarn`: the same as `llama3`, but in between the frequency is interpolated by the index of the pair of elements.
+      Cosines and sines are multiplied by `attention_factor`.
+    - `dynamic`: if the length L of a text exceeds original_length, the base is multiplied by (factor · L /
+      original_length - factor + 1)^(R / (R - 2)), where R is the number of rotated elements of a head.
+    - `longrope`: the wavelength of each pair is multiplied by a factor of its own. The factors are `short_factors` in
+      texts of up to original_length tokens, and `long_factors` in longer texts. Cosines and sines are multiplied by
       `attention_factor`.
 
-    The length of a text counts all its tokens, so that all of them are rotated alike. In training a text is a row, or
-    each text in a packed row. In generation the length is the largest that the text can reach: its prompt and all new
-    tokens.
+    The length of a text counts all its tokens, and the same length is used for each of these tokens. In training a text
+    is a row, or each text in a packed row. In generation the length is the largest that the text can reach, the tokens
+    of the prompt and all new tokens.
 
     Raises:
-        ValueError: the fields do not fit the kind; the message lists every fault.
+        ValueError: the fields do not fit the kind of scaling. The message lists every fault.
 
     Example:
         >>> scaling = RopeScaling("yarn", factor=32.0, original_length=4096)
@@ -88,7 +88,7 @@ class RopeScaling:
 
     @property
     def cosine_factor(self) -> float:
-        """The factor of cosines and sines: the attention factor, or its default."""
+        """The factor by which cosines and sines are multiplied: `attention_factor`, or its default for this kind."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1 or self.kind not in ("yarn", "longrope"):

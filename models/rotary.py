@@ -1,4 +1,4 @@
-"""Rotary position embedding, by which queries and keys are rotated, and factors by which queries grow."""
+"""Rotary position embedding, which rotates queries and keys, and factors by which queries grow with the position."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .config import ModelConfig
 from .rope_scaling import RopeScaling
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosine and sine of the angles by which pairs of a head's elements are rotated, times the scaling's factor: [B, L, 1,
-R/2] float32."""
+"""Cosines and sines of the angles by which pairs of a head's elements are rotated, each [B, L, 1, R/2] float32. They
+are already multiplied by the factor of the scaling."""
 
 LONGEST = 2**20
 """The number of positions, 0 to `LONGEST` - 1, at which `angles_at` is exact."""
@@ -25,18 +25,19 @@ def rotate(
 ) -> jax.Array:
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
-    The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
-    `config.rotary_pairs` says. The rotation is elementwise over batch, length and heads, which may be sharded; the head
-    size must not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
+    The first R = `config.rotary` elements of a head are rotated. Depending on `config.rotary_pairs`, the pairs are
+    (x[i], x[i + R/2]) or (x[2i], x[2i + 1]). The rotation is elementwise over batch, length and heads, which may be
+    sharded; the head size must not be sharded. If the config has `rope_scaling`, the function `turns` gives the angles
+    and the factor of cosines and sines.
 
     Args:
         x: [B, L, H, D].
-        config: a configuration, of which `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling` are used.
-        angles: `angles_at` for positions [B, L], sharded like B and L of x; None for positions 0 to L - 1 of a text of
-            L tokens.
+        config: a configuration. Only `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling` are used.
+        angles: the result of `angles_at` for positions [B, L], sharded like B and L of x. None stands for the positions
+            0 to L - 1 of a text of L tokens.
 
     Returns:
-        [B, L, H, D] in x's dtype; computed in float32.
+        [B, L, H, D] in x's dtype. The rotation is computed in float32.
 
     Example:
         >>> turned = rotate(jnp.ones((1, 2, 1, 2)), ModelConfig(head_size=2))
@@ -44,7 +45,8 @@ def rotate(
         ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: by default a pair has one element from each half of the head, which permutes the elements of the head.
+    Differs: by default a pair has one element from each half of the head. This is the paper's rotation with the
+        elements of the head permuted.
     """
     size = config.rotary
     cos, sin = cos_sin(np.arange(x.shape[1]), turns(config, x.shape[1])) if angles is None else angles
@@ -65,8 +67,8 @@ class Turns(NamedTuple):
     """The speed at which every pair of a head's elements is rotated.
 
     Attributes:
-        per_position: [R/2] float64, the angle of each pair per position, in turns.
-        factor: the factor of cosines and sines.
+        per_position: [R/2] float64, the angle by which each pair is rotated per position, in turns.
+        factor: the factor by which cosines and sines are multiplied.
     """
 
     per_position: np.ndarray
@@ -74,11 +76,12 @@ class Turns(NamedTuple):
 
 
 def turns(config: ModelConfig, length: int | None = None) -> Turns:
-    """Return the angle by which every pair is rotated per position, in turns.
+    """Return the angle by which every pair of elements is rotated per position, in turns.
 
     Args:
-        config: a configuration, of which `rotary`, `rope_base` and `rope_scaling` are used.
-        length: number of tokens of the text; needed if the scaling depends on it (`RopeScaling.by_length`).
+        config: a configuration. Only `rotary`, `rope_base` and `rope_scaling` are used.
+        length: number of tokens of the text. It is needed if the scaling depends on this number
+            (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     plain = config.rope_base ** (-np.arange(0, config.rotary, 2) / config.rotary) / (2 * np.pi)
@@ -101,18 +104,19 @@ def turns(config: ModelConfig, length: int | None = None) -> Turns:
 
 
 def _exponents(config: ModelConfig) -> np.ndarray:
-    """Return the exponents [R/2] of dynamic scaling: turns are multiplied by the growth of a text to these powers.
+    """Return the exponents [R/2] of dynamic scaling: the turns of pair i are multiplied by growth^exponent[i].
 
-    The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and those
-    of the last pair are divided by the growth.
+    The base is multiplied by growth^(R / (R - 2)). The first pair then keeps its turns, and the turns of the last pair
+    are divided by the growth. `RopeScaling` defines the growth, which depends on the length of the text.
     """
     return -np.arange(0, config.rotary, 2) / (config.rotary - 2)
 
 
 def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each frequency: 0 below low_frequency turns, 1 above high_frequency turns.
+    """Return the unscaled share [R/2] of each pair's frequency, for `llama3`.
 
-    Turns are counted within the original length.
+    It is 0 for pairs that make fewer than low_frequency turns within the original length, and 1 for pairs that make
+    more than high_frequency turns.
     """
     low, high = scaling.low_frequency, scaling.high_frequency
     assert high is not None
@@ -122,7 +126,11 @@ def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarra
 
 
 def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each pair: 1 up to the pair of high_frequency, 0 from that of low_frequency on."""
+    """Return the unscaled share [R/2] of each pair's frequency, for `yarn`.
+
+    It is 1 up to the pair that makes high_frequency turns within the original length, and 0 from the pair that makes
+    low_frequency turns onwards.
+    """
     assert scaling.high_frequency is not None
     first, last = (
         # the unrounded number of the pair that makes this many turns within the original length
@@ -145,7 +153,7 @@ def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
     A softmax over more keys is flatter, and queries that grow with their position keep it sharp.
 
     Args:
-        positions: the positions p, integers [B, L]; the result is constant if they are constants.
+        positions: the positions p, integers [B, L]. If they are constants, the result is constant too.
         config: the model configuration.
 
     Example:
@@ -153,7 +161,8 @@ def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
         >>> [f"{factor:.4f}" for factor in query_growth(np.array([[0, 2, 3]]), config).ravel()]
         ['1.0000', '1.0000', '1.3466']
 
-    Source: Nakanishi 2025, *Scalable-Softmax Is Superior for Attention* (arXiv 2501.19399), for such factors.
+    Source: Nakanishi 2025, *Scalable-Softmax Is Superior for Attention* (arXiv 2501.19399), for factors that grow with
+        the logarithm of the length.
     """
     of = np if isinstance(positions, np.ndarray) else jnp
     steps = ((positions + 1) // config.growth_interval).astype(np.float32)
@@ -161,7 +170,7 @@ def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
 
 
 def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cosines and sines [1, L, 1, R/2] of angles at constant positions [L], times the turns' factor."""
+    """Return cosines and sines [1, L, 1, R/2] of the angles at constant positions [L], multiplied by `turns.factor`."""
     angles = (2 * np.pi * positions[:, None] * turns.per_position)[None, :, None, :]
     return (turns.factor * np.cos(angles)).astype(np.float32), (turns.factor * np.sin(angles)).astype(np.float32)
 
@@ -170,14 +179,14 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
     """Return the cosines and sines [B, L, 1, R/2] of the angles of `rotate` at positions [B, L] below `LONGEST`.
 
     The angles are the same in every layer. In float32, an angle of a hundred thousand radians has few digits after the
-    point. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and an
-    angle is exact to 2^-24 turns. (With dynamic scaling, turns depend on the text, and are first computed in float32.)
+    point. So turns are integers in units of 2^-44. Their products with a position wrap around at complete turns, and an
+    angle is exact to 2^-24 turns. With dynamic scaling, the turns depend on the text and are first computed in float32.
 
     Args:
         positions: [B, L], integers.
         config: a configuration, as for `turns`.
-        lengths: [B, L], the number of tokens of the text at each position, sharded like the positions; needed if the
-            scaling depends on it (`RopeScaling.by_length`).
+        lengths: [B, L], for each token the number of tokens in its text, sharded like the positions. It is needed if
+            the scaling depends on this number (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     at = positions.astype(jnp.uint32)[..., None, None]
@@ -195,13 +204,13 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
 
 
 def _fixed(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return turns in units of 2^-44, as two integers: the upper 32 bits and the lower 12."""
+    """Return turns in units of 2^-44, as two integer arrays: the upper 32 bits and the lower 12 bits."""
     fixed = np.round(turns * 2**44).astype(np.int64)
     return (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
 
 
 def _fixed_by_length(config: ModelConfig, scaling: RopeScaling, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1], as two integers like `_fixed`."""
+    """Return the turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1], as two integer arrays like `_fixed`."""
     original = scaling.original_length
     if scaling.kind == "longrope":
         short, long = (_fixed(turns(config, length).per_position) for length in (original, original + 1))

@@ -1,4 +1,4 @@
-"""Abstract models, inputs and activations (shapes, dtypes and shardings), to compile without devices."""
+"""Abstract models, inputs and activations: shapes, dtypes and shardings with which to compile without devices."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ def abstract(
     *,
     stored: Any = jnp.float32,
 ) -> Transformer:
-    """Return a model as from `build`, with `jax.ShapeDtypeStruct`s as parameters; nothing is allocated.
+    """Return a model like `build`, but with `jax.ShapeDtypeStruct`s as parameters, so that nothing is allocated.
 
     Args:
         config: the model configuration.
         layout: a `gspmd.Layout`.
-        mesh: a mesh with the layout's axes, possibly of an offline topology.
+        mesh: a mesh with the layout's mesh axes. Its devices may be those of an offline topology.
         dtype: compute dtype.
-        stored: the dtype of matrices, float32 for training; norms, biases and routers are always float32. With int8,
-            the model also has the scales that `quantize` adds.
+        stored: the dtype in which matrices are stored, float32 for training. Norms, biases and routers are always
+            float32. If it is int8, the model also has the scales that `quantize` adds.
 
     Returns:
-        A model whose `arrays` are abstract arguments for lowering a program, in which `with_arrays` replaces them.
+        A model whose parameters, from `arrays`, are abstract arguments for lowering a program. Inside the program,
+        `with_arrays` puts the real arguments into the model.
 
     Raises:
         ValueError: a spec does not fit the model or the mesh.
@@ -87,15 +88,15 @@ def abstract_batch(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: 
 def activation_specs(
     config: ModelConfig, layout: Layout, batch: int, length: int, source_length: int = 0
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return spec and global shape of a training step's activations, by layout key, in forward order.
+    """Return the spec and the global shape of each activation of a training step, by layout key, in forward order.
 
     Args:
         config: the model configuration.
-        layout: a `gspmd.Layout`, or for a decoder-only model any mapping from its keys to specs.
+        layout: a `gspmd.Layout`. For a decoder-only model it may also be any mapping from keys of a layout to specs.
         batch: number of sequences per step, over all devices.
         length: number of tokens per sequence.
-        source_length: number of tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with
-            `encoder.`.
+        source_length: number of tokens per source of an encoder–decoder; 0 if it equals `length`. Keys of the encoder
+            begin with `encoder.`.
 
     Example:
         >>> layout = {"embedding.tokens": "B_xL", "attention.residual": "B_xLE", "attention.query": "B_xLHD",
@@ -117,7 +118,7 @@ def activation_specs(
 def _placed_activations(
     config: ModelConfig, layout: Layout, batch: int, length: int, keys: Iterable[str], source_length: int = 0
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return spec and global shape of some activations in one stack of blocks."""
+    """Return the spec and the global shape of the activations `keys` in one stack of blocks."""
     sizes = wide_sizes(config, layout, batch, length)
     if source_length:
         sizes["T"] = source_length

@@ -1,4 +1,4 @@
-"""A model in pipeline stages: its schedule, its layout within a stage, and checks that come before tracing."""
+"""A model in pipeline stages: the schedule, the layout within a stage, and checks that come before tracing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def schedule_of(
     microbatches: int = 1,
     rounds: int = 1,
 ) -> Schedule | None:
-    """Return the schedule of the stages into which a layout splits a model's layers, or None if it has no stages.
+    """Return the schedule of the stages into which a layout splits a model's layers, or None if there are no stages.
 
     Args:
         config: the model configuration.
@@ -41,8 +41,8 @@ def schedule_of(
         schedule, microbatches, rounds: see `loss`.
 
     Raises:
-        PlanError: the schedule is impossible, as in `Schedule.of`; or stages times rounds does not divide the layers;
-            or groups of tokens span several microbatches.
+        PlanError: the schedule is impossible, as `Schedule.of` describes; or stages times rounds does not divide the
+            number of layers; or groups of tokens span several microbatches.
     """
     if not (axes := stages_axes(layout)):
         return None
@@ -65,7 +65,7 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
         rounds: the number of chunks of layers per stage, in each stack.
 
     Raises:
-        PlanError: some stack cannot be split, or a layer with experts comes before the repeating layers.
+        PlanError: a stack cannot be split, or a layer with experts comes before the repeating layers.
     """
     if ahead := [number for number in range(config.lead) if config.is_sparse(number)]:
         raise PlanError(
@@ -86,7 +86,7 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
 
 
 def check_rounds(rounds: int, *layouts: Any) -> None:
-    """Check that some layout has stages if there are several rounds.
+    """Check that at least one layout has stages if there are several rounds.
 
     Raises:
         PlanError: no layout has stages.
@@ -96,7 +96,7 @@ def check_rounds(rounds: int, *layouts: Any) -> None:
 
 
 def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
-    """Check that some layout has stages if there are several rounds, or a schedule other than the default.
+    """Check that at least one layout has stages if there are several rounds, or if the schedule is not the default.
 
     Raises:
         PlanError: no layout has stages.
@@ -107,14 +107,15 @@ def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
 
 
 def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, schedule: str) -> None:
-    """Check, before anything is traced, that stages do not use lowering `xla` where it cannot train them.
+    """Check, before anything is traced, that stages do not use the lowering `xla` where it cannot train them.
 
-    That lowering needs a region of Auto axes within the shard_map of the stages. A mesh of Auto axes does not allow
-    such a region, unless gradients are partial sums, which are computed under Explicit axes; and a backward pass in two
-    parts cannot split such a region. Embedding lookups in stages are always planned, whatever the lowering.
+    The lowering `xla` needs a region of Auto axes within the shard_map of the stages. This is impossible in two cases.
+    First, a mesh of Auto axes does not allow such a region, unless gradients are partial sums, which are computed under
+    Explicit axes. Second, a backward pass in two parts cannot split such a region. Embedding lookups in stages are
+    always planned, whatever the lowering.
 
     Raises:
-        LayoutError: lines of [lowering] ask for `xla`; the message names all of them.
+        LayoutError: some lines of the layout's [lowering] ask for `xla`. The message names all of these lines.
     """
     stages, data = stages_axes(layout), side_axes(config, layout)
     if not stages or not {*mesh.axis_names} - {*stages, *data}:  # arrays are unsharded within a stage
@@ -136,9 +137,9 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
 
 
 def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes along which pipelines run side by side: those that are `data_axes` of all stacks.
+    """Return the mesh axes along which pipelines run side by side: the axes that are `data_axes` of all stacks.
 
-    A model with experts has no such axis: the experts, or their random draws, depend on all tokens.
+    A model with experts has no such axis, because the experts or their random draws depend on all tokens.
     """
     if config.moe:
         return ()
@@ -150,13 +151,13 @@ def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def for_stages(config: ModelConfig, layout: Layout) -> Any:
-    """Return a layout with the specs of parameters in the loss of a pipeline, such as `EF_yz reduced-x`.
+    """Return a layout with the specs that parameters have in the loss of a pipeline, such as `EF_yz reduced-x`.
 
-    Their gradients stay partial sums until the end of the step, over the mesh axes along which pipelines run side by
-    side (`side_axes`).
+    The gradients of the parameters stay partial sums until the end of the step. They are partial over the mesh axes
+    along which pipelines run side by side (`side_axes`).
 
     Raises:
-        PlanError: [gradients] has partial sums over different axes.
+        PlanError: the layout's [gradients] has partial sums over mesh axes that are not `side_axes`.
     """
     data = side_axes(config, layout)
     given, faults = {}, []

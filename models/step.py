@@ -1,6 +1,6 @@
-"""Training, evaluation and forward steps of a model, for arrays or for abstract shapes.
+"""Training, evaluation and forward steps of a model, for arrays or for abstract arrays.
 
-`import gspmd_models` does not import this module, because it needs `gspmd.training` and its libraries.
+`import gspmd_models` does not import this module, because this module needs `gspmd.training` and its libraries.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ Parameters = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Language:
-    """The transformer as a `gspmd.training.model.Trainable`, from which training steps are built.
+    """The transformer as a `gspmd.training.model.Trainable`, the interface from which training steps are built.
 
     Attributes:
         config: the model configuration.
         dtype: compute dtype.
         schedule: the pipeline schedule if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: number of chunks of layers per pipeline stage.
-        masked: whether some tokens of a batch are read but not predicted, as for `gspmd_models.loss`.
+        masked: whether some tokens of a batch are read but not predicted; see the argument `masked` of
+            `gspmd_models.loss`.
         packed: whether batches have segments, because rows hold several texts or padding.
-        source_length: T, number of tokens that an encoder reads; 0 for a decoder-only model.
+        source_length: T, the number of tokens that an encoder reads; 0 for a decoder-only model.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -71,7 +72,7 @@ class Language:
         return self.config.sizes(batch, length, self.source_length)
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of each array of a batch: of tokens and, if batches have them, of source and segments."""
+        """Return the number of columns of each array of a batch: tokens, and any source and segments."""
         found = {"tokens": length + 1}
         if self.packed:
             found["segments"] = length + 1
@@ -82,7 +83,7 @@ class Language:
         return found
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path in the module, with line, spec and shape."""
+        """Return the line, the spec and the shape of every parameter, by its path in the module."""
         return {
             path: Row(row.key, row.spec, row.shape, row.key.rpartition(".")[2] in WIDE)
             for path, row in parameters(self.config, layout).items()
@@ -93,11 +94,11 @@ class Language:
         return optimizer_specs(self.config, layout)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return the spec in which the optimizer gets each parameter's gradient."""
+        """Return the spec that each parameter's gradient has when the optimizer gets it."""
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters; with adapters (`ModelConfig.lora`), only these are trained."""
+        """Return the paths of the trained parameters, which are only the adapters if the model has any."""
         return trained_paths(self.config, layout, frozen)
 
     def batch_spec(self, layout: Layout) -> Spec:
@@ -105,15 +106,18 @@ class Language:
         return batch_spec(layout)
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of microbatches into which the step cuts a batch: 1 in a pipeline, whose stages cut it."""
+        """Return the number of microbatches into which the step cuts a batch.
+
+        It is 1 for a pipeline, which cuts the batch by itself.
+        """
         return 1 if stages_axes(layout) else microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Any:
-        """Return the layout with the specs of the parameters in the loss, by `Layout.for_loss` or `for_stages`."""
+        """Return the layout with the specs that parameters have in the loss, from `Layout.for_loss` or `for_stages`."""
         return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens over which the loss of a batch is averaged, or None if it is all tokens."""
+        """Return the number of tokens over which the loss of a batch is averaged, or None for all tokens."""
         # Read from the batch, not from `packed`: `training_step` builds steps that leave this setting out.
         segments = tokens.get("segments") if isinstance(tokens, Mapping) else None
         if segments is not None:
@@ -129,7 +133,7 @@ class Language:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss and the metrics of a training step; in a pipeline, of the whole batch."""
+        """Return the loss and the metrics of a microbatch, or in a pipeline of the whole batch."""
         model, how = self._placed(layout, params), self._masked | _beside(tokens)
         if stages_axes(layout):
             how |= {"schedule": self.schedule, **self._rounds(layout, microbatches)}
@@ -148,8 +152,8 @@ class Language:
     ) -> tuple[Parameters, Mapping[str, jax.Array]]:
         """Change the biases for choosing experts to bias_i + rate · sign(mean load - load_i), in every layer.
 
-        The load of an expert is how often the tokens of the whole batch chose it, counted before capacity drops any
-        token.
+        The load of an expert is the number of times that tokens of the whole batch chose the expert. It is counted
+        before any token is dropped because of the capacity.
 
         Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1; DeepSeek-V3
             (arXiv 2412.19437), section 2.1.2.
@@ -169,7 +173,7 @@ class Language:
         return {**still, **after}, figures
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
-        """Return the mean next-token cross-entropy of an evaluation."""
+        """Return the mean next-token cross-entropy of a batch in evaluation."""
 
         def entropy(params: Parameters, tokens: Batch) -> jax.Array:
             how = self._rounds(layout, microbatches) | self._masked | _beside(tokens)
@@ -185,14 +189,17 @@ class Language:
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Check that a layout fits a training step of these sizes and its evaluation (`check_step`)."""
+        """Check that a layout fits a training step and an evaluation with these sizes (`check_step`)."""
         check_step(self.config, layout, mesh, batch, length, microbatches, frozen, self.source_length)
 
     def _placed(self, layout: Layout, params: Mapping[str, Any]) -> Transformer:
         return Transformer(self.config, layout, nested(params), self.dtype)
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
-        """Split the rows of `way` [expert layers, X], the encoder's first, into arrays [N, X] by each bias's path."""
+        """Split `way` [expert layers, X] into one array [N, X] for each bias, by the path of the bias.
+
+        The rows of `way` for the encoder's layers come first.
+        """
         config, found = self.config, {}
         ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
         for path, row in parameters(config, layout).items():
@@ -234,20 +241,20 @@ def check_step(
     frozen: Sequence[str] = (),
     source_length: int = 0,
 ) -> None:
-    """Check, before a model is built, that a layout fits a training step of these sizes and its evaluation.
+    """Check, before a model is built, that a layout fits a training step and an evaluation with these sizes.
 
     Args:
         config: the model configuration.
         layout: a `gspmd.Layout`, resolved.
-        mesh: a mesh with the layout's axes, or their sizes.
+        mesh: a mesh with the layout's mesh axes, or the sizes of these axes.
         batch: number of sequences per step, over all devices.
         length: number of tokens per sequence.
         microbatches: number of parts into which the batch is cut.
-        frozen: patterns of the paths of parameters that are not trained, as for `trained_paths`.
+        frozen: patterns for the paths of parameters that are not trained, as for `trained_paths`.
         source_length: number of tokens per source, if the model has an encoder.
 
     Raises:
-        LayoutError: the layout does not fit; the message lists every fault.
+        LayoutError: the layout does not fit. The message lists every fault.
     """
     each = batch // microbatches
     sizes = {**config.sizes(each, length, source_length), "B": batch, "M": microbatches}
@@ -266,15 +273,17 @@ def check_step(
 
 
 def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, *, train: bool) -> None:
-    """Check that the mesh divides the experts' slots as the layout shards them; dropless experts have no slots.
+    """Check that the sizes of the mesh axes that shard the experts' slots divide the number of slots.
+
+    Dropless experts have no slots, so there is nothing to check.
 
     Args:
         config, layout, mesh, length: as for `check_step`.
         batch: number of sequences whose tokens are routed together.
-        train: whether to use the experts' capacity in training instead of that in evaluation.
+        train: whether to use the capacity of experts in training. Otherwise their capacity in evaluation is used.
 
     Raises:
-        LayoutError: the mesh does not divide the slots; the message lists every fault.
+        LayoutError: the sizes of the mesh axes do not divide the slots. The message lists every fault.
     """
     moe = config.moe
     if moe is None or config.is_dropless:
@@ -299,32 +308,35 @@ def training_step(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> Step:
-    """Build one update, not compiled: (state, batch, key) -> (state, metrics).
+    """Build the function of one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    If the layout's [gradients] has a gradient as a partial sum, or if there are several microbatches, the gradient is
-    reduced only once, when it moves to its spec in [optimizer] (see `Layout.for_loss`). In a pipeline, this holds for
-    the mesh axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
+    A gradient is reduced only once, when it moves to its spec in [optimizer], in two cases: if it is a partial sum in
+    the layout's [gradients], or if there are several microbatches (see `Layout.for_loss`). In a pipeline, this holds
+    for the mesh axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
 
     Args:
-        model: a model, whose arrays may be abstract; only its configuration, layout and dtype are used.
+        model: a model. Its arrays may be abstract, because only its configuration, layout and dtype are used.
         optimizer: the optimizer's settings, such as its learning rate and weight decay.
         steps: total number of updates.
-        microbatches: number of parts of a batch that are computed one after the other, which saves memory, or that
-            follow one another through the stages of a pipeline. The loss and the metrics are those of the whole batch.
-            Groups of tokens that span sequences, the experts' capacity and their auxiliary losses are per microbatch,
-            and so are random draws.
-        schedule: the pipeline's schedule: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: chunks of layers per stage of a pipeline; with more than one, the schedule is interleaved.
-        frozen: patterns of the paths of parameters that are not trained, as for `trained_paths`. They have no gradients
-            and no optimizer state. With adapters (`ModelConfig.lora`), all other parameters are frozen too.
-        parameter_dtype: dtype in which matrices are stored; if not float32, the optimizer keeps float32 master copies.
+        microbatches: number of parts of a batch. They are computed one after the other, which saves memory, or follow
+            one another through the stages of a pipeline. The loss and the metrics are computed for the whole batch.
+            Groups of tokens that span sequences, the experts' capacity, the auxiliary losses and random draws are
+            separate for each microbatch.
+        schedule: the schedule of the pipeline, `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: number of chunks of layers per stage of a pipeline. If it is more than 1, the schedule is interleaved.
+        frozen: patterns for the paths of parameters that are not trained, as for `trained_paths`. These parameters have
+            no gradients and no optimizer state. If the model has adapters (`ModelConfig.lora`), all other parameters
+            are frozen too.
+        parameter_dtype: dtype in which matrices are stored. If it is not float32, the optimizer keeps float32 master
+            copies.
 
     Returns:
-        A pure function of a state (`initial_state` or `abstract_state`), tokens [B, L+1] sharded as `batch_spec`, and a
-        random key. Call or lower it under `jax.set_mesh`.
+        A pure function of a state (from `initial_state` or `abstract_state`), tokens [B, L+1] sharded as `batch_spec`,
+        and a random key. Call or lower this function under `jax.set_mesh`.
 
     Raises:
-        PlanError: there are several rounds but no stages; or [gradients] has a partial sum that stages cannot leave.
+        PlanError: there are several rounds but no stages; or [gradients] has a partial sum over mesh axes along which
+            no pipelines run side by side.
     """
     update = Update(optimizer, steps, microbatches, tuple(frozen), parameter_dtype)
     return building.training_step(_language(model, schedule, rounds), model.layout, update)
@@ -339,7 +351,7 @@ def initial_state(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
-    """Return the state before the first update: all parameters, and the optimizer state of the trained ones."""
+    """Return the state before the first update: all parameters, and the optimizer state of the trained parameters."""
     update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
     return building.initial_state(_language(model), model.layout, arrays(model), update, mesh)
 
@@ -363,13 +375,13 @@ def abstract_gradients(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes, dtypes and shardings of the gradients of all trained parameters, after they are summed.
 
-    Partial sums are reduced into the optimizer's layout, as in ZeRO-2.
+    Partial sums are reduced into the layout's specs of the optimizer state, as in ZeRO-2.
 
     Args:
         model: a model, whose arrays may be abstract.
         params: the parameters, or their shapes, by path.
-        mesh: the mesh.
-        frozen: patterns of the paths of parameters that are not trained, as for `training_step`.
+        mesh: the mesh of the parameters.
+        frozen: patterns for the paths of parameters that are not trained, as for `training_step`.
     """
     return building.abstract_gradients(_language(model), model.layout, params, mesh, frozen)
 
@@ -377,12 +389,12 @@ def abstract_gradients(
 def evaluation_step(
     model: Transformer, microbatches: int = 1, rounds: int = 1
 ) -> Callable[[Parameters, jax.Array], jax.Array]:
-    """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
+    """Build the function (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
 
     Args:
-        model: a model, whose arrays may be abstract, as for `training_step`.
+        model: a model. Its arrays may be abstract, as for `training_step`.
         microbatches: number of parts of a batch that follow one another through the stages of a pipeline.
-        rounds: chunks of layers per stage of a pipeline.
+        rounds: number of chunks of layers per stage of a pipeline.
 
     Raises:
         PlanError: there are several rounds but no stages.
@@ -391,9 +403,9 @@ def evaluation_step(
 
 
 def forward_step(model: Transformer) -> Callable[..., jax.Array]:
-    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], sharded by the layout, without a key/value cache.
+    """Build the function (parameters, tokens [B, L]) -> float32 logits [B, L, V], which uses no key/value cache.
 
-    For an encoder–decoder, a source [B, T] is the third argument.
+    The logits are sharded as the line `output.logits`. For an encoder–decoder, a source [B, T] is the third argument.
     """
 
     def forward(params: Parameters, tokens: jax.Array, source: jax.Array | None = None) -> jax.Array:

@@ -1,6 +1,7 @@
-"""The parameters of a model before any layout: path, layout key, initializer and number of layers of each.
+"""The parameters of a model before any layout: the path, layout key, initializer and number of layers of each one.
 
-`parameters` adds their specs, `ModelConfig` counts them, and the files of public checkpoints are read into them.
+`gspmd_models.parameters` adds the specs of the parameters, and `ModelConfig` counts their elements. The files of public
+checkpoints are read into these parameters.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from gspmd.layouts.rules.keys import dims_of
 
 LatentConfig = Any
 ModelConfig = Any
-"""A `gspmd_models.ModelConfig`. Its module imports this one to count parameters, so it is not imported here."""
+"""A `gspmd_models.ModelConfig`. It is not imported here, because its module imports this module to count parameters."""
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")
-"""The layout's keys of shared experts, whose F is their total width."""
+"""The layout keys of shared experts. In their specs, F is the total width of all shared experts."""
 
 
 OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
-"""The layout's keys of feed-forward layers without experts, whose F may differ from an expert's."""
+"""The layout keys of feed-forward layers without experts. Their F may differ from the F of an expert."""
 
 #: Layout keys under which a dimension has another size than usual: its letter, and the name of that size.
 _OTHER_SIZES = {
@@ -38,11 +39,13 @@ _OTHER_SIZES = {
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of the dimensions of a layout key's tensors; under some keys, a letter has another size.
+    """Return the sizes of the dimensions of a layout key's tensors.
 
-    F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
-    width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
-    latent. D is the width of a query, or in the weights of `keys` and `values` the width of a key or a value.
+    Under some keys, a letter has another size than usual. F is the width of one expert; under the keys of shared
+    experts it is the width of all `shared` experts together, and under the keys of dense layers the width of `dense`
+    layers. In latent attention, Z is the width of the latent and the rotated key together. In the norm and the weights
+    that read only the latent, Z is the `rank` of the latent. D is the width of a query. In the weights that make `keys`
+    and `values`, D is the width of a key or of a value.
 
     Args:
         sizes: the result of `tensor_sizes`, or padded sizes.
@@ -59,7 +62,7 @@ def width_of_shared(config: ModelConfig) -> int:
 
 
 def latent_widths(config: ModelConfig) -> dict[str, int]:
-    """Return the named sizes for `line_sizes` that only a model with latent attention has."""
+    """Return the sizes that `line_sizes` needs by name for a model with latent attention; empty for other models."""
     latent = config.latent
     if latent is None:
         return {}
@@ -71,12 +74,12 @@ class Tensor:
     """One parameter of the model.
 
     Attributes:
-        path: its path in the module, such as `blocks.0.ffn.w_in`.
-        key: its key in a layout, such as `ffn.w_in`.
+        path: the parameter's path in the module, such as `blocks.0.ffn.w_in`.
+        key: the parameter's key in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: number of layers stacked in a leading dimension N; 0 for a parameter that is not stacked.
-        in_lead: whether it belongs to a block before the repeating blocks (`ModelConfig.lead`); a pipeline splits only
-            the repeating blocks into stages.
+        in_lead: whether the parameter belongs to a block before the repeating blocks (`ModelConfig.lead`). A pipeline
+            splits only the repeating blocks into stages.
     """
 
     path: str
@@ -94,23 +97,24 @@ class Tensor:
 
     @property
     def in_encoder(self) -> bool:
-        """Whether the parameter belongs to the encoder; the embedding table, which both stacks use, does not."""
+        """Whether the parameter belongs to the encoder. The embedding table, which the decoder also reads, does not."""
         return self.path.startswith("encoder.")
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the parameter's shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
+        """Return the parameter's shape, given the sizes from `tensor_sizes`; N comes first if layers are stacked."""
         of = line_sizes(sizes, self.key)
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of elements of the parameter."""
+        """Return the number of elements of the parameter, given the sizes from `tensor_sizes`."""
         return math.prod(self.shape(sizes))
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the unpadded sizes of the parameters' dimensions, by letter and, for `line_sizes`, by name.
+    """Return the unpadded sizes of the parameters' dimensions, by letter and by name.
 
-    The names (`shared`, `dense`, `rank` and others) are for sizes that a letter has only under some layout keys.
+    A size has a name (such as `shared`, `dense` or `rank`) if a letter has this size only under some layout keys.
+    `line_sizes` reads these names.
     """
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
     dense = config.moe.dense_feed_forward if config.moe else 0
@@ -241,7 +245,7 @@ def _latent_attention(
 
 
 def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
-    """Yield the parameters of the norms before and after a part of a block, both sharded by the same layout key."""
+    """Yield the parameters of the norms before and after a part of a block; all of them have the same layout key."""
     for name in {"before": ("norm",), "after": ("norm_after",), "both": ("norm", "norm_after")}[config.norms]:
         yield f"{path}{name}", f"{section}.norm", ones
         if config.norm_bias:

@@ -35,11 +35,12 @@ Figures = dict[str, jax.Array]
 
 
 class Stack(NamedTuple):
-    """The blocks of an encoder or decoder, each as its Flax graph definition and its weights (`nnx.split`).
+    """The blocks of an encoder or decoder, split into Flax graph definitions and weights (`nnx.split`).
 
     Attributes:
-        first: the blocks before the repeating ones; their weights have no leading dimension N.
-        definition: the graph definition of the blocks of one period.
+        first: the graph definition and the weights of each block before the repeating blocks. These weights have no
+            leading dimension N.
+        definition: the graph definition of one period, the blocks that are repeated.
         weights: the weights of all periods, stacked in a leading dimension N for a scan.
     """
 
@@ -49,7 +50,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Sequence[nnx.Module], lead: int) -> Stack:
-        """Make a stack from blocks, of which the first `lead` do not repeat."""
+        """Make a stack from blocks; the first `lead` blocks do not repeat."""
         first = (nnx.split(block) for block in blocks[:lead])
         return cls(tuple((graph, one_layer(own)) for graph, own in first), *nnx.split(nnx.List(blocks[lead:])))
 
@@ -60,20 +61,21 @@ class Stack(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """The number of periods, N."""
+        """N, the number of periods."""
         return jax.tree.leaves(self.weights)[0].shape[0]
 
 
 def one_layer(weights: Any) -> Any:
-    """Return the weights [1, ...] of a single layer without the leading dimension."""
+    """Remove the leading dimension from the weights [1, ...] of a single layer."""
     return jax.tree.map(lambda leaf: leaf[0], weights)
 
 
 class BlockStack(nnx.Module):
-    """The blocks of a decoder or of an encoder, with its table of relative position biases, if it has one.
+    """The blocks of a decoder or of an encoder, and the stack's table of relative position biases if there is one.
 
-    Blocks repeat with a period, after `ModelConfig.lead`. Blocks at the same position of the period are stacked in a
-    leading N (`ModelConfig.weight_stacks`); each step of a scan over N runs one period.
+    After the first `ModelConfig.lead` blocks, blocks repeat with a period. The weights of blocks at the same position
+    of the period are stacked in a leading dimension N (`ModelConfig.weight_stacks`). Each step of a scan over N runs
+    one period.
 
     Attributes:
         within: the path of this stack of blocks in the model.
@@ -102,7 +104,7 @@ class BlockStack(nnx.Module):
     def stacked(self) -> Stack:
         """Return the blocks in the form that a scan needs.
 
-        If a pipeline shards N over stages, the weights are gathered: only `loss` runs in stages.
+        If a pipeline shards N over stages, the weights are gathered, because only `loss` runs in stages.
         """
         lead = self.config.lead if self.config.stacked else 0
         stack = Stack.of([*self.blocks], lead)
@@ -132,13 +134,16 @@ class Encoder(BlockStack):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream, which `memory_of` turns into the decoder's memory, and the experts' metrics."""
+        """Return the residual stream after the last block, and the experts' metrics.
+
+        `memory_of` turns the residual stream into the decoder's memory.
+        """
         context = context_of(self.config, self.layout, segments, self.table, causal=False)
         return self.run(x, context, key=key, train=train)
 
 
 class Transformer(BlockStack):
-    """The model from tokens [B, L], and a source [B, T] if there is an encoder, to logits [B, L, V]."""
+    """The whole model: it maps tokens [B, L], and a source [B, T] if there is an encoder, to logits [B, L, V]."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any = jnp.float32):
         super().__init__(config, layout, weights, dtype)
@@ -161,10 +166,10 @@ class Transformer(BlockStack):
 
         Args:
             tokens: [B, L] integers, sharded as `embedding.tokens`. A compiled program cannot detect an id outside the
-                vocabulary; such an id is embedded as zeros.
-            source, segments, source_segments: as for `hidden`.
+                vocabulary. Such an id is embedded as zeros.
+            source, segments, source_segments: as for the method `hidden`.
             key: random key for the routers in training.
-            train: whether to use the routers' random draws and the experts' capacity in training.
+            train: whether to use the routers' random draws, and the experts' capacity for training.
         """
         at = self.layout.spec
         devices, (into, out) = ring_size(at("attention.key")), map(at, ("embedding.tokens", "output.logits"))
@@ -187,19 +192,20 @@ class Transformer(BlockStack):
         """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' metrics.
 
         Args:
-            tokens: [B, L] integers, sharded as `embedding.tokens`, in zigzag order if `attention.key` shards L; the
-                stream has the same order.
+            tokens: [B, L] integers, sharded as `embedding.tokens`. They are in zigzag order if `attention.key` shards
+                L, and the residual stream has the same order.
             source: [B, T] integers that the encoder reads, sharded as `batch_spec`; for an encoder–decoder only.
             segments: [B, L] integers in the order of the text, sharded as `batch_spec`: the number of the text to which
-                each token belongs, from 1, and 0 for padding at the end. Tokens attend only to their own text, whose
-                positions begin at 0. None if every row is one text.
-            source_segments: [B, T], the same for the source. Text s attends to source s of its row, or to nothing if
-                the row has no source s.
+                each token belongs, counted from 1, and 0 for padding at the end. Tokens attend only to their own text.
+                In every text positions begin at 0. None if every row is one text.
+            source_segments: [B, T], the number of the text to which each token of the source belongs. Text s in
+                `segments` attends to text s of the source in the same row, or to nothing if the source has no text s.
             key: random key for the routers in training.
-            train: whether to use the routers' random draws and the experts' capacity in training.
+            train: whether to use the routers' random draws, and the experts' capacity for training.
 
         Raises:
-            ValueError: a source is missing, or the model has no encoder; or segments do not fit the tokens.
+            ValueError: the model has an encoder but `source` is missing; or the model has no encoder but a source is
+                given; or segments do not fit the tokens.
         """
         check_inputs(self.config, tokens, source, segments, source_segments)
         context = context_of(self.config, self.layout, segments, self.table, causal=True)
@@ -225,8 +231,8 @@ class Transformer(BlockStack):
         """Return the memory [B, T, E] of a source, sharded as `cross.memory`, and the metrics of the encoder's experts.
 
         Args:
-            source, segments: the `source` and `source_segments` of `hidden`.
-            key, train: as for `hidden`.
+            source, segments: the same as the arguments `source` and `source_segments` of the method `hidden`.
+            key, train: as for the method `hidden`.
         """
         if not self.config.encoder_layers:
             raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
@@ -236,7 +242,7 @@ class Transformer(BlockStack):
         return memory_of(self.config, self.layout, self.encoder.output, x), figures
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return float32 logits [B, L, V] of a residual stream [B, L, E] that is sharded as `stream`."""
+        """Return the float32 logits [B, L, V] of a residual stream [B, L, E], which is sharded as `stream` returns."""
         with part(self.layout, "output"):
             return self.output(x, self.embedding)
 
@@ -257,10 +263,11 @@ def run_blocks(
         config: the model configuration.
         stack: the blocks.
         x: [B, L, E], the residual stream.
-        context: the arrays that attention reads besides x, the same for all blocks.
-        keys: random keys for the routers in training: one for each block of `first`, and then one for each period.
-        train: whether to use the routers' random draws and the experts' capacity in training.
-        in_loop: whether to scan the blocks; otherwise each is traced by itself, and nothing is recomputed.
+        context: the arrays that attention reads besides x. They are the same for all blocks.
+        keys: random keys for the routers in training: one for each block of `Stack.first`, and then one for each
+            period.
+        train: whether to use the routers' random draws, and the experts' capacity for training.
+        in_loop: whether to scan the blocks. Otherwise each block is traced by itself, and nothing is recomputed.
 
     Returns:
         The residual stream after the last block, and the metrics of the experts, stacked over layers.
@@ -307,7 +314,9 @@ def run_first(
     train: bool,
     in_loop: bool = True,
 ) -> tuple[jax.Array, list[Figures]]:
-    """Run the blocks before the repeating ones, each recomputed by itself; the arguments are those of `run_blocks`.
+    """Run the blocks before the repeating blocks; the backward pass recomputes each of them by itself.
+
+    The arguments are the same as for `run_blocks`.
 
     Returns:
         The residual stream, and the metrics of each block that has experts.
@@ -323,7 +332,7 @@ def run_first(
 def _run_block(
     definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
 ) -> tuple[jax.Array, Figures]:
-    """Run one block; `remat` says which parts of it the backward pass recomputes."""
+    """Run one block; `remat` says which parts of the block the backward pass recomputes."""
 
     def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         return nnx.merge(definition, weights)(x, context, key=key, train=train)
@@ -335,7 +344,7 @@ def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figur
     """Return the metrics of all layers with experts, stacked over layers.
 
     Args:
-        ahead: the metrics of each layer with experts before the repeating layers.
+        ahead: the metrics of each layer with experts that comes before the repeating layers.
         figures: the metrics of the repeating layers, [N, ...], or [N, sparse, ...] if a period has several layers with
             experts.
         sparse: number of layers with experts in a period.
@@ -361,14 +370,14 @@ class Embedding(Layer):
         return {name: value[...] for name, value in found.items() if value is not None}
 
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
-        """Return rows of the table, times √E if the configuration scales them, sharded as the residual stream.
+        """Return rows of the table, sharded as the residual stream, and multiplied by √E if `scale_embedding` is set.
 
-        If the model has position embeddings, they are added, and the sum is normalized.
+        If the model has position embeddings, they are added. If it has a norm of embeddings, the sum is normalized.
 
         Args:
             tokens: [B, L], sharded as `embedding.tokens`.
-            positions: [L] or [B, L], sharded as `batch_spec`: the positions of the tokens, if the model has position
-                embeddings; None for 0 to L - 1.
+            positions: [L] or [B, L], sharded as `batch_spec`: the positions of the tokens. They are used if the model
+                has position embeddings; None stands for 0 to L - 1.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -381,7 +390,7 @@ class Embedding(Layer):
         return self.normed(stream_line(self.config), x) if self.config.embedding_norm else x
 
     def added(self, shape: tuple[int, ...], positions: np.ndarray | jax.Array | None, spec: Spec) -> jax.Array:
-        """Return position embeddings [B, L, E] or [1, L, E], sharded as `spec`, the spec of the residual stream."""
+        """Return position embeddings [B, L, E] or [1, L, E], sharded as the residual stream, whose spec is `spec`."""
         positions = np.arange(shape[1]) if positions is None else positions
         batch = self.at.spec("tokens").with_axes("L", ())
         if self.config.positions == "learned":
@@ -403,7 +412,7 @@ class Embedding(Layer):
 
 
 def in_encoder(layout: Layout, segments: jax.Array | None) -> jax.Array | None:
-    """Move the segments of a source [B, T] from the sharding of a batch to the sharding of the encoder's batch."""
+    """Reshard the segments of a source [B, T] from `batch_spec` of the model to `batch_spec` of the encoder."""
     if segments is None:
         return None
     return moved(segments, batch_spec(layout), batch_spec(layout.stack(ENCODER)))
@@ -435,7 +444,7 @@ def embedded_source(
 
 
 def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) -> jax.Array:
-    """Return the memory [B, T, E] of a decoder: the normalized output of an encoder, sharded as `cross.memory`.
+    """Return the memory [B, T, E] of a decoder, the normalized output of an encoder, sharded as `cross.memory`.
 
     Args:
         config: the model configuration.
@@ -478,14 +487,18 @@ def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spe
 
 
 class Output(Layer):
-    """The last norm, and the product with the embedding table, or with an untied table, that gives the logits."""
+    """The last norm, and the product that gives the logits, with the tied embedding table or an untied table."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
         super().__init__(config, layout.section("output"), weights, dtype)
         self.padded = padded_dimensions(config, layout).get("V")
 
     def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
-        """Return float32 logits [B, L, V] of x, by the tied embedding table and its scales, or by an untied table."""
+        """Return the float32 logits [B, L, V] of x [B, L, E].
+
+        They are computed with the embedding table and its scales if the table is tied, otherwise with a table of their
+        own.
+        """
         line, holder = ("embedding.table", embedding) if self.config.tied else ("table", self)
         where, logits = stream_line(self.config), self.at.spec("logits")
         out, y = f"{where}, {line} -> logits", self.normed(where, x)  # [B, L, E] -> [B, L, V]
@@ -524,7 +537,7 @@ def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtyp
 
 
 def stream_line(config: ModelConfig) -> str:
-    """Return the layout key of the residual stream between blocks: that of the first layer of a block."""
+    """Return the layout key of the residual stream between blocks, which is the key in the first layer of a block."""
     return "attention.residual" if config.block == "serial" else "ffn.residual"
 
 
@@ -541,8 +554,8 @@ def build(
     Args:
         config: the model configuration.
         layout: a `gspmd.Layout`.
-        mesh: a mesh of devices with the layout's axes.
-        key: a random key; the same key gives the same model on every mesh and in every layout.
+        mesh: a mesh of devices with the layout's mesh axes.
+        key: a random key. The same key gives the same model on every mesh and in every layout.
         dtype: compute dtype, float32 or bfloat16. Parameters, norms, softmax, router and loss are float32.
 
     Returns:
@@ -559,7 +572,7 @@ def build(
 
 
 def arrays(model: Transformer) -> dict[str, jax.Array]:
-    """Return the model's parameters by path, in the order of `parameters`: the tree that a training step updates."""
+    """Return the model's parameters by path, in the order of `parameters`; a training step updates this mapping."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     return {path: leaves[path].get_value() for path in parameters(model.config, model.layout)}
 
@@ -577,5 +590,5 @@ def mesh_of(values: Mapping[str, Any]) -> Mesh:
 
 
 def with_arrays(model: Transformer, values: Mapping[str, Any]) -> Transformer:
-    """Return the same model with the parameters `values`, by path, which may be tracers or shapes."""
+    """Return the same model with other parameters; `values` maps paths to arrays, tracers or shapes."""
     return Transformer(model.config, model.layout, nested(values), model.dtype)

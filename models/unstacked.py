@@ -1,4 +1,4 @@
-"""Weights of blocks as separate arrays, which a TPU loads before it runs the block that multiplies by them."""
+"""Weights of blocks as separate arrays, which a TPU can load before it runs the block that uses them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .transformer import Transformer, arrays, mesh_of
 def unstack(model: Transformer, *, free: bool = False) -> Transformer:
     """Return the model with separate arrays for every block, in place of one array for all blocks of a kind.
 
-    Logits are the same. A loop over stacked blocks reads each weight when it multiplies by it. The TPU compiler loads
-    separate arrays into on-chip memory while earlier blocks run or wait for collectives, so a decode step of few rows
-    is faster. The program has all blocks one after the other, which takes longer to compile.
+    The logits stay the same. A loop over stacked blocks reads each weight only at the product with this weight. The TPU
+    compiler loads separate arrays into on-chip memory while earlier blocks run or wait for collectives, so a decode
+    step of few rows is faster. The program contains all blocks one after the other, so it takes longer to compile.
 
     Args:
         model: a model of stacked arrays, from `build`, `load` or `quantize`.
         free: whether to free every array of the given model as soon as it is split, so that the devices never hold two
-            copies of all weights. The given model is then of no further use.
+            copies of all weights. The given model cannot be used afterwards.
 
     Returns:
         A model with `stacked` off in its configuration, and each weight sharded by the layout.
@@ -56,5 +56,5 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
 
 @lru_cache(maxsize=256)
 def _taker(placed: NamedSharding) -> Any:
-    """Return a compiled function from a stack [N, ...] and an index to a slice [1, ...]; it serves all blocks."""
+    """Return a compiled function from a stack [N, ...] and an index to a slice [1, ...], which serves all blocks."""
     return jax.jit(lambda stack, at: jax.lax.dynamic_slice_in_dim(stack, at, 1), out_shardings=placed)

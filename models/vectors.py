@@ -44,11 +44,11 @@ SCALES = {
     "moe.shared_out": ("s_out", "ffn.b_out"),
     "output.table": ("scale", "output.bias"),
 }
-"""A mapping from the layout's key of a matrix to the name and the key of its scales, which only int8 matrices have."""
+"""The name and the layout key of a matrix's scales, by the layout key of the matrix. Only int8 matrices have scales."""
 
 
 def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
-    """Return a weight as an operand of a product: in the compute dtype, or as int8, which the product casts."""
+    """Return a weight as an operand of a product: in the compute dtype, or as int8, which is cast in the product."""
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 
@@ -56,7 +56,8 @@ def cast_matrices(blocks: Any, dtype: Any) -> Any:
     """Return the stacked weights of blocks, with `matrix` applied to every matrix.
 
     Because the cast comes before the loop over layers, gradients are stacked in the compute dtype, in which they are
-    computed. With bfloat16 the loop writes, and clipping and the optimizer read, half the bytes of float32.
+    computed. If this is bfloat16, the loop writes half as many bytes as with float32, and clipping and the optimizer
+    read half as many.
     """
 
     def cast(path: tuple, weight: jax.Array) -> jax.Array:
@@ -67,9 +68,10 @@ def cast_matrices(blocks: Any, dtype: Any) -> Any:
 
 
 def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.Array:
-    """Multiply the product of an int8 weight, sharded as `spec`, by the scales of its last dimensions, in float32.
+    """Multiply x, the product with an int8 weight, by the scales of x's last dimensions, in float32.
 
-    If the scales are sharded differently from these dimensions of x, they are resharded first.
+    `spec` is the spec of x. If the scales are sharded differently from the last dimensions of x, they are resharded
+    first.
     """
     used = Spec(scale_spec.dims, spec.axes[-len(scale_spec.dims) :])
     factor = scale if used == scale_spec else gspmd.reshard(scale, Equation.move(scale_spec, used))
@@ -77,12 +79,12 @@ def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.
 
 
 def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:
-    """Set x to 0 where a dimension is padding, so that no values or gradients pass; without padding, return x."""
+    """Set x to 0 where `dim` is padding, so that no values or gradients pass; return x if `padded` is None."""
     return x if padded is None else x * along(padded.origins >= 0, dim, spec).astype(x.dtype)
 
 
 def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
-    """Return float32 constants along one dimension of a tensor sharded as `spec`, with size 1 in all others."""
+    """Return float32 constants along one dimension of a tensor sharded as `spec`; all other dimensions have size 1."""
     whole, x = Spec((dim,), ((),)), jnp.asarray(values, jnp.float32)
     if axes := spec.axes_of(dim):
         x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
@@ -102,7 +104,7 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
 
 
 def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes of dimensions for `line_sizes`: those of the model, padded as the layout requires."""
+    """Return the sizes of the model's dimensions, padded as the layout requires, for `line_sizes`."""
     padded = layout.padded if isinstance(layout, Layout) else dict
     wide = padded(config.sizes(batch, length)) | latent_widths(config)
     if config.moe is None:
@@ -119,8 +121,8 @@ def padded_dimensions(config: ModelConfig, layout: Layout, key: str = "") -> dic
 
     Args:
         config: the model configuration.
-        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
-        key: the layout key of a tensor whose F differs from the usual, such as `moe.shared_in`.
+        layout: a `gspmd.Layout`, or any mapping from keys of a layout to specs.
+        key: the layout key of a tensor whose F has another size than usual, such as `moe.shared_in`.
     """
     sizes, wide = (line_sizes(each, key) for each in (tensor_sizes(config), wide_sizes(config, layout)))
     return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)

@@ -1,4 +1,4 @@
-"""Public checkpoints: read safetensors, config.json and tokenizer.json onto any mesh and layout, and write them.
+"""Public checkpoints: read safetensors, config.json and tokenizer.json for any mesh and layout, and write these files.
 
 Reading order: files, families/, config, sources, loading, special, steps, rendering, chat, text, generation, saving.
 """

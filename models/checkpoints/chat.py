@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint, which write messages as text in the form that the model was trained on."""
+"""Chat templates of a checkpoint, which turn messages into text of the form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FOLDER = "additional_chat_templates"
 DEFAULT = "default"
 
 _SECONDS = 10
-"""The limit on the processor time of a template, in seconds; templates of published models take a few milliseconds."""
+"""The limit on a template's processor time, in seconds. Templates of published models take a few milliseconds."""
 _BYTES = 2**30
 _CHARACTERS = 2**24
 
 _WATCHED = sys.platform == "darwin"
-"""Whether gspmd checks the memory of a template's process itself: macOS accepts a limit but does not enforce it."""
+"""Whether gspmd itself checks a template process's memory, because macOS accepts a limit but does not enforce it."""
 _PAUSE = 0.05
-"""Seconds between two checks of the memory; a process can fill about 100 MB in this time."""
+"""Time between two checks of the memory, in seconds. A process can fill about 100 MB in this time."""
 
 #: The names under which the reasoning of a message is passed; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -39,8 +39,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dict[str, str]:
     """Return the chat templates of a checkpoint by name; most checkpoints have one, called "default".
 
-    They are the files chat_template.jinja and additional_chat_templates/NAME.jinja, or else the entry `chat_template`
-    of tokenizer_config.json.
+    The templates are in the files chat_template.jinja and additional_chat_templates/NAME.jinja. If there are no such
+    files, they are in the entry `chat_template` of tokenizer_config.json.
 
     Raises:
         CheckpointError: a file cannot be read, or the entry is neither a string nor a list of named strings.
@@ -77,10 +77,10 @@ def written(templates: Mapping[str, str]) -> dict[str, Any]:
 
 
 def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
-    """Return the name of the template to use: the given name, or "default".
+    """Return the name of the template to use: `name`, or "default" if `name` is empty.
 
     Raises:
-        CheckpointError: there is no such template; the message lists those that exist.
+        CheckpointError: there is no template with this name. The message lists the existing templates.
     """
     if (name or DEFAULT) in templates:
         return name or DEFAULT
@@ -96,7 +96,9 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
 
 
 def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
-    """Run a process with limits on its time and, where the system does not limit it, on its memory; return its output.
+    """Run a process with a limit on its time, and return its output.
+
+    On macOS, which does not enforce a limit on memory, the memory of the process is limited here too.
 
     Raises:
         subprocess.TimeoutExpired, MemoryError: the process exceeded a limit, and has been ended.
@@ -129,9 +131,9 @@ def _resident(process: int) -> int:
 def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
     """Render a template in a separate process, limited to 10 seconds, 1 GiB of memory and 16 million characters.
 
-    The operating system enforces the limits. macOS does not limit memory, so there the memory of the process is checked
-    twenty times a second, and the process is ended if it uses more. The process cannot write files. Only jinja2's
-    sandbox keeps the template from reading files.
+    The operating system enforces the limits, except that macOS does not limit memory. On macOS the memory of the
+    process is checked twenty times a second, and the process is ended if it uses more than the limit. The process
+    cannot write files. Only jinja2's sandbox keeps the template from reading files.
 
     Args:
         source: the template.
@@ -140,7 +142,7 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
         doing: the first words of error messages.
 
     Raises:
-        CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is not plain
+        CheckpointError: the template is faulty, refuses the messages or exceeds a limit; or a variable is not plain
             data.
     """
     limits = {
@@ -177,11 +179,11 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
 
 
 _SYSTEM = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
-"""The variables without which Windows starts no process."""
+"""The environment variables without which Windows starts no process."""
 
 
 def _folders(*packages: str) -> list[str]:
-    """Return the folders that Python needs on its path to import packages."""
+    """Return the folders that must be on Python's path to import these packages."""
     found = [importlib.util.find_spec(name) for name in packages]
     own = [str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin]
     return list(dict.fromkeys(own))
@@ -194,10 +196,12 @@ def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
 
 
 def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
-    """Return messages as templates expect them: no entry is None, and reasoning is there under each of its names.
+    """Return messages in the form that templates expect.
+
+    No entry is None, and an entry with the model's reasoning is present under each name that templates use for it.
 
     Raises:
-        CheckpointError: there are no messages, or one is not an object with a role.
+        CheckpointError: there are no messages, or a message is not an object with a role.
     """
     if not messages:
         raise CheckpointError(doing, ["there are no messages; give at least one."])

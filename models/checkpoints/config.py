@@ -42,8 +42,9 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError (a ValueError): the file is missing, the architecture is unknown (the message lists the known
-        ones), or the file asks for features that these models do not have (the message lists all of them).
+        CheckpointError (a ValueError): the file is missing; or the architecture is unknown (the message lists the known
+            architectures); or the file asks for features that these models do not have (the message lists all of these
+            features).
 
     Example:
         >>> import json, pathlib, tempfile
@@ -62,9 +63,10 @@ class Described:
     """A checkpoint as its config.json describes it.
 
     Attributes:
-        family: the family, which determines names and shapes of its tensors.
+        family: the family, which determines the names and shapes of the checkpoint's tensors.
         config: the model configuration.
-        factors: for a parameter's path, without "blocks.0.", a factor by which its tensor is multiplied.
+        factors: a mapping from a parameter's path, without "blocks.0.", to the factor by which the parameter's tensor
+            is multiplied.
         modules: number of prediction modules after the last layer (see `Family.modules`).
         remark: a sentence if the tensors contradict config.json; empty if they agree.
     """
@@ -77,12 +79,13 @@ class Described:
 
 
 def described(directory: str | os.PathLike) -> Described:
-    """Read config.json; if it calls the model tied, compare the embedding table with that of the output.
+    """Read the config.json of a checkpoint.
 
-    If both tables exist and differ, the model is untied, whatever config.json says, as in transformers.
+    If the file says that the model is tied, the embedding table is compared with the table of the output. If both
+    tables exist and differ, the model is untied, whatever config.json says, as in transformers.
 
     Raises:
-        CheckpointError: config.json cannot be used, for a reason that `model_config` gives.
+        CheckpointError: config.json cannot be used, for one of the reasons listed under `model_config`.
     """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
     fault, path = folder_fault(directory), Path(directory) / "config.json"
@@ -124,7 +127,7 @@ def described(directory: str | os.PathLike) -> Described:
 
 
 def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return the entries about the text model from the config.json of a model of texts and images."""
+    """Return the entries about the text model in the config.json of a model for text and images."""
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(
@@ -206,7 +209,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
-    """Return the value of every entry in `Family.multipliers`; 1 if the file does not have it."""
+    """Return the value of every entry in `Family.multipliers`, or 1 for an entry that the file does not have."""
     values = {key: json.get(key, 1.0) for key in family.multipliers}
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
@@ -214,7 +217,7 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out rope_theta and partial_rotary_factor if the family has other names for them, and they agree."""
+    """Leave out rope_theta and partial_rotary_factor if they repeat entries that have other names in this family."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}
@@ -251,7 +254,7 @@ def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
-    """Return the factor of experts' outputs in evaluation: 1 minus the fraction that training drops."""
+    """Return the factor of experts' outputs in evaluation, which is 1 minus the fraction that training drops."""
     if family.output_dropout is None:
         return 1.0
     key, default = family.output_dropout
@@ -270,7 +273,7 @@ def expressing(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: no family can express it; the message says why the nearest families cannot.
+        CheckpointError: no family can express the model. The message says why the nearest families cannot.
     """
     reasons = {}
     for family in FAMILIES:
@@ -284,7 +287,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of reasons against a family; reasons about the kind of model count more."""
+    """Return the number of reasons against a family, in which a reason about the kind of model counts as five."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 
@@ -327,7 +330,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
 
 
 def _family(json: Mapping[str, Any], doing: str) -> Family:
-    """Return the family that the entry `architectures` names or, without this entry, `model_type`."""
+    """Return the family that the entry `architectures` names, or that `model_type` names if there is no such entry."""
     named, kind = json.get("architectures") or [], json.get("model_type")
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
@@ -354,7 +357,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _kind(name: str) -> type:
-    """Return the type of the values of a field of `ModelConfig`."""
+    """Return the type of the values of the field `name` of `ModelConfig`."""
     within, _, field = name.rpartition(".")
     config = MoEConfig if within else ModelConfig
     if config.__annotations__[field] == "float | None":
@@ -364,7 +367,7 @@ def _kind(name: str) -> type:
 
 
 def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
-    """Return whether a value of config.json is a key of `names`; 0 and 1 do not count as False and True."""
+    """Return whether a value of config.json is a key of `names`, where 0 and 1 are different from False and True."""
     return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 
@@ -374,7 +377,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def known_entries(family: Family) -> frozenset[str]:
-    """Return the entries of config.json that are read, or that have no effect for at least some of their values."""
+    """Return the entries of config.json that are read, or that have no effect if they have certain values."""
     read = {key for option in family.options.values() for key in option.keys}
     read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers, *family.modules}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
@@ -388,7 +391,7 @@ def known_entries(family: Family) -> frozenset[str]:
 
 
 def _absent_biases(family: Family) -> Mapping[str, tuple]:
-    """Return the entries about biases that a family lacks, with the values that mean that there is no bias."""
+    """Return config.json's entries for biases that this family does not have, with the values that mean "no bias"."""
     read = {key for option in family.options.values() for key in option.keys} | {*family.inactive}
     return {key: values for key, values in BIASES.items() if key not in read}
 
@@ -422,7 +425,7 @@ FREE = (
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Return the reasons why a family cannot express a model, or none if it can."""
+    """Return the reasons why a family cannot express a model; empty if it can."""
     names = [each.name for each in fields(config) if each.name not in (*FREE, "moe", "sliding_window", "layer_kinds")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
@@ -467,7 +470,7 @@ _TOP_K = {"gshard": True, "st-moe": True, "switch": False}
 
 
 def _fixed(family: Family) -> Mapping[str, Any]:
-    """Return the fixed fields of a family, with `top-k` in place of any router that is equivalent to it."""
+    """Return the fixed fields of a family; a router that is equivalent to `top-k` is replaced by `top-k`."""
     router = family.fixed.get("moe.router")
     if router not in _TOP_K:
         return family.fixed
@@ -476,7 +479,7 @@ def _fixed(family: Family) -> Mapping[str, Any]:
 
 
 def _value(config: ModelConfig, name: str) -> Any:
-    """Return the value of a field; a default that stands for another value is replaced by that value."""
+    """Return the value of the field `name`, with defaults such as 0 or None replaced by the values that they mean."""
     if name == "rotary_size":
         return config.rotary
     if config.moe and name == "moe.k":

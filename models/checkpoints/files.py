@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: all headers are checked first, then byte ranges of tensors are read."""
+"""The safetensors files of a checkpoint. All headers are checked before byte ranges of tensors are read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN = 100
 class CheckpointError(ValueError):
     """The error for a checkpoint that cannot be read or written.
 
-    The message lists the first hundred faults; `faults` holds all of them.
+    The message lists the first hundred faults. The attribute `faults` holds all faults.
     """
 
     def __init__(self, doing: str, faults: Sequence[str]):
@@ -55,7 +55,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor, which is stored row-major from byte `start` of its file."""
+    """The location of a tensor in a file: the tensor is stored row-major from byte `start` of the file `path`."""
 
     path: Path
     dtype: str
@@ -66,24 +66,27 @@ class StoredTensor:
 class Files:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
-    Use it as a context manager to close the files.
+    Use an instance as a context manager to close the files.
 
     Attributes:
-        tensors: the place of each tensor, by name.
+        tensors: the location of each tensor, by name.
         bytes: total size of the files in bytes.
 
     Args:
         directory: the checkpoint's folder.
-        renamed: regular expressions for whole names, each with the name that replaces it in `tensors`.
+        renamed: pairs of a regular expression for the whole name of a tensor and the name that replaces it in
+            `tensors`.
 
     Raises:
-        CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names a
-            file outside the folder. (A file may be a symbolic link to one elsewhere, as in a download cache.)
+        CheckpointError: files are missing, truncated or malformed (the message lists all of these files), or the index
+            names a file outside the folder. A file in the folder may be a symbolic link to a file elsewhere, as in a
+            download cache.
 
-    Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
-        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Files that the
-        safetensors library refuses are refused here too.
-    Differs: duplicate names, which the format leaves to the reader, are refused, and so are deeply nested headers.
+    Source: https://github.com/huggingface/safetensors specifies the format. A file has eight bytes with the length of a
+        JSON header, then the header, and then the tensors' bytes without gaps or overlaps up to the end of the file.
+        Files that the safetensors library refuses are refused here too.
+    Differs: duplicate names are refused, although the format leaves them to the reader. Deeply nested headers are
+        refused too.
     """
 
     def __init__(self, directory: str | os.PathLike, renamed: Sequence[tuple[str, str]] = ()):
@@ -119,11 +122,11 @@ class Files:
         self._maps.clear()  # a map is closed once no array views it
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype in which a tensor is read."""
+        """Return the dtype in which the tensor `name` is read."""
         return READ_AS[self.tensors[name].dtype]
 
     def equal(self, first: str, second: str) -> bool:
-        """Return whether two tensors have the same shape, dtype and bits, reading both piece by piece."""
+        """Return whether two tensors have the same shape, dtype and bits; both are read piece by piece."""
         one, two = self.tensors[first], self.tensors[second]
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return False
@@ -140,9 +143,10 @@ class Files:
         """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, with the region's shape; dimensions that the tensor merges may be merged in it.
+            out: the destination, with the region's shape. Dimensions that are merged in the tensor may also be merged
+                in `out`.
             name: the name of the tensor.
-            form: the place of the parameter in the tensor, such as (heads, head size, embed) in (heads · head size,
+            form: the position of the parameter in the tensor, such as (heads, head size, embed) in (heads · head size,
                 embed).
             region: one slice for each dimension of `form.split`.
 
@@ -170,14 +174,14 @@ class Files:
         return out.size * dtype.itemsize
 
     def _mapped(self, tensor: StoredTensor) -> mmap.mmap:
-        """Return the file of a tensor, mapped into memory."""
+        """Return the file that holds a tensor, mapped into memory."""
         if tensor.path not in self._maps:
             with tensor.path.open("rb") as file:
                 self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[tensor.path]
 
     def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
-        """Read a region of a packed tensor like `read_into`, by converting all rows that overlap the region."""
+        """Read a region of a packed tensor like `read_into`; all rows that overlap the region are converted."""
 
         def read(part: StoredTensor) -> np.ndarray:
             kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")
@@ -190,7 +194,7 @@ class Files:
         return tensor.bytes * (last - first) // tensor.shape[0]
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
-        """Return the files, each with the tensors that the index lists for it, or None if there is no index."""
+        """Return the files, each with the names of its tensors in the index, or None if there is no index."""
         index = self.directory / INDEX
         if not os.path.lexists(index):
             if not os.path.lexists(self.directory / WHOLE):
@@ -218,8 +222,9 @@ class Files:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether an array is free of NaN and infinity, in two passes and without a copy.
 
-    In every IEEE format, infinity and NaN have the largest bit patterns of all numbers with their sign. Read as signed
-    integers, positive infinities and NaNs are the largest; read as unsigned integers, negative ones are.
+    In every IEEE format, among the numbers of one sign, infinity and NaN have the largest bit patterns. If the bits are
+    read as signed integers, positive infinities and NaNs are the largest numbers. If they are read as unsigned
+    integers, negative infinities and NaNs are the largest numbers.
 
     Example:
         >>> all_finite(np.array([1.0, -2.0])), all_finite(np.array([1.0, -np.inf]))
@@ -255,7 +260,7 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file in a known format other than a checkpoint's, with the remedy, or return ""."""
+    """Describe a folder or file in a known format other than a checkpoint's, with the remedy; "" for any other path."""
     is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"
@@ -309,7 +314,7 @@ _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size of a file in bytes, and its tensors by name; append the file's faults to `faults`."""
+    """Return the size of a file in bytes, and the file's tensors by name; append the file's faults to `faults`."""
     try:
         with reading.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -340,7 +345,7 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class _Extent:
-    """A tensor in a header; `start` and `end` of its bytes are counted from the end of the header."""
+    """A tensor in a header. Its bytes are from `start` to `end`, counted from the end of the header."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""The form of a tensor in a checkpoint: dimensions merged into one, and the part that is a given parameter."""
+"""The form of a tensor in a checkpoint, which may merge several dimensions into one and hold several parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _GROUP = re.compile(r"\((\w+)\(([\w|]+)\)\)|\((\w+(?:\|\w+)+)\)|\((\w+)\)|(\w)")
 
 @dataclass(frozen=True)
 class Form:
-    """A parameter in a tensor, as described by `Stored.dims`.
+    """The form in which a tensor holds a parameter, as described by `Stored.dims`.
 
     Attributes:
-        dims: the letters of the parameter, in the order of the tensor.
-        split: the sizes of these dimensions.
+        dims: the letters of the parameter's dimensions, in the order of the tensor.
+        split: the sizes of the dimensions `dims`.
         shape: the shape of the whole tensor.
-        outer: the shape of the tensor in which the parameter is a slice.
-        window: the slice of `outer` that is the parameter.
+        outer: the shape to which the tensor is reshaped, so that the parameter is a slice of it.
+        window: the slice, for each dimension of `outer`, that is the parameter.
 
     Example:
         >>> form = Form.of("(K(D|D|D))E", 1, {"K": 2, "D": 4, "E": 6})  # the key of every head follows its query
@@ -38,7 +38,7 @@ class Form:
 
     @classmethod
     def of(cls, dims: str, part: int, sizes: Mapping[str, int]) -> Form:
-        """Return the form of one of the parameters in a tensor with these dimensions.
+        """Return the form of parameter number `part` in a tensor with the dimensions `dims`.
 
         Args:
             dims, part: the fields of a `Stored` with these names.

@@ -37,9 +37,9 @@ class GenerationConfig:
     """The entries of a generation_config.json that decide how tokens are sampled.
 
     Attributes:
-        settings: the fields of `Sampling` that the file sets; only temperature 0 if `do_sample` is false.
-        beams: the number of beams, 1 if the file does not set it.
-        unsupported: other entries, which would change the texts.
+        settings: the fields of `Sampling` that the file sets. If `do_sample` is false, this is only temperature 0.
+        beams: the number of beams, or 1 if the file does not set this number.
+        unsupported: entries that are not supported, and that would change the generated texts.
     """
 
     settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The settings of the file, completed by those of plain sampling."""
+        """The settings of the file. Settings that the file does not have keep the defaults of `Sampling`."""
         return Sampling(**self.settings)
 
     @property
@@ -60,10 +60,10 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, directory: str | os.PathLike) -> GenerationConfig:
-        """Read the file in a checkpoint's folder; if there is no file, nothing is set.
+        """Read the file generation_config.json in a checkpoint's folder; if there is no such file, nothing is set.
 
         Raises:
-            CheckpointError: the file cannot be read, or a setting is not a number in its range.
+            CheckpointError: the file cannot be read, or a setting is not a number in the allowed range.
         """
         doing = f"cannot read how checkpoint {str(directory)!r} draws tokens:"
         found = optional(Path(directory) / CONFIG, doing)
@@ -96,14 +96,15 @@ class GenerationConfig:
 def sampling(directory: str | os.PathLike) -> Sampling:
     """Return the sampling settings in a checkpoint's generation_config.json.
 
-    With `do_sample: false` the likeliest token is chosen. Settings that the file lacks are those of plain sampling.
+    If `do_sample` is false, the likeliest token is chosen. Settings that the file does not have keep the defaults of
+    `Sampling`.
 
     Args:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: the file cannot be read, or has a setting that `Sampling` lacks, such as a penalty for
-            repetitions. `GenerationConfig.read(directory).sampling` ignores such settings.
+        CheckpointError: the file cannot be read, or it has a setting that `Sampling` does not have, such as a penalty
+            for repetitions. `GenerationConfig.read(directory).sampling` ignores such settings.
 
     Example:
         >>> import json, pathlib, tempfile

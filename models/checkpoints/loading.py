@@ -34,13 +34,14 @@ from .sources import ParameterSource, Region, sources
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The cost of loading a checkpoint in this process, to print.
+    """The cost of loading a checkpoint in this process. `str` makes a report that can be printed.
 
     Attributes:
         tensors: number of the checkpoint's tensors that were read, at least in part.
-        bytes_read: bytes that were read; in a process with all shards, `file_bytes` minus headers and unused tensors.
+        bytes_read: bytes that were read. For a process with all shards, this is `file_bytes` without headers and unused
+            tensors.
         file_bytes: size of the checkpoint's files in bytes.
-        host_bytes: peak host memory in bytes, without the arrays themselves: the size of the largest shard.
+        host_bytes: peak host memory in bytes, not counting the arrays themselves. It is the size of the largest shard.
         seconds: time from the first header to the last array.
         remark: a sentence if the tensors contradict config.json; empty if they agree.
     """
@@ -65,27 +66,28 @@ def load(
 ) -> tuple[Transformer, LoadReport]:
     """Load a public checkpoint as a model whose parameters are sharded by a layout.
 
-    Each shard is read as byte ranges of the files, only once even if several devices hold it, and host memory holds one
-    shard at a time. Config, tensors and layout are checked before anything is read.
+    Each shard is read as byte ranges of the files. A shard is read only once even if several devices hold it, and host
+    memory holds one shard at a time. The config, the tensors' names, shapes and dtypes, and the layout are checked
+    before any tensor is read.
 
     Args:
         directory: a folder with config.json and model.safetensors, or with several such files and their index.
         layout: the `gspmd.Layout` of the parameters.
-        mesh: a mesh with the axes of the layout.
-        dtype: the dtype of the computation and of matrices; norms, biases and routers are float32.
-        int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result
-            equals that of `quantize`, but the whole model is never held in a wider dtype.
+        mesh: a mesh with the mesh axes of the layout.
+        dtype: the dtype of the computation and of matrices. Norms, biases and routers are float32.
+        int8: whether to quantize the matrices, from the dtype of the files, one by one as they are read. The result
+            equals the result of `quantize`, but the whole model is never held in a wider dtype.
 
     Returns:
-        The model, as `build` returns it, and a report of the cost.
+        The model, of the same kind as from `build`, and a report of the cost.
 
     Raises:
         CheckpointError (a ValueError): config.json cannot be used (see `model_config`); or files are missing or
-        truncated; or tensors are missing, unexpected, misshapen or of an unsupported dtype (the message lists all of
-        them); or, after reading, tensors have NaN, infinities, or values that `dtype` cannot hold.
-        LayoutError (a ValueError): the layout does not fit the model, or the mesh does not divide the model's sizes.
+            truncated; or tensors are missing, unexpected, misshapen or of an unsupported dtype (the message lists all
+            of these tensors); or tensors turn out to contain NaN, infinities, or values that `dtype` cannot hold.
+        LayoutError (a ValueError): the layout does not fit the model, or the mesh axes do not divide the model's sizes.
 
-    Differs: the layout may pad a dimension, and the model its vocabulary; the padding is filled with 0.
+    Differs: the layout may pad a dimension, and the model may pad its vocabulary. The padding is filled with 0.
     """
     began = time.perf_counter()
     checkpoint = described(directory)
@@ -151,15 +153,16 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the logits' table, a redundant tensor that files of a tied model may contain."""
+    """Return a pattern for the name of the logits' table, a redundant tensor that files of a tied model may have."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 
 
 def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
-    """Yield the names of the prediction modules after the last layer, which have a matrix that no layer has.
+    """Yield the names of the prediction modules, which are numbered like layers after the last one.
 
-    If there are tensors after the last layer but not that matrix, they are another layer, and config.json is wrong.
+    Such a module has a matrix that no layer has. If there are tensors after the last layer but this matrix is missing,
+    the tensors are another layer, and config.json is wrong.
     """
     for number in range(config.layers, config.layers + checkpoint.modules):
         name = LAYER.format(N=number)
@@ -179,10 +182,10 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
 
 
 class _ShardReader:
-    """Reads parameters shard by shard, counting bytes, and recording values that are not finite.
+    """A reader of parameters, shard by shard, which counts bytes and records values that are not finite.
 
-    A single such value makes the model return NaN or, after rounding to int8, meaningless results. The check is
-    cheapest here, while the piece of the tensor is still in the processor's caches.
+    A single value that is not finite makes the model return NaN or, after rounding to int8, meaningless results. The
+    check is cheapest here, while the piece of the tensor is still in the processor's caches.
     """
 
     def __init__(self, files: Files, mesh: Mesh, pool: ThreadPoolExecutor):
@@ -207,7 +210,7 @@ class _ShardReader:
     def _shard(
         self, source: ParameterSource, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
     ) -> list[jax.Array]:
-        """Read one shard onto every device that holds it; the copy in host memory is freed on return."""
+        """Read one shard onto every device that holds this shard; the copy in host memory is freed on return."""
         shard = np.zeros([part.stop - part.start for part in index], dtype)
         self.most = max(self.most, shard.nbytes)
 
@@ -227,7 +230,7 @@ class _ShardReader:
         return jax.block_until_ready([jax.device_put(shard, device) for device in devices])
 
     def _note(self, source: ParameterSource, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
-        """Record the number of values of a region that are not finite, and the largest one if it overflows `dtype`."""
+        """Record how many values of a region are not finite, and the largest magnitude among its finite values."""
         name = source.name(numbers)
         stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))
         self.files.read_into(stored, name, source.form, region)

@@ -1,7 +1,7 @@
-"""Packed weights: four or eight bits each, with a scale for each block of weights, converted as they are read.
+"""Packed weights: four or eight bits per weight, with a scale for each block of weights; they are converted when read.
 
-Two formats of public checkpoints are known: MXFP4, for gpt-oss's experts, and eight bits in square blocks, for DeepSeek
-V3.
+Two formats of public checkpoints are known: MXFP4, which is used for the experts of gpt-oss, and eight bits in square
+blocks, which is used for DeepSeek V3.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Read = Callable[["StoredTensor"], np.ndarray]
 MXFP4, FP8_BLOCKS = "MXFP4", "F8_E4M3 in blocks"
 
 DTYPES: dict[str, np.dtype] = {MXFP4: np.dtype(jnp.bfloat16), FP8_BLOCKS: np.dtype("float32")}
-"""The dtypes into which packed weights are converted; bfloat16 holds the values of MXFP4 exactly."""
+"""The dtype into which packed weights of each format are converted. bfloat16 holds the values of MXFP4 exactly."""
 
 #: The values of the sixteen 4-bit codes, which have a sign, two bits of exponent and one of fraction.
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 _BLOCK = 128
-"""Rows and columns of a block of eight-bit weights."""
+"""Number of rows, and of columns, of a block of eight-bit weights."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Packed:
     Attributes:
         kind: the storage format, a key of `DTYPES`.
         shape: the shape of the tensor's values.
-        codes: the tensor of codes: [X, R, C/32, 16] bytes of two codes each, with values [X, C, R]; or [R, C] codes.
-        scales: the tensor of scales: [X, R, C/32] exponents of two, plus 127; or [⌈R/128⌉, ⌈C/128⌉] float32.
+        codes: the tensor of codes. MXFP4 has [X, R, C/32, 16] bytes of two codes each, for values of shape [X, C, R].
+            The eight-bit format has [R, C] codes.
+        scales: the tensor of scales. MXFP4 has [X, R, C/32] exponents of two, plus 127. The eight-bit format has
+            [⌈R/128⌉, ⌈C/128⌉] float32.
     """
 
     kind: str
@@ -49,7 +51,7 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales together."""
+        """Number of bytes of codes and scales together."""
         each = 4 if self.kind == FP8_BLOCKS else 1
         return math.prod(self.codes.shape) + each * math.prod(self.scales.shape)
 
@@ -57,7 +59,7 @@ class Packed:
         """Return the values at indices `first` to `last` - 1 of the first dimension.
 
         Args:
-            first, last: the first index, and the one after the last.
+            first, last: the first index, and the index after the last one, so that `last` is excluded.
             read: a function that reads a stored tensor.
         """
         codes = read(self.codes)
@@ -78,8 +80,8 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     """Find the packed tensors of a checkpoint by the names of their parts.
 
     Returns:
-        All tensors, in which each packed one replaces its parts under the name of its values; and the packed ones by
-        that name. Parts that do not belong together stay as they are.
+        Two mappings by name: all tensors, and the packed tensors only. In the first one, each packed tensor takes the
+        place of its codes and scales, under the name of its values. Parts that do not belong together stay as they are.
     """
     found = dict(tensors)
     packed: dict[str, Packed] = {}

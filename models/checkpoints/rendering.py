@@ -1,8 +1,9 @@
 """Rendering of a chat template in a process of its own: `python rendering.py < REQUEST` answers with a line of JSON.
 
-A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals;
-limits on the process keep it from running forever, or from doubling a string forty times. This file is run by its path,
-and imports only the standard library and jinja2, so that the process starts in a tenth of a second.
+A template is a program that comes with a checkpoint. jinja2's sandbox keeps the template from files and from Python's
+internals. Limits on the process keep the template from running forever, and from doubling a string forty times. This
+file is run by its path, and imports only the standard library and jinja2, so that the process starts in a tenth of a
+second.
 """
 
 import contextlib
@@ -17,12 +18,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Render a template within the limits of a request.
 
     Args:
-        request: `template`, its source; `variables`, by name; `characters`, the largest number that the template may
-            write; `seconds` of processor time and `bytes` of memory, the limits of this process, or null where the
-            system has no such limit; `path`, the folders that have jinja2.
+        request: a mapping with these keys: `template`, the source of the template; `variables`, the variables by name;
+            `characters`, the largest number of characters that the template may write; `seconds` and `bytes`, the
+            limits on the processor time and the memory of this process, or null where the system has no such limit;
+            `path`, the folders that contain jinja2.
 
     Returns:
-        `text`, or else `error` and the `line` of the template with the error, 0 if that is unknown.
+        A mapping with the `text`. If rendering fails, a mapping with the `error` and the `line` of the template that
+        has the error, or 0 if this line is unknown.
 
     Example:
         >>> answer({"template": "{% for m in messages %}<{{ m.role }}>{% endfor %}", "path": sys.path,
@@ -60,7 +63,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(message: Any) -> str:
-    """Return the beginning of a message: a template may have made the message very long."""
+    """Return the beginning of a message, because a template may have made the message very long."""
     return str(message)[:1000].encode("utf-8", "replace").decode()
 
 
@@ -81,7 +84,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation`, which marks the model's text for loss masks; here it renders as its body."""
+        """The tag `generation`, which marks the model's text for loss masks. Here the tag renders as its body."""
 
         tags = {"generation"}  # noqa: RUF012
 

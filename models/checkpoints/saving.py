@@ -38,24 +38,25 @@ def save(
 ) -> None:
     """Write a model as a public checkpoint, in the first family that can express it.
 
-    The folder only appears when it is complete; if anything fails, nothing is left behind.
+    The folder appears only when it is complete. If anything fails, nothing is left behind.
 
     Args:
-        model: a sharded model, entirely on devices of this process.
+        model: a sharded model, whose arrays are entirely on devices of this process.
         directory: a new folder.
-        tokenizer: the model's tokenizer, written to the same folder.
-        dtype: the dtype of the tensors, float32, float16 or bfloat16; by default that of the model's embedding table.
-        length: number of tokens of the longest sequence, for config.json; by default the model's `context_length`, or
-            else 2048. Families with relative positions have no such entry.
+        tokenizer: the model's tokenizer, which is written to the same folder.
+        dtype: the dtype of the tensors, float32, float16 or bfloat16; by default the dtype of the model's embedding
+            table.
+        length: number of tokens of the longest sequence, for config.json. The default is the model's `context_length`,
+            or 2048 if the model has none. Families with relative positions have no such entry.
         file_bytes: largest size of a file in bytes, unless a single tensor is larger.
 
     Raises:
-        CheckpointError (a ValueError): no family can express the model (the message gives all reasons), the folder
-        exists or cannot be written, or tensors have values that are NaN, infinite, or too large for the dtype (the
-        message lists all of them).
+        CheckpointError (a ValueError): no family can express the model (the message gives all reasons); or the folder
+            exists or cannot be written; or tensors have values that are NaN, infinite, or too large for the dtype (the
+            message lists all of these tensors).
 
-    Differs: if the model scales embedded tokens by √E and the family does not, √E is multiplied into the table, and
-        divided out of the last norm if the table is tied, so that the model stays the same function. Experts are
+    Differs: if the model scales embedded tokens by √E and the family does not, the table is multiplied by √E. If the
+        table is tied, the last norm is also divided by √E, so that the model stays the same function. Experts are
         dropless in a checkpoint, so a model with a capacity has the same logits only where it drops no token.
     """
     config, target = model.config, Path(directory)
@@ -100,7 +101,7 @@ def save(
 
 
 def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
-    """Return factors for tensors that make up for a different scaling of embedded tokens and logits in the family."""
+    """Return factors for tensors, which make up for the family's different scaling of embedded tokens and logits."""
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
     of_norm = ratio
@@ -119,9 +120,9 @@ def _write_tensors(
     kind: str,
     most: int,
 ) -> list[str]:
-    """Write the files, and an index if there are several; return the faults of the tensors' values.
+    """Write the files, and an index if there are several files; return the faults of the tensors' values.
 
-    `copies` are further names of the embedding table, under which it is also written.
+    `copies` are further names under which the embedding table is also written.
     """
     every: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # a tensor may have parts of several parameters
     for path, source in table.items():
@@ -178,11 +179,11 @@ def _write_tensors(
 def _fill(
     tensor: np.ndarray, source: ParameterSource, numbers: tuple[int, ...], shards: list[Any]
 ) -> tuple[float, int]:
-    """Write a parameter into its part of a checkpoint's tensor, from the shards of the parameter.
+    """Write the shards of a parameter into the part of a checkpoint's tensor that holds the parameter.
 
     Returns:
-        The largest magnitude that overflowed in the tensor's dtype (0 if none did), and the number of values that are
-        already not finite in the model.
+        The largest magnitude that overflowed in the tensor's dtype (0 if no value did), and the number of values that
+        were already not finite in the model.
     """
     out, beyond, count = source.form.view(tensor), 0.0, 0
     assert np.shares_memory(out, tensor) or not out.size
@@ -208,6 +209,6 @@ def _fill(
 
 
 def _distinct(value: jax.Array) -> list[Any]:
-    """Return those shards of an array that hold distinct regions."""
+    """Return one shard for each distinct region of an array."""
     bounds = lambda shard: tuple(part.indices(size)[:2] for part, size in zip(shard.index, value.shape))  # noqa: E731
     return list({bounds(shard): shard for shard in value.addressable_shards}.values())

@@ -1,4 +1,4 @@
-"""The checkpoint tensors that each parameter is read from, and the region of each tensor that a shard needs."""
+"""The checkpoint's tensors from which each parameter is read, and the region of each tensor that a shard needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter and the tensors that store it: one, one per layer, or one per expert of every layer.
+    """A parameter and the tensors that store it: one tensor, one per layer, or one per expert of every layer.
 
     Attributes:
-        row: the parameter, whose shape may include padding.
-        stored: names and dimensions of its tensors.
-        factor: the factor in: parameter = factor · (tensor + offset).
-        layers: the indices of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
+        row: the row of the parameter; its shape may include padding.
+        stored: names and dimensions of the parameter's tensors.
+        factor: the factor in the equation parameter = factor · (tensor + offset).
+        layers: the indices of the checkpoint's layers that are stacked in the parameter, if the parameter belongs to
+            blocks.
         sizes: the sizes of all dimensions without padding; Q is the number of query heads per key/value head.
     """
 
@@ -42,23 +43,23 @@ class ParameterSource:
 
     @cached_property
     def form(self) -> Form:
-        """The place of the parameter in each tensor."""
+        """The position of the parameter in each tensor."""
         own = dict(zip(self.row.spec.dims, self.row.real_shape))
         return Form.of(self.stored.dims, self.stored.part, {**self.sizes, **own})
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions that are numbers in the tensors' names: layers, and experts if each has tensors of its own."""
+        """The dimensions that are numbers in tensors' names: layers, and experts if each has tensors of its own."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The permutation from the parameter's dimensions, without counted ones, to those of the tensor."""
+        """The permutation from the parameter's dimensions, without `counted` ones, to the tensor's dimensions."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
         return tuple(own.index("H" if dim == "Q" else dim) for dim in self.form.dims if dim in own or dim == "Q")
 
     def name(self, numbers: tuple[int, ...]) -> str:
-        """Return the name of the tensor with these indices of the counted dimensions."""
+        """Return the name of the tensor with the indices `numbers` of the `counted` dimensions."""
         at = dict(zip(self.counted, numbers))
         return self.stored.name.format(**at | ({"N": self.layers[at["N"]]} if "N" in at else {}))
 
@@ -67,21 +68,22 @@ class ParameterSource:
         yield from map(self.name, self.counts())
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
-        """Return the indices of the tensors of which a shard has parts, or of all tensors if no shard is given."""
+        """Return the indices of the tensors that contain parts of a shard, or of all tensors if `index` is None."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
         real = dict(zip(self.row.spec.dims, self.row.real_shape))
         return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into pieces: one, or several with padding or other heads between them.
+        """Cut a shard's part of a tensor into pieces; there are several if padding or other heads lie in between.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
-            numbers: the indices of the tensor, an element of `counts(index)`.
+            numbers: the indices of the tensor, one of the elements of `counts(index)`.
 
         Yields:
-            The place of a piece in the shard, in the order of the parameter's dimensions, with integers for the counted
-            ones; and the region of the parameter that it covers, in the order of `form.dims`.
+            The position of a piece in the shard, and the region of the parameter that the piece covers. The position is
+            in the order of the parameter's dimensions, with integers for the `counted` dimensions. The region is in the
+            order of `form.dims`.
         """
         at = dict(zip(self.counted, numbers))
         runs: list[list[tuple[int | slice, dict[str, slice]]]] = []
@@ -99,7 +101,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs without padding between start and stop: offset from start, and indices without the padding."""
+    """Yield the runs of real elements between start and stop: offsets from start, and indices that skip padding."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return
@@ -123,7 +125,7 @@ def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, d
 
 
 def unplaced(path: str) -> tuple[str, int]:
-    """Split a parameter's path into its name in a family's table, and the position of its block in the period.
+    """Split a parameter's path into the name in a family's table and the position of its block in the period.
 
     Example:
         >>> unplaced("encoder.blocks.1.ffn.w_in"), unplaced("output.norm")

@@ -1,4 +1,4 @@
-"""Special tokens that files other than tokenizer.json name, and the class that transformers uses for a tokenizer."""
+"""Special tokens named in files other than tokenizer.json, and the class that transformers uses for a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .files import CheckpointError, read_json
 CONFIG = "tokenizer_config.json"
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The entries of tokenizer_config.json that name a special token, in the order in which missing ones are added."""
+"""The entries of tokenizer_config.json that name a special token, in the order in which missing tokens are added."""
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
@@ -60,7 +60,8 @@ _MISNAMED = {"qwen2", "phi3", "phimoe", "nemotron"}
 def read_settings(folder: Path, doing: str) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json, and of files that older versions of transformers wrote.
 
-    special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
+    These files are special_tokens_map.json and added_tokens.json. They are read only if tokenizer_config.json has no
+    `added_tokens_decoder`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -74,7 +75,7 @@ def read_settings(folder: Path, doing: str) -> dict[str, Any]:
 
 
 def optional(path: Path, doing: str) -> dict[str, Any]:
-    """Return the entries of a JSON file, or none if there is no such file."""
+    """Return the entries of a JSON file; empty if there is no such file."""
     return read_json(path, doing) if os.path.lexists(path) else {}
 
 
@@ -98,7 +99,7 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], tokenizer: 
 
 
 def texts(settings: Mapping[str, Any], made_by: str, doing: str) -> dict[str, str]:
-    """Return the special tokens by name, such as bos_token, from the settings or else from the class.
+    """Return the special tokens by name, such as bos_token; tokens that the settings lack come from the class.
 
     Raises:
         CheckpointError: an entry is neither a token's text nor a table with its `content`.
@@ -119,9 +120,9 @@ def _content(name: str, token: Any, doing: str) -> str | None:
 
 
 def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], doing: str) -> None:
-    """Add the tokens that the settings describe or name to a tokenizer, if it lacks them.
+    """Add the tokens that the settings describe or name to a tokenizer, if the tokenizer does not have them.
 
-    A token that is already in the vocabulary keeps its id; from now on it is recognized in a text as a whole.
+    A token that is already in the vocabulary keeps its id, and is afterwards recognized in a text as a whole.
 
     Raises:
         CheckpointError: a description is faulty.

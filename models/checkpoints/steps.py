@@ -1,4 +1,4 @@
-"""The processing steps of those tokenizers whose class in transformers builds them without reading tokenizer.json."""
+"""The processing steps of tokenizers whose class in transformers does not read the steps from tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _PIECES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Replace the processing steps of tokenizer.json by those that the tokenizer's class in transformers builds.
+    """Replace the processing steps of tokenizer.json by the steps that the tokenizer's class in transformers builds.
 
-    Since version 5, such a class reads the vocabulary, the merges, the added tokens and the last step from
-    tokenizer.json, but decides by itself how a text is normalized and split. Some files of Llama 2 and its descendants
-    have other steps, with which a space before a text, or after a special token, would get a different id. GPT-NeoX and
-    T5 also decide which tokens begin and end a text.
+    Since version 5 of transformers, such a class reads the vocabulary, the merges, the added tokens and the last step
+    from tokenizer.json, but decides by itself how a text is normalized and split. Some files of Llama 2 and its
+    descendants contain other steps. With these steps, a space before a text or after a special token would get a
+    different id. The classes of GPT-NeoX and T5 also decide which tokens begin and end a text.
 
     Args:
         backend: the tokenizer of the library, with the steps of tokenizer.json.
-        made_by: the class, from `special.class_of`; classes other than those above leave the tokenizer unchanged.
+        made_by: the name of the class, from `special.class_of`. Classes that read all steps leave the tokenizer
+            unchanged.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name.
     """
@@ -65,7 +66,7 @@ _NORMALIZERS = {
 
 
 def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
-    """Return a splitter of texts into words of bytes; with `prefix`, a space is first put before the text."""
+    """Return a splitter of texts into words of bytes; if `prefix` is set, a space is first put before the text."""
     if made_by == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
@@ -78,7 +79,8 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
     """Return a splitter of texts into pieces in which ▁ stands for spaces.
 
-    With `prefix` the first piece begins with ▁; in legacy files, so does every piece after a special token.
+    If `prefix` is set, the first piece begins with ▁. In legacy files, every piece after a special token then also
+    begins with ▁.
     """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")

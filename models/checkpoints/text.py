@@ -31,13 +31,13 @@ class Tokenizer:
         templates: the chat templates, by name.
 
     Args:
-        backend: the tokenizer of the library. Its truncation and padding are turned off, as in transformers unless the
-            caller asks for them.
+        backend: the tokenizer of the library. Its truncation and padding are turned off, as they are in transformers
+            unless the caller asks for them.
         ends: the ids of end-of-text tokens.
         begin: the id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
-        templates: the chat templates, by name; "default" is used unless the caller names another one.
+        templates: the chat templates, by name. The template "default" is used unless the caller names another one.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -71,7 +71,7 @@ class Tokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text of a chat, by the checkpoint's chat template; see `chat` for arguments and errors.
+        """Return the text that the checkpoint's chat template makes of a chat; see `chat` for the arguments and errors.
 
         Example:
             >>> simple = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
@@ -90,27 +90,27 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Return the ids of a chat, like transformers' `apply_chat_template`: the template writes all special tokens.
+        """Return the ids of a chat, like transformers' `apply_chat_template`; the template writes all special tokens.
 
         The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
         with limits on time, memory and output.
 
         Args:
             messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
-            template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
-                there is one and `tools` are given.
-            prompt: whether the text ends with the beginning of an answer.
+            template: the name of the template, if the checkpoint has several. The default is "tool_use" if there is
+                such a template and `tools` are given, otherwise "default".
+            prompt: whether the text ends with the beginning of an answer, which the model continues.
             **variables: further variables for the template, such as `tools` (a list of JSON schemas) or
                 `enable_thinking`.
 
         Raises:
-            CheckpointError (a ValueError): there is no template, or the template is faulty, refuses the messages, or
-            exceeds a limit.
+            CheckpointError (a ValueError): there is no template; or the template is faulty, refuses the messages or
+                exceeds a limit.
         """
         return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
-        """Return the ids of a text for an encoder, with an end-of-text token after them, as in training.
+        """Return the ids of a text for an encoder, followed by an end-of-text token if there is one, as in training.
 
         Example:
             >>> byte_tokenizer(358).source("f"), byte_tokenizer().source("f")
@@ -134,11 +134,11 @@ class Tokenizer:
         return TextStream(self)
 
     def __len__(self) -> int:
-        """Return the number of ids, including those of added tokens."""
+        """Return the number of ids, including the ids of added tokens."""
         return self.backend.get_vocab_size()
 
     def __contains__(self, token: int) -> bool:
-        """Return whether a token has this id; a model's table may have more rows than there are tokens."""
+        """Return whether a token has this id. A model's table may have more rows than there are tokens."""
         return self.backend.id_to_token(int(token)) is not None
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -150,9 +150,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time; the joined pieces are the text of all ids.
+    """A decoder that takes ids one at a time; its pieces, joined, are the text of all ids.
 
-    A character whose UTF-8 bytes are spread over several tokens is returned with the last of them.
+    A character whose UTF-8 bytes are spread over several tokens is returned with the last of these tokens.
 
     Example:
         >>> stream = byte_tokenizer().stream()
@@ -167,7 +167,7 @@ class TextStream:
         self._decoder = decoders.DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """Add an id, and return the text that it completes; in the middle of a character this is empty."""
+        """Add an id, and return the text that this id completes, which is empty in the middle of a character."""
         self._tokens.append(int(token))
         piece = self._decoder.step(self._tokenizer.backend, int(token)) or ""
         self._shown += piece
@@ -179,21 +179,23 @@ class TextStream:
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Read the tokenizer of a checkpoint; its ids are those of transformers' AutoTokenizer.
+    """Read the tokenizer of a checkpoint; it gives the same ids as transformers' AutoTokenizer.
 
-    The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
-    `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way. The last step of
-    tokenizer.json decides which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and
-    add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 decide this themselves: GPT-NeoX
-    adds no token, and T5 adds the end. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
-    tokenizer_config.json names or describes are added if tokenizer.json does not have them.
+    The ids that end a text come from the first of three sources that has such ids: generation_config.json, config.json,
+    and the entry `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way.
+
+    The last step of tokenizer.json decides which tokens `encode` adds to a text. As in transformers since version 5,
+    add_bos_token and add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 are exceptions,
+    because they decide by themselves which tokens are added: GPT-NeoX adds no token, and T5 adds an end-of-text token.
+    Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json names or describes
+    are added if tokenizer.json does not have them.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
 
     Raises:
-        CheckpointError (a ValueError): tokenizer.json is missing, or it, or another file of the tokenizer, cannot be
-        read.
+        CheckpointError (a ValueError): tokenizer.json is missing; or this file or another file of the tokenizer cannot
+            be read.
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
@@ -218,7 +220,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
 
 
 def _instead(folder: Path) -> str:
-    """Return the remedy for a folder without tokenizer.json."""
+    """Return the remedy for a folder that has no tokenizer.json."""
     known = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.bpe")
     found = [name for name in known if os.path.lexists(folder / name)]
     if not found:
@@ -239,7 +241,7 @@ def _ids(
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
-    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has any."""
+    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file with such ids."""
     key = f"{kind}_token_id"
     for file, entries in files.items():
         found = entries.get(key)
@@ -255,7 +257,10 @@ def _ids(
 
 
 def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
-    """Read a file and parse its text with the library. If the library opened a FIFO itself, it would wait forever."""
+    """Read a tokenizer's file, and parse its text with the library.
+
+    The library does not open the file itself, because it would wait forever if the file were a FIFO.
+    """
     try:
         text = read_text(path)
         return text, tokenizers.Tokenizer.from_str(text)
@@ -272,9 +277,9 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     """Return the tokenizer of byte-level models: each id is a byte of the text's UTF-8.
 
     Args:
-        vocabulary: number of ids. More than 256 are for an encoder–decoder on bytes: 256 ends every text, 257 begins
-            every text of the decoder, and the last ids, counted down, are the sentinels `<extra_id_0>`, `<extra_id_1>`
-            and so on.
+        vocabulary: number of ids. A number above 256 is for an encoder–decoder on bytes. Id 256 then ends every text,
+            id 257 begins every text of the decoder, and the last ids, counted down, are the sentinels `<extra_id_0>`,
+            `<extra_id_1>` and so on.
 
     Example:
         >>> byte_tokenizer().encode("def f"), len(byte_tokenizer())
@@ -300,12 +305,12 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a run's tokenizer in its folder, with config.json and the generation settings of its checkpoint.
+    """Save a run's tokenizer in the run's folder, with config.json and the generation settings of its checkpoint.
 
-    `gspmd generate` and `gspmd export` read them.
+    `gspmd generate` and `gspmd export` read these files.
 
     Args:
-        folder: the folder to save them in, which is created if needed.
+        folder: the folder in which the files are saved. It is created if needed.
         tokenizer: the tokenizer.
         checkpoint: the folder of the checkpoint from which training started; empty if there is none.
     """

@@ -1,7 +1,7 @@
 """Text generation through a key/value cache.
 
-Reading order: cache, memory, serving, steps, loop, prefix, beams, batch, generator, text; stepwise, for custom models;
-programs and ranking, to plan and compile for chips that are not attached.
+Reading order: cache, memory, serving, steps, loop, prefix, beams, batch, generator, text. The module stepwise is for
+custom models. The modules programs and ranking plan and compile for chips that are not attached.
 """
 
 from .batch import Batch, Sizes, coarse, make_batch, read_prompts

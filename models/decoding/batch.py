@@ -1,4 +1,4 @@
-"""A batch of texts that are generated together: texts in rows, prompts in chunks, sources, and their layouts."""
+"""A batch of texts that are generated together: texts in rows, prompts in chunks, sources, and the layouts for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The maximum number of texts in a batch: more than caches can hold, but few enough to be counted on the host."""
+"""The maximum number of texts in a batch. It is more than caches can hold, but few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Sizes:
     """The sizes for which programs are compiled.
 
     Attributes:
-        rows: number of rows of the decode loop, R.
-        prefill_rows: number of rows of a prefill, P.
+        rows: R, the number of rows of the decode loop.
+        prefill_rows: P, the number of rows of a prefill.
         chunk: number of tokens of a row that a prefill step reads.
         room: T, the number of tokens of a text that the cache can hold.
-        prefill, decode: the layouts, from `phases`, with alternatives resolved.
+        prefill, decode: the layouts of the two phases, from `phases`, with alternatives resolved.
         source: number of tokens of a source that the encoder reads and the cache can hold; 0 for a decoder-only model.
     """
 
@@ -63,12 +63,13 @@ class Batch:
     """Prompts, and the rows in which they are read and continued.
 
     Attributes:
-        prompts: the token ids of each prompt; in an encoder–decoder those of the decoder's prompts, which begin with
+        prompts: the token ids of each prompt. In an encoder–decoder these are the decoder's prompts, which begin with
             the start token.
-        texts: number of texts; the samples of a prompt are next to each other.
+        texts: number of texts. The samples of a prompt are next to each other.
         sizes: the sizes of the programs.
         owners: for each row of the decode loop, the index of the prompt of its text; None for a row without a text.
-        shares: the prompt that each row of the prefill reads, and the prefill row that each row of text copies.
+        shares: the prompt that each row of the prefill reads, and the prefill row that each row of the decode loop
+            copies.
         sources: the token ids of each prompt's source; empty for a decoder-only model.
     """
 
@@ -80,16 +81,16 @@ class Batch:
     sources: tuple[np.ndarray, ...] = ()
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's last prompt token, which the decode loop reads first, and its position, both [R]."""
+        """Return each row's last prompt token and its position, both [R]; the decode loop begins with this token."""
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return how many tokens of each prompt's text are read, if it adds `tokens` new ones; 0 without a prompt."""
+        """Return how many tokens of each text are read if it adds `tokens` tokens to its prompt; 0 without a prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens [P, chunk] and counts [P] for every prefill step; the prompts' last tokens are left out."""
+        """Return tokens [P, chunk] and counts [P] for every prefill step; the last token of a prompt is left out."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -102,7 +103,7 @@ class Batch:
         return steps
 
     def source_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sources' tokens [P, T] in the rows of the prefill, and the number of real ones among them, [P]."""
+        """Return the sources' tokens [P, T] in the rows of the prefill, and each row's number of real tokens, [P]."""
         read = [np.zeros(0, np.int32) if at is None else self.sources[at] for at in self.shares.prompts]
         tokens = np.zeros((len(read), self.sizes.source), np.int32)
         for row, ids in zip(tokens, read):
@@ -133,25 +134,26 @@ def make_batch(
 
     Args:
         config: the configuration of the model.
-        layout: the layout for decoding (see `phases`); the number of rows decides between its alternatives.
-        prefill: the layout for reading prompts (see `phases`); None for the same one.
-        mesh: a mesh with the axes of both layouts.
-        prompts: the token ids of each prompt, at least one. With an encoder they follow the start token of each text,
-            and may be empty; None if all are empty.
+        layout: the layout for decoding (see `phases`). The number of rows decides between its alternatives.
+        prefill: the layout for reading prompts (see `phases`); None for the same layout as for decoding.
+        mesh: a mesh with the mesh axes of both layouts.
+        prompts: the token ids of each prompt, with at least one token. If the model has an encoder, the prompt follows
+            the start token of each text and may be empty; None if all prompts are empty.
         tokens: the largest number of tokens that a text adds to its prompt.
-        sources: the token ids that the encoder reads for each prompt, at least one; None for a decoder-only model.
+        sources: the token ids that the encoder reads for each prompt, with at least one token; None for a decoder-only
+            model.
         samples: number of texts for each prompt.
-        beams: number of beams for each prompt, which are all on one device; 0 for no beam search.
+        beams: number of beams for each prompt. All beams of a prompt are on one device. 0 for no beam search.
         chunk: the largest number of tokens of a row that are read in one step.
-        cache_length: number of tokens of a text that the cache can hold; by default the number needed, rounded up so
-            that few programs serve all lengths.
+        cache_length: number of tokens of a text that the cache can hold. The default is the number needed, rounded up
+            so that few programs serve all lengths.
         source_length: number of tokens of a source that the cache can hold; the default is chosen in the same way.
 
     Raises:
-        GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
-            or a source is longer than the cache, or than the model was made for.
-        LayoutError: the mesh does not divide the model's sizes, the chunk or the cache; or the caches of texts and of
-            their sources are on different devices.
+        GenerationError: there is no prompt; a prompt or a source is empty; a token is not in the vocabulary; or a text
+            or a source is longer than the cache, or longer than the model was made for.
+        LayoutError: the mesh axes do not divide the model's sizes, the chunk or the cache; or the caches of texts and
+            of their sources are on different devices.
     """
     config = for_serving(config)
     given, read = read_sources(config, prompts, sources, source_length)
@@ -188,7 +190,7 @@ def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
     beams: int,
 ) -> tuple[int, Any, Any]:  # fmt: skip
-    """Return the smallest number of rows for `texts` texts, and the layouts; beams of a prompt must share a device."""
+    """Return the smallest number of rows for `texts` texts, and the layouts; beams of one prompt share a device."""
     faults, step = [], max(beams, 1)
     # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
@@ -206,7 +208,7 @@ def _layouts(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
     cache_length: int | None,
 ) -> tuple[Any, Any] | None:  # fmt: skip
-    """Return the layouts for reading and for decoding these rows, or None if the mesh does not divide the rows."""
+    """Return the layouts for reading and for decoding these rows, or None if the mesh axes do not divide the rows."""
     given = {} if cache_length is None else {"T": cache_length}
     # L, and T unless it is given, are chosen so that the mesh divides them.
     wanted = [{d: n for d, n in config.sizes(batch, 1).items() if d not in "LT"} for batch in (prefill_rows, rows)]
@@ -221,13 +223,14 @@ def read_sources(
     sources: Sequence[Sequence[int]] | None,
     source_length: int | None = None,
 ) -> tuple[Sequence[Sequence[int]], tuple[np.ndarray, ...]]:
-    """Return the prompts (with an encoder, after the start token) and the sources, after checking them.
+    """Check prompts and sources, and return them; in a model with an encoder, prompts then begin with the start token.
 
-    The arguments are those of `make_batch`.
+    The arguments are the same as for `make_batch`.
 
     Raises:
-        GenerationError: a model with an encoder gets no source, or one without an encoder gets some; there is not one
-            source for each prompt, a source is empty or too long, or a token is not in the vocabulary.
+        GenerationError: the model has an encoder but there are no sources; the model has no encoder but there are
+            sources; there is not one source for each prompt; a source is empty or too long; or a token is not in the
+            vocabulary.
     """
     if not config.encoder_layers:
         if sources is not None or source_length is not None:
@@ -246,7 +249,7 @@ def read_sources(
 
 
 def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, called: str) -> tuple[np.ndarray, ...]:
-    """Return texts as arrays after checking that none is empty and all tokens are in the vocabulary.
+    """Return texts as arrays, after checking that no text is empty and that all tokens are in the vocabulary.
 
     Args:
         vocabulary: number of tokens.
@@ -277,12 +280,13 @@ def checked(
     chunk: int,
     cache_length: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the prompts as arrays after the checks that do not depend on a layout.
+    """Return the prompts as arrays, after the checks that do not depend on a layout.
 
-    The arguments are those of `make_batch`.
+    The arguments are the same as for `make_batch`.
 
     Raises:
-        GenerationError: a prompt is wrong, as in `read_prompts`, or a text is longer than the model was made for.
+        GenerationError: a prompt has a fault that `read_prompts` finds, or a text is longer than the model was made
+            for.
     """
     held = read_prompts(config.vocabulary, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
     check_length(config, max(map(len, held)), tokens)
@@ -305,8 +309,8 @@ def read_prompts(
         prompts, tokens, samples, chunk, cache_length: see `make_batch`.
 
     Raises:
-        GenerationError: there is no prompt, a prompt is empty, a token is not in the vocabulary, a number is less than
-            1, or a text is longer than the cache.
+        GenerationError: there is no prompt; a prompt is empty; a token is not in the vocabulary; a number is less than
+            1; or a text is longer than the cache.
     """
     if not len(prompts):
         raise GenerationError("there is no prompt to continue; give at least one")
@@ -319,7 +323,7 @@ def read_prompts(
 
 
 def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
-    """Raise an error about texts longer than the cache or the model allows, or more texts than a batch may have."""
+    """Raise an error if texts or the cache are too long, or if there are more texts than a batch may have."""
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
@@ -338,7 +342,10 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
 
 
 def coarse(size: int) -> int:
-    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., by at most a quarter, so that few programs suffice."""
+    """Round a size up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., so that few programs serve all sizes.
+
+    Sizes from 16 on grow by at most a quarter.
+    """
     return 16 if size <= 16 else _rounded(size, 2 ** ((size - 1).bit_length() - 3))
 
 

@@ -1,4 +1,4 @@
-"""Beam search on the devices: the likeliest beginnings of every text are continued; the best complete text wins."""
+"""Beam search on the devices: the likeliest beginnings of every text are continued, and the best complete text wins."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .serving import GenerationError
 from .steps import decode_step
 
 MOST_BEAMS = 64
-"""The largest number of beams of a text; each beam has a row of the cache."""
+"""The largest number of beams of a text. Each beam has a row of the cache."""
 
 _LOWEST = np.float32(-1e9)
-"""The score, as in transformers, that stands for a beam or a complete text that does not exist yet."""
+"""The score of a beam or a complete text that does not exist yet, the same as in transformers."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BeamSearch:
-    """The beams of G texts, b for each in adjacent rows: the carry of the loop, whose buffers are donated.
+    """The beams of G texts, b for each text in adjacent rows. This is the carry of the loop; its buffers are donated.
 
     Attributes:
         cache: the cache of the tokens read so far, with G · b rows.
         tokens: [G · b] int32, the last token of each beam, which has not been read yet.
-        scores: [G, b] float32, the sum of log-probabilities of each beam's new tokens, the best beam first.
+        scores: [G, b] float32, the sum of the log-probabilities of each beam's new tokens. The best beam comes first.
         texts: [G, b, M] int32, the new tokens of each beam.
-        end_scores: [G, b] float32, the scores of the best texts that have ended, the best first.
-        end_texts: [G, b, M] int32, the new tokens of these texts.
-        end_lengths: [G, b] int32, the number of their new tokens, without a stop token; -1 where there is no such text
-            yet.
+        end_scores: [G, b] float32, the scores of the best texts that have ended. The best text comes first.
+        end_texts: [G, b, M] int32, the new tokens of the texts that have ended.
+        end_lengths: [G, b] int32, the number of new tokens of the texts that have ended, without a stop token; -1 where
+            no text has ended yet.
         going: [G] bool, whether a beam may still become better than the texts that have ended.
         undefined: [G] bool, whether some logits were NaN or infinite.
         step: int32, the number of new tokens in each beam.
@@ -67,7 +67,7 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Raise an error about settings that beam search does not support, or about its settings without beams.
+    """Raise an error if beam search does not support the settings, or if its settings are given without beams.
 
     Args:
         beams: the number of beams of each text; 0 for no beam search.
@@ -79,7 +79,7 @@ def check_beams(
         n_best: number of texts for each prompt that the search returns.
 
     Raises:
-        GenerationError: the settings have faults; the message lists all of them.
+        GenerationError: the settings have faults. The message lists all faults.
     """
     faults = []
     if not 0 <= beams <= MOST_BEAMS:
@@ -105,36 +105,38 @@ def check_beams(
 
 
 def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Sequence[int]) -> BeamLoop:
-    """Build the loop of beam search: (weights, search, limit, most) -> search.
+    """Build the loop of beam search, a function (weights, search, limit, most) -> search.
 
         score(text) = sum over its new tokens of log p(token | earlier tokens) / |new tokens| ^ length_penalty
 
     In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
-    continuations, but at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; the b
-    likeliest of the others are the next beams. The b ends with the best scores are kept. A text is complete once it has
-    b ends, and the score of its best beam, at its present length, is not above the worst score of an end. When the
-    limit on tokens is reached, beams end as they are.
+    continuations, but at least 2 b, are kept. A continuation that ends in a stop token is called an end, if it is among
+    the b likeliest. The b likeliest continuations without a stop token are the next beams. The b ends with the best
+    scores are kept. A text is complete under two conditions: it has b ends, and the score of its best beam, at the
+    beam's present length, is not above the worst score of an end. When the limit on tokens is reached, beams end as
+    they are.
 
-    Every device finds the likeliest tokens in its own part of the vocabulary, and only these are gathered, not the
-    logits. The beams of a text are on one device, so that each device reorders the rows of its own cache, layer by
-    layer, and nothing is sent for it. Rows of encoded sources are the same for all beams, and stay in place.
+    Every device finds the likeliest tokens in its own part of the vocabulary, and only these tokens are gathered, not
+    the logits. All beams of a text are on one device. So each device reorders the rows of its own cache, layer by
+    layer, without sending anything. Rows of encoded sources are the same for all beams, and stay in place.
 
     Args:
         model: the model, as for `decode_step`.
-        beams: the number of beams of each text, b.
-        length_penalty: the exponent of a text's length; above 0 it favors longer texts, below 0 shorter ones.
-        stop: the tokens that end a text; they count in its length and its score, but are not part of it.
+        beams: b, the number of beams of each text.
+        length_penalty: the exponent of a text's length. A value above 0 favors longer texts, and a value below 0 favors
+            shorter texts.
+        stop: the tokens that end a text. They count in the text's length and score, but are not part of the text.
 
     Returns:
-        A pure function, to be compiled with the search donated, of the weights, the search, and two int32 scalars: the
-        number of steps after which it returns, and the most new tokens of a text. Everything but weights and cache is
-        replicated.
+        A pure function of the weights, the search, and two int32 scalars: the number of steps after which the function
+        returns, and the largest number of new tokens of a text. Compile it with the search donated. All arrays except
+        weights and cache are replicated.
 
-    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores normalized by length. Differs: the penalty is |Y|^α
-        instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end as in
-        `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same texts: a
-        beam that ends is replaced by the next one, and the search does not wait for a longer text that might overtake
-        the ends.
+    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores normalized by length.
+    Differs: the penalty is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end
+        as in `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same
+        texts. A beam that ends is replaced by the next beam, and the search does not wait for a longer text that might
+        overtake the ends.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -189,7 +191,7 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
 
 
 def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probabilities of every row's likeliest tokens, and these tokens, replicated.
+    """Return the likeliest tokens of every row and their log-probabilities, replicated.
 
     Every device finds `count` tokens in its own part of the vocabulary. With n parts, n · (count + 1) float32 and n ·
     count int32 per row are gathered.
@@ -197,11 +199,11 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
     Args:
         logits: [B, V] float32.
         spec: the spec of the logits.
-        count: the number of tokens to find; there are fewer if the vocabulary has fewer.
+        count: the number of tokens to find. If the vocabulary has fewer tokens, all of them are found.
 
     Returns:
-        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equally likely ones, the lowest
-        comes first. If logits of a row are NaN or infinite, its first log-probability is not finite.
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens. Among equally likely tokens, the
+        lowest comes first. If logits of a row are NaN or infinite, the row's first log-probability is not finite.
     """
     found = Spec(("B", "C"), spec.axes)
     whole = Spec(("B", "C"), ((), ()))
@@ -226,12 +228,12 @@ def _likeliest(axes: tuple[str, ...], count: int) -> Callable[[jax.Array], tuple
 
 
 def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Pick entries [G, n, ...] of x [G, m, ...] by their indices [G, n]."""
+    """Pick entries [G, n, ...] of x [G, m, ...] by the indices `at` [G, n]."""
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _rows_on_a_device(rows: Spec, count: int) -> int:
-    """Return the number of rows on one device if there are `count` rows in all."""
+    """Return the number of rows on one device if there are `count` rows on all devices together."""
     return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
 
 
@@ -248,15 +250,15 @@ def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
 def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, room: int) -> BeamSearch:
     """Return the state of a search whose beams have no new tokens yet.
 
-    At first all beams of a text are equal, so all but the first of them begin with the lowest score.
+    At first all beams of a text are equal. So all beams except the first begin with the lowest score.
 
     Args:
         cache: the cache after reading the prompts without their last tokens.
         tokens: [G · b] int32, the last token of the prompt of each row.
         groups: G, the number of texts for which there are rows.
-        texts: number of real texts among these; the others only fill up rows.
-        beams: the number of beams of each text, b.
-        room: M, the room for new tokens of a text, at least the largest number of them.
+        texts: number of real texts among the G texts. The remaining texts only fill up rows.
+        beams: b, the number of beams of each text.
+        room: M, the size of the arrays for a text's new tokens. It is at least the largest number of new tokens.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)
     nothing: Any = np.zeros((groups, beams, room), np.int32)

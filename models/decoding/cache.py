@@ -1,4 +1,4 @@
-"""The key/value cache: its arrays, their placement, and a function for an empty one."""
+"""The key/value cache: its arrays, their specs, and a function that makes an empty cache."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ from ..config import ModelConfig
 from ..vectors import wide_sizes
 
 SELF, CROSS = "attention.key", "cross.key"
-"""The layout's lines for the cache of a text and for the cache of an encoded source, as `Layout.cache` takes them."""
+"""The layout's lines for the cache of a text and for the cache of an encoded source, as arguments of `Layout.cache`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
+    """Keys and values of the tokens that a model has read, for all layers: a pytree that is donated from step to step.
 
-    There is one array for each stack of layers (`cache_stacks`), with its N layers first. B rows have room for T tokens
-    each. Heads come before tokens: in the other order, if a device has several heads, the TPU compiler copies every
-    layer before it multiplies. A sliding layer keeps only one window of tokens, and a chunked layer one chunk: T is
-    then the length of a ring, in which the token at position p is in slot p mod T.
+    There is one array for each stack of layers (`cache_stacks`), whose leading dimension N counts the layers. B rows
+    have room for T tokens each. Heads come before tokens. In the opposite order, if a device has several heads, the TPU
+    compiler copies every layer before it multiplies.
+
+    A sliding layer keeps only one window of tokens, and a chunked layer keeps one chunk. T is then the length of a
+    ring, in which the token at position p is in slot p mod T.
 
     Attributes:
-        keys: rotated keys, one [N, B, K, T, D] for each stack of layers.
-        values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
-            rotated keys of all heads.
-        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
-        value_scales: scales of the values, with the same shapes; in latent attention the scales of the rotated keys,
-            while `key_scales` are for the latents.
+        keys: rotated keys, one array [N, B, K, T, D] for each stack of layers.
+        values: values, with the same shapes as the keys. None for latent attention, in which `keys` holds [N, B, 1, T,
+            Z], the latents and the rotated keys of all heads.
+        key_scales: scales of the keys in an int8 cache, one float32 array [N, B, K, T] for each stack of layers; None
+            if the cache is not int8.
+        value_scales: scales of the values, with the same shapes as `key_scales`. In latent attention, `key_scales` are
+            the scales of the latents, and `value_scales` the scales of the rotated keys.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
-        source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
-            cross-attention; None for a decoder-only model.
-        totals: [B] int32, how many tokens of each row's complete text are read, if the rotary embedding depends on it
-            (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
+        source: a cache of the keys and values of each row's encoded source, which cross-attention reads in each block
+            of the decoder; None for a decoder-only model.
+        totals: [B] int32, how many tokens of each row's complete text are read. It is needed if the rotary embedding
+            depends on this number (`RopeScaling.by_length`), and None otherwise. The caller sets it before the first
+            token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -62,17 +66,17 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: that of the layers that keep all tokens, if there are any."""
+        """The largest T of all layers. If some layers keep all tokens, it is the T of these layers."""
         return max(keys.shape[3] for keys in self.keys)
 
 
 def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spec:
-    """Return the spec [B, K, T, D] of one layer's keys or values, from `Layout.cache`, where it is written BTKD.
+    """Return the spec [B, K, T, D] of one layer's keys or values; `Layout.cache` has this spec in the order BTKD.
 
     Args:
         layout: the layout that has the spec of the cache.
-        line: the line of the cache: that of a text's own tokens, or that of its encoded source.
-        latent: whether the cache holds latents, which all heads share, so that K is 1 and unsharded.
+        line: the line of the cache: `SELF` for a text's own tokens, or `CROSS` for an encoded source.
+        latent: whether the cache holds latents. All heads share the latents, so K is then 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
     spec = Spec(dims, tuple(map(held.axes_of, dims)))
@@ -114,21 +118,22 @@ def abstract_cache(
     int8: bool = False,
     source_length: int = 0,
 ) -> Cache:
-    """Return an `empty_cache` as shapes, dtypes and shardings; nothing is allocated.
+    """Return the shapes, dtypes and shardings of an `empty_cache`; nothing is allocated.
 
     Args:
         config: the configuration of the model.
-        layout: the layout, whose `cache` has the specs of keys and values.
-        mesh: a mesh with the axes of the layout.
+        layout: the layout. Its method `cache` returns the specs of keys and values.
+        mesh: a mesh with the mesh axes of the layout.
         batch: number of rows, B.
         length: T, the number of tokens of a text that the cache can hold.
         dtype: the dtype of keys and values.
-        int8: whether to store them as int8 instead, with a float32 scale for each token and head.
-        source_length: number of tokens of a source that the cache can hold, if the model has an encoder.
+        int8: whether to store keys and values as int8 instead, with a float32 scale for each token and head.
+        source_length: number of tokens of a source that the cache can hold; 0 if the model has no encoder.
 
     Raises:
-        SpecError: the mesh axes of B, T or K do not divide their sizes.
-        ValueError: the model has an encoder and `source_length` is 0, or the reverse.
+        SpecError: the mesh axes that shard B, T or K do not divide the size of this dimension.
+        ValueError: the model has an encoder and `source_length` is 0; or it has no encoder and `source_length` is not
+            0.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -188,11 +193,11 @@ def empty_cache(
 
     Args:
         config, layout, mesh, batch, length, dtype, int8, source_length: see `abstract_cache`.
-        totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
+        totals: [B], the `Cache.totals`, if the rotary embedding depends on these numbers.
 
     Raises:
-        SpecError, ValueError: the cache is not possible, as in `abstract_cache`; or totals are missing, or are given
-            although nothing depends on them.
+        SpecError, ValueError: the cache is not possible, for one of the reasons under `abstract_cache`; or totals are
+            missing; or totals are given although nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):
@@ -209,10 +214,10 @@ def empty_cache(
 
 
 def zeros(shapes: Any) -> Any:
-    """Return arrays of zeros with the shapes, dtypes and shardings of a tree."""
+    """Return arrays of zeros with the shapes, dtypes and shardings of a tree of abstract arrays."""
     return jax.tree.map(lambda leaf: jax.lax.full(leaf.shape, 0, leaf.dtype, sharding=leaf.sharding), shapes)
 
 
 def abstract_whole(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a replicated array."""
+    """Return an abstract array that is replicated over a mesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))

@@ -36,10 +36,10 @@ class Burst:
     """The next tokens of every text, which reach the host together.
 
     Attributes:
-        tokens: the new tokens of each text, in order; none for a text that has ended.
-        ended: for each text, whether it is complete.
+        tokens: the new tokens of each text, in order; empty for a text that has ended.
+        ended: for each text, whether the text is complete.
         seconds: seconds since the prompts were sent to the devices, not counting compilation.
-        scores: the score of each text found by beam search (see `beam_loop`); empty before the search ends, and for
+        scores: the score of each text that beam search found (see `beam_loop`); empty before the search ends, and for
             sampled texts.
     """
 
@@ -55,9 +55,10 @@ class Generated:
 
     Attributes:
         texts: the tokens of each text, without its prompt and without a stop token.
-        first_token: seconds until every text had its first token; with beam search, until all texts were complete.
+        first_token: seconds until every text had its first token. In beam search, seconds until all texts were
+            complete.
         seconds: seconds until the last token.
-        scores: the score of each text found by beam search (see `beam_loop`); empty for sampled texts.
+        scores: the score of each text that beam search found (see `beam_loop`); empty for sampled texts.
     """
 
     texts: list[list[int]]
@@ -67,37 +68,37 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all texts, without each text's first token; 0 if there are no others."""
+        """Tokens per second over all texts, without the first token of each text; 0 if there are no further tokens."""
         later = sum(max(0, len(text) - 1) for text in self.texts)
         return later / (self.seconds - self.first_token) if later and self.seconds > self.first_token else 0.0
 
 
 class Generator:
-    """Continues prompts, or writes a text for each source of an encoder–decoder, on all devices of a mesh.
+    """A generator that continues prompts, or writes a text for each source of an encoder–decoder, on a mesh.
 
-    Sources are encoded first, each once. Prompts are read in chunks of fixed length, except for each text's last prompt
-    token, which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt that several texts
-    share is read once. Apart from rounding, a text depends only on its source, its prompt, its seed and the settings,
-    not on other texts, chunks, bursts or layouts.
+    Each source is encoded once, before prompts are read. Prompts are read in chunks of fixed length, except for the
+    last token of each prompt, which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt
+    that several texts share is read once. Apart from rounding, a text depends only on its source, its prompt, its seed
+    and the settings, and not on other texts, chunks, bursts or layouts.
 
-    The devices hold the weights only once: sharded as the layout stores them, in the memory order that the compiler
-    chose for the decode loop. The attribute `model` is replaced by a model with these weights. If the caller keeps the
-    old model too, weights that were moved take memory twice.
+    The devices hold the weights only once. They are sharded as the layout stores them, in the memory order that the
+    compiler chose for the decode loop. The attribute `model` is replaced by a model with these weights. If the caller
+    keeps the old model too, weights that were moved take memory twice.
 
     Args:
-        model: a sharded model, whose experts drop no token (see `for_serving`).
-        layout: a `gspmd.Layout`, by default that of the model. Its phase `prefill` is for reading sources and prompts;
-            its phase `decode` is for decoding, and has the specs of stored weights and cache. The number of rows in a
-            batch decides between its alternatives.
-        prefill: another layout for reading prompts, with the same mesh axes.
+        model: a sharded model. Its experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`; by default the layout of the model. Its phase `prefill` is for reading sources and
+            prompts. Its phase `decode` is for decoding, and has the specs of stored weights and cache. If the layout
+            has alternatives, the number of rows in a batch decides between them.
+        prefill: another layout for reading prompts, with the same mesh axes as `layout`.
         chunk: the largest number of tokens of a prompt that are read in one step.
         burst: number of tokens of each text that are copied to the host together.
         int8: whether keys and values are stored as int8, with a float32 scale for each token and head.
-        compiled: a function that is called when all programs have been compiled, before the first one runs; it may make
-            several processes wait for one another.
+        compiled: a function that is called when all programs have been compiled, before the first program runs. It may
+            make several processes wait for one another.
 
     Raises:
-        GenerationError: burst is less than 1, or the router looks at later tokens (expert choice).
+        GenerationError: `burst` is less than 1, or the router looks at later tokens (expert choice).
 
     Example:
         >>> import gspmd_models as models
@@ -147,7 +148,7 @@ class Generator:
         self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts when they are complete; arguments and errors are those of `stream`."""
+        """Continue prompts, and return all texts when they are complete; see `stream` for arguments and errors."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
         # With beams, every burst but the last is empty.
@@ -174,33 +175,37 @@ class Generator:
         """Continue prompts, yielding burst by burst; call and iterate under `jax.set_mesh`.
 
         Args:
-            prompts: token ids of each prompt, at least one. For an encoder–decoder, the tokens with which each text
-                begins after the configuration's `start_token`, such as that of a language; None if there are none.
+            prompts: the token ids of each prompt, with at least one token. For an encoder–decoder, these are the tokens
+                with which each text begins after the configuration's `start_token`, such as the token of a language;
+                None if texts begin with `start_token` alone.
             tokens: the largest number of tokens that a text adds to its prompt.
-            sources: for an encoder–decoder, the token ids of each source, at least one, and one for each prompt.
+            sources: for an encoder–decoder, the token ids of each source, with at least one token. There is one source
+                for each prompt.
             samples: number of texts for each prompt. Text number i, counting over all prompts, has the seed `seed + i`.
             sampling: the settings by which tokens are drawn.
             seed: seed of the first text; the seeds of all texts must be from 0 to 2³² - 1.
             beams: number of beams in a search for the likeliest text (see `beam_loop`); 0 for sampling.
-            length_penalty: exponent of the length by which the search divides the score of a text.
-            n_best: number of texts for each prompt that the search returns, the best first; at most `beams`.
-            stop: tokens that end a text; they are not part of it.
-            cache_length: number of tokens of a text that the cache can hold; by default as many as needed, or a few
-                more.
-            source_length: number of tokens of a source that the cache can hold; the same default.
+            length_penalty: the search divides the score of a text by the text's length to the power of this number.
+            n_best: number of texts for each prompt that the search returns, at most `beams`. The best text comes first.
+            stop: tokens that end a text. They are not part of the text.
+            cache_length: number of tokens of a text that the cache can hold. The default is the number needed, or
+                slightly more.
+            source_length: number of tokens of a source that the cache can hold. The default is the number needed, or
+                slightly more.
             ended: indices of texts to end early, to which the caller may add between two bursts. Texts of beam search
                 do not end early.
 
         Returns:
-            An iterator of bursts; the first one has the first token of every text. With beam search, all bursts before
-            the last one are empty, and the last one has `n_best` texts for each prompt, with their scores.
+            An iterator of bursts. The first burst has the first token of every text. In beam search, all bursts before
+            the last one are empty, and the last burst has `n_best` texts for each prompt, with their scores.
 
         Raises:
             GenerationError: there is nothing to continue; a prompt has a token outside the vocabulary; a text is longer
-                than the cache or than the model was made for; a seed has more than 32 bits; a model with an encoder has
-                no sources, or one without has some; settings contradict each other; or, while iterating, the logits of
-                a text are NaN. In the last case, the burst with the tokens before the NaN is yielded first.
-            LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
+                than the cache, or longer than the model was made for; a seed has more than 32 bits; the model has an
+                encoder but there are no sources; the model has no encoder but there are sources; settings contradict
+                each other; or, while iterating, the logits of a text are NaN. In the last case, the burst with the
+                tokens before the NaN is yielded first.
+            LayoutError: the mesh axes do not divide the model's sizes, the rows, the chunk or the cache.
         """
         draws, stop = sampling != PLAIN or seed != 0, tuple(stop)
         check_beams(beams, length_penalty, samples, draws, self.model.config.vocabulary, len(set(stop)), n_best)
@@ -222,7 +227,7 @@ class Generator:
         cache_length: int | None = None,
         source_length: int | None = None,
     ) -> Batch:
-        """Arrange prompts in rows and chunks; arguments and errors are those of `stream`."""
+        """Arrange prompts in rows and chunks; arguments and errors are the same as for `stream`."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
             config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,
@@ -360,7 +365,8 @@ class Generator:
     def _decoding(self, name: Any, function: Callable, given: Sequence[Any], out: Any) -> Any:
         """Return a compiled loop of decode steps.
 
-        The first loop that is compiled for weights with these shardings chooses their memory order, for all programs.
+        The first loop that is compiled for weights with these shardings chooses the memory order of the weights, for
+        all programs.
         """
         weights = given[0]
         formats = self._formats.get(_placements(weights)) or any_order(weights)
@@ -369,7 +375,10 @@ class Generator:
         return loop
 
     def _reading(self, batch: Batch) -> dict[str, Any]:
-        """Return the programs to run before the loop: `empty` makes a cache; `encode`, `prefill`, `share` if needed."""
+        """Return the programs that run before the decode loop, by name.
+
+        `empty` makes an empty cache. `encode`, `prefill` and `share` are present if they are needed.
+        """
         sizes, chunks = batch.sizes, len(batch.chunks())
         fresh = chunks == 1  # nothing is cached before the only chunk
         steps = self.programs(sizes, fresh=fresh)
@@ -391,7 +400,7 @@ class Generator:
         return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """Return the weights in the sharding and format of a layout's programs, and move those that have others."""
+        """Return the weights in the sharding and format that a layout's programs need, after moving other weights."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
@@ -420,7 +429,7 @@ class Generator:
         out: Any,
         weights: Formats | None = None,
     ) -> Any:
-        """Compile a function, once, with the formats `weights` for its first argument."""
+        """Compile a function, only once for each `name`, with the formats `weights` for its first argument."""
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
             placed: dict[str, Any] = {}
@@ -431,7 +440,7 @@ class Generator:
         return self._compiled[key]
 
     def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:
-        """Return an abstract cache with this number of rows."""
+        """Return an abstract cache with this number of rows and the given sizes."""
         mesh, model = jax.sharding.get_mesh(), self.model
         return abstract_cache(
             model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8, source_length=sizes.source
@@ -447,8 +456,8 @@ def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any)
 
     Args:
         text: the number of the text.
-        count: number of tokens of the text before the NaN; None with beam search, whose texts are lost.
-        weights: the paths of the weights that are not finite.
+        count: number of tokens of the text before the NaN; None for beam search, in which the texts are lost.
+        weights: the paths of the weights that are not finite, which cause the NaN.
         dtype: the compute dtype.
     """
     shown = f"{', '.join(weights[:8])}{f' and {len(weights) - 8} more' if len(weights) > 8 else ''}"

@@ -1,4 +1,4 @@
-"""The decode loop on the devices: it reads a token of every row and samples the next, until all rows have ended."""
+"""The decode loop on the devices, which reads a token of every row and samples the next, until all rows have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = -1
 """The value that the loop returns in place of a token for a row that has ended."""
 
 UNDEFINED = -2
-"""The value that the loop returns in place of a token if logits have a NaN, or allow no token; the row then ends."""
+"""The value that the loop returns in place of a token if logits are NaN or allow no token. The row then ends."""
 
 # Lower temperatures make the logits of a correct model overflow float32, which would be reported as NaN.
 _LEAST_TEMPERATURE = 1e-30
@@ -33,7 +33,7 @@ _LEAST_TEMPERATURE = 1e-30
 class Sampling:
     """The settings with which the next token is drawn from the logits.
 
-    The filters apply in the order temperature, top-k, top-p (among the tokens kept by top-k), min-p, as in
+    The settings apply in the order temperature, top-k, top-p (among the tokens kept by top-k), min-p, as in
     `transformers`.
 
     Example:
@@ -41,7 +41,7 @@ class Sampling:
         False
 
     Raises:
-        GenerationError: settings are out of their ranges; the message lists all of them.
+        GenerationError: settings are out of their ranges. The message lists all of these settings.
     """
 
     temperature: float = 1.0
@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is chosen, and nothing is drawn at random."""
+        """Whether the likeliest token is always chosen, so that nothing is drawn at random."""
         return self.temperature == 0
 
 
@@ -87,7 +87,7 @@ PLAIN = Sampling()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WrittenTexts:
-    """The texts being written, one in each row: the carry of the loop, whose buffers are donated.
+    """The texts that are being written, one in each row. This is the carry of the loop; its buffers are donated.
 
     Attributes:
         cache: the cache of the tokens that have been read.
@@ -106,22 +106,23 @@ Loop = Callable[
 
 
 def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], steps: int) -> Loop:
-    """Build the loop: (weights, rows, seeds, alive, limit) -> (rows, tokens).
+    """Build the decode loop, a function (weights, rows, seeds, alive, limit) -> (rows, tokens).
 
-    The random numbers of a row depend only on its seed and on the position in its text. So a text does not depend on
-    the other rows, on the layout, or on where a burst of steps ends.
+    The random numbers of a row depend only on the row's seed and on the position in its text. So a text does not depend
+    on the other rows, on the layout, or on where a burst of steps ends.
 
     Args:
         model: the model, as for `decode_step`.
         sampling: the settings by which tokens are drawn.
-        stop: tokens that end a row; they are not part of its text.
-        steps: the largest number of steps in one call: a burst, whose tokens are copied to the host together.
+        stop: tokens that end a row. They are not part of the row's text.
+        steps: the largest number of steps in one call, which is a burst. The tokens of a burst are copied to the host
+            together.
 
     Returns:
-        A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
-        bool (False ends a row), and limit, an int32 scalar, the number of steps to run. It returns the rows and tokens
-        [B, steps] int32: `UNDEFINED` where logits give no token, and `NOTHING` after a row's end. Everything but
-        weights and cache is replicated.
+        A pure function, to be compiled with the rows donated. Its arguments are the weights, the rows, seeds [B]
+        uint32, alive [B] bool (False ends a row), and limit, an int32 scalar, which is the number of steps to run. It
+        returns the rows and tokens [B, steps] int32. A token is `UNDEFINED` where logits give no token, and `NOTHING`
+        after a row's end. All arrays except weights and cache are replicated.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")

@@ -1,4 +1,4 @@
-"""Shared prompts: each is read only once, and its part of the cache is copied to the rows of all its texts."""
+"""Shared prompts: each prompt is read only once, and its part of the cache is copied to the rows of all its texts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .cache import CROSS, SELF, Cache, cache_spec, stacked
 
 @dataclass(frozen=True)
 class Shares:
-    """The prompt that each row of the prefill reads, and the row of the prefill that each row of text continues.
+    """The prompt that each row of the prefill reads, and the prefill row that each row of the decode loop continues.
 
     Attributes:
-        prompts: for each row of the prefill, the index of its prompt, or None if it has none.
-        sources: [R] int32, for each row of text, the index of the prefill row that it copies, among the prefill rows of
-            its device; None if every row of text has a row of the prefill to itself, so that nothing is copied.
+        prompts: for each row of the prefill, the index of its prompt, or None if it has no prompt.
+        sources: [R] int32, for each row of the decode loop, the index of the prefill row that it copies. The index is
+            counted among the prefill rows of the same device. None if every row has a row of the prefill to itself, so
+            that nothing is copied.
     """
 
     prompts: tuple[int | None, ...]
@@ -32,7 +33,7 @@ class Shares:
 
 
 def most_prompts(owners: Sequence[int | None], shards: int) -> int:
-    """Return the largest number of prompts in the rows of one shard, counting rows without a text as one prompt.
+    """Return the largest number of prompts in the rows of one shard; rows without a text count as one prompt.
 
     >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
     (1, 2)
@@ -44,7 +45,7 @@ def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
     """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row is sent.
 
     Args:
-        owners: for each row of text, the index of its prompt, or None if it has no text.
+        owners: for each row of the decode loop, the index of the prompt of its text, or None if it has no text.
         shards: number of shards of the cache's batch, which divides the rows.
         each: number of rows of the prefill in each shard, at least `most_prompts`.
 
@@ -75,15 +76,15 @@ def copy_rows(
     *,
     layout: Layout,
 ) -> Cache:
-    """Return a cache with copies of rows of `cache`; each device copies only its own rows, so nothing is sent.
+    """Return a cache with copies of rows of `cache`; each device copies only rows of its own, so nothing is sent.
 
     Args:
         cache: a cache with P rows.
-        sources: [R] int32, for each new row the index of the row to copy, among the rows of its device; sharded as B of
-            the cache.
+        sources: [R] int32, for each new row the index of the row to copy, counted among the rows of the same device;
+            sharded like B of the cache.
         lengths: [R] int32, the lengths of the new rows.
         source_lengths: [R] int32, the lengths of the new rows' sources, if the model has an encoder.
-        totals: [R] int32, the `Cache.totals` of the new rows, if the cache has any.
+        totals: [R] int32, the `Cache.totals` of the new rows, if the cache has totals.
         layout: the layout that has the spec of the cache.
     """
     source = None
@@ -96,16 +97,16 @@ def copy_rows(
 def on_rows(
     cache: Cache, sources: jax.Array, layout: Layout, name: str, body: Callable[..., jax.Array], line: str = SELF
 ) -> tuple[Any, Any, Any, Any]:
-    """Return `Cache.layers` with new rows; each device computes them from its own rows.
+    """Return `Cache.layers` with new rows, which each device computes from its own rows.
 
     Args:
         cache: the cache whose rows are read.
         sources: [R] int32, as in `copy_rows`.
         layout: the layout that has the spec of the cache.
-        name: a verb that says what `body` does, shown in the plan.
-        body: a function from the local pieces of an array [N, B, ...] and of the sources to a new piece. It must be the
-            same object in every call, so that programs are reused.
-        line: the line of the cache in the layout.
+        name: a verb that says what `body` does. The plan shows this verb.
+        body: a function from the local piece of an array [N, B, ...] and the local piece of the sources to a new piece.
+            It must be the same object in every call, so that programs are reused.
+        line: the layout's line of the cache.
     """
     held = cache_spec(layout, line, latent=cache.values is None)
     rows = Spec(("B",), (held.axes_of("B"),))

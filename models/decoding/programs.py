@@ -1,4 +1,4 @@
-"""Programs of serving, to compile without devices: the step of a phase with its abstract arguments."""
+"""Programs of serving that can be compiled without devices: the step of a phase with its abstract arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .serving import GenerationError, check_lengths, for_serving, phases
 from .steps import decode_step, encode_step, prefill_step
 
 PROGRAMS = ("encode", *PHASES)
-"""The programs of serving: each phase of a layout has one, and sources are encoded in the layout of prefill."""
+"""The programs of serving. Each phase of a layout has a program, and `encode` uses the layout of prefill."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Program:
     Attributes:
         layout: the layout of the phase, with alternatives resolved.
         step: the pure function from `encode_step`, `prefill_step` or `decode_step`.
-        arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
-            encoding, the cache.
-        donated: index of the argument that the step overwrites, the cache, or None for encoding.
-        stored: index of the argument that is stored and read in every step: the weights.
+        arguments: the step's abstract arguments: weights, tokens, counts of tokens (except in decoding) and the cache
+            (except in encoding).
+        donated: index of the argument that the step overwrites, which is the cache; None for encoding.
+        stored: index of the argument that is stored and read in every step, which is the weights.
         tokens: number of tokens that one execution reads, over all rows.
     """
 
@@ -64,25 +64,25 @@ def serving_program(
     """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
 
     Args:
-        config: the model configuration; its experts drop no token (see `for_serving`).
-        layout: a `gspmd.Layout`, whose phase `decode` has the specs of stored weights and cache.
-        mesh: a mesh of devices, possibly those of an offline topology.
+        config: the model configuration. In the program its experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`. Its phase `decode` has the specs of stored weights and cache.
+        mesh: a mesh of devices, which may be the devices of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: number of tokens of a text that the cache can hold; not used by encoding.
+        room: number of tokens of a text that the cache can hold; not used for `"encode"`.
         length: number of tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as in `phases`.
         dtype: the dtype of activations.
         weights: the dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
         cache: the dtype in which keys and values are stored; None for `dtype`. `"int8"` adds a float32 scale for each
             token and head.
-        source_length: number of tokens of a source that the cache can hold, if the model has an encoder; `encode` reads
-            sources of this length.
+        source_length: number of tokens of a source that the cache can hold, if the model has an encoder. `"encode"`
+            reads sources of this length.
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
-        GenerationError: the phase does not exist, a size is less than 1, a prefill is longer than the room, or there is
-            an encoder without room for sources, or room for sources without an encoder.
+        GenerationError: the phase does not exist; a size is less than 1; a prefill is longer than the room; the model
+            has an encoder but there is no room for sources; or there is room for sources but the model has no encoder.
 
     Example:
         >>> from gspmd.layouts import Layout

@@ -29,7 +29,7 @@ FEED_FORWARD = (
 """The presets whose feed-forward layers `serving_layouts` tries."""
 
 _REFUSALS = LayoutError, SpecError, PlanError
-"""The errors for sizes and meshes that do not fit a layout; any other error is raised."""
+"""The errors that mean that sizes or a mesh do not fit a layout. Any other error is raised."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,15 +39,16 @@ class Served:
     Attributes:
         name: the name of the layout.
         lowering: the lowering of the step's equations.
-        seconds: seconds of the step: `collectives` + `products` + `attention`; only a looped lowering overlaps them.
+        seconds: seconds of the step. They are the sum of `collectives`, `products` and `attention`, which only a looped
+            lowering overlaps.
         collectives: seconds of the planned collectives.
-        products: seconds of the planned matrix products; each takes its compute time or its memory time, whichever is
-            larger.
-        attention: seconds of attention to cached and new tokens, computed in the same way; a decode step reads its
-            whole cache.
+        products: seconds of the planned matrix products. Each product takes its compute time or its memory time,
+            whichever is larger.
+        attention: seconds of attention to cached and new tokens, the larger of compute time and memory time. A decode
+            step reads its whole cache.
         wire_bytes: bytes that one device sends.
-        held_bytes: bytes of weights and cache.
-        reason: the reason why the layout does not fit; empty if it does.
+        held_bytes: bytes of weights and cache on one device.
+        reason: the reason why the layout does not fit; empty if it fits.
     """
 
     name: str
@@ -93,24 +94,24 @@ def rank_serving(
         seconds = collectives + products
                   + layers · max(4 b l h (t + l) D / peak, 2 b t k (D · itemsize + s) / bandwidth)
 
-    where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads, and s is 4 bytes
-    for the scale of each token and head of an int8 cache, and otherwise 0. Bandwidth is that of main memory. Products
-    take the seconds that a plan gives them: by their FLOPs, or by the bytes of their weights and activations. So a
-    decode step with few rows is limited by reading its weights, and a step with many rows and a long context by reading
-    its cache.
+    where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads. s is 4 bytes, for
+    the scale of each token and head, if the cache is int8, and otherwise 0. Bandwidth is the bandwidth of main memory.
+    Products take the seconds that a plan gives them, either by their FLOPs or by the bytes of their weights and
+    activations. So a decode step with few rows is limited by reading its weights. A step with many rows and a long
+    context is limited by reading its cache.
 
     Args:
         config, mesh, phase, batch, room, length, dtype, weights, cache: see `serving_program`.
         layouts: the layouts to rank, such as those from `serving_layouts`.
         chip: the hardware.
-        lowerings: the lowerings of equations, each of which is tried with every layout.
+        lowerings: the lowerings of equations. Each lowering is tried with every layout.
 
     Returns:
-        One `Served` for each layout and lowering. Those that do not fit come last, with the reason.
+        One `Served` for each layout and lowering. Layouts that do not fit come last, with the reason.
 
     Raises:
         LayoutError: a layout is wrong for all models and meshes.
-        GenerationError: the program cannot be built (see `serving_program`); or the router reads later tokens (expert
+        GenerationError: the program cannot be built (see `serving_program`); the router reads later tokens (expert
             choice); or the model has an encoder.
 
     Example:
@@ -121,9 +122,10 @@ def rank_serving(
         >>> ranked[0].seconds > 0, ranked[0].wire_bytes
         (True, 0)
 
-    Leaves out: the work between products (norms, activations, softmax), and overlap that the compiler finds by itself.
+    Leaves out: the work between products (norms, activations, softmax), and the overlap that the compiler finds by
+    itself.
 
-    Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
+    Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3, for compute time, memory time and communication time.
     """
     if config.encoder_layers:
         raise GenerationError("layouts are ranked for decoder-only models, but this one has an encoder; name a layout")
@@ -171,7 +173,8 @@ def _attention(
 ) -> float:  # fmt: skip
     """Return the seconds that attention takes in all layers on one device.
 
-    Attention runs where the cache is: mesh axes that shard its batch or length do not shard the query heads.
+    Attention runs where the cache is, so mesh axes that shard the batch or the length of the cache do not shard query
+    heads.
     """
     query, cache = layout.spec("attention.query"), cache_spec(layout)
     over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
@@ -200,16 +203,17 @@ def _attention(
 def serving_layouts(
     presets: Sequence[str] = FEED_FORWARD, *, several_keys: bool = False, long: bool = True
 ) -> Iterator[Layout]:
-    """Yield whole-model layouts for serving: every feed-forward preset with every attention that fits it.
+    """Yield whole-model layouts for serving: every feed-forward preset with every sharding of attention that fits it.
 
-    Attention is sharded over the heads; or over the batch on one, two or all mesh axes, with the heads on the other
-    ones; or over a prompt's positions, on mesh axes that would otherwise have to divide the heads. The cache may also
-    be sharded over the length of the context. A layout's name consists of the preset, the spec of queries and the spec
-    of the cache.
+    Attention is sharded in one of three ways. In the first, mesh axes shard the heads. In the second, one, two or all
+    mesh axes shard the batch, and the remaining mesh axes shard the heads. In the third, mesh axes that would otherwise
+    have to divide the heads shard the positions of a prompt. The cache may also be sharded over the length of the
+    context. A layout's name consists of the preset, the spec of queries and the spec of the cache.
 
     Args:
         presets: names of layouts over the mesh axes x, y and z.
-        several_keys: whether key/value heads are sharded like query heads (multi-head), or unsharded (multiquery).
+        several_keys: whether key/value heads are sharded like query heads (multi-head). Otherwise they are unsharded
+            (multiquery).
         long: whether to also try caches sharded over T, for contexts too long for one device.
 
     Example:

@@ -1,4 +1,4 @@
-"""Models for serving: experts drop no token, and each phase has a layout over a single set of stored weights."""
+"""Models for serving: experts drop no token, and each phase has a layout over the same set of stored weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .cache import CROSS, SELF, cache_spec
 
 
 class GenerationError(ValueError):
-    """The error for text that cannot be generated; its message gives the reason."""
+    """The error for text that cannot be generated. The message gives the reason."""
 
 
 def phases(
@@ -34,10 +34,12 @@ def phases(
     """Return the layouts for reading prompts and for decoding, which store weights and cache in the same way.
 
     Args:
-        layout: a `gspmd.Layout`, whose phase `decode` is used for decoding; both store weights and cache as it does.
+        layout: a `gspmd.Layout`. Its phase `decode` is used for decoding, and sets how weights and cache are stored in
+            both returned layouts.
         prefill: the layout whose phase `prefill` is used for reading prompts; by default `layout`.
-        sizes: the sizes for prefill and for decoding (see `Layout.check`); needed if the layouts have alternatives.
-        mesh: the mesh that decides between alternatives, together with `sizes`.
+        sizes: the sizes for prefill and the sizes for decoding (see `Layout.check`). They are needed if the layouts
+            have alternatives.
+        mesh: the mesh, which decides between alternatives together with `sizes`.
 
     Raises:
         LayoutError: the layouts have different mesh axes, or no alternative of a section fits the mesh.
@@ -50,7 +52,8 @@ def phases(
         >>> prefill["ffn.w_in"], prefill["ffn.hidden"], decode["ffn.hidden"]
         ('E_xF_yz', 'B_xyzLF', 'BLF_yzx')
 
-    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2.3: weights gathered for prefill, stationary for decoding.
+    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2.3, in which weights are gathered for prefill and stationary
+        for decoding.
     """
     reading, decode = (layout if prefill is None else prefill).phase("prefill"), layout.phase("decode")
     if sizes is not None:
@@ -59,7 +62,7 @@ def phases(
 
 
 def check_seeds(seed: int, texts: int) -> None:
-    """Check that the seeds of all texts fit into 32 bits; larger ones would wrap around to the seeds of other texts.
+    """Check that the seeds of all texts fit into 32 bits; larger seeds would wrap around to the seeds of other texts.
 
     Args:
         seed: seed of the first text; each further text has the next seed.
@@ -78,14 +81,14 @@ def check_seeds(seed: int, texts: int) -> None:
 def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
     """Raise an error if a layout shards B differently in the caches of texts and of sources.
 
-    Each device copies rows of both caches locally, so it must have the same rows in both.
+    Each device copies rows of both caches locally, so it must have the same rows of the two caches.
 
     Args:
         layout: the layout for decoding.
-        mesh: sizes of the mesh axes; axes of size 1 shard nothing.
+        mesh: sizes of the mesh axes. Axes of size 1 shard nothing.
 
     Raises:
-        LayoutError: the mesh axes of B differ.
+        LayoutError: the mesh axes that shard B differ between the caches.
     """
     own, source = (cache_spec(layout, line).without_trivial(mesh) for line in (SELF, CROSS))
     if own.axes_of("B") != source.axes_of("B"):
@@ -103,7 +106,7 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
         layout: the layout of a phase.
         sizes: size of each dimension except T.
         mesh: see `Layout.check`.
-        room: length of the cache of texts, or 0 for a program without one.
+        room: length of the cache of texts, or 0 for a program that has no cache of texts.
         source: length of the cache of sources, or 0 for a decoder-only model.
 
     Raises:
@@ -121,15 +124,15 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
 
 
 def check_source(config: ModelConfig, source: int, room: int | None) -> None:
-    """Raise an error if sources are longer than the cache, or than the model's limit.
+    """Raise an error if sources are longer than the cache, or longer than the model's limit.
 
     Args:
         config: the model configuration.
         source: number of tokens of the longest source.
-        room: number of tokens of a source that the cache can hold; None if it will be made long enough.
+        room: number of tokens of a source that the cache can hold; None if the cache will be made long enough.
 
     Raises:
-        GenerationError: the source is too long; the message states its length and the limit.
+        GenerationError: the source is too long. The message states its length and the limit.
     """
     if room is not None and source > room:
         raise GenerationError(
@@ -152,7 +155,7 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
         tokens: the largest number of tokens that a text adds to its prompt.
 
     Raises:
-        GenerationError: a text is too long; the message states its length and the limit.
+        GenerationError: a text is too long. The message states its length and the limit.
     """
     if config.context_length is not None and prompt + tokens > config.context_length:
         raise GenerationError(
@@ -166,11 +169,11 @@ def for_serving(config: ModelConfig) -> ModelConfig:
     """Return the config with which a model reads prompts and decodes, in which experts drop no token.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
-    depends on the other tokens of the group. It may depend on later tokens, if their first choices are served before
-    its second choice (gshard, st-moe) or if confident tokens are served first, and it always depends on the number of
-    tokens that are read at a time. Text that is read in chunks or token by token has no such group. Hence no token is
-    dropped here (`dispatch` is "dropless"), and each row is a group. The logits equal those of a full forward pass
-    wherever that drops no token.
+    depends on the other tokens of the group. The output may depend on later tokens. In the routers gshard and st-moe,
+    the first choices of later tokens are served before the second choice of this token. Some routers serve confident
+    tokens first. The output always depends on the number of tokens that are read at a time. Text that is read in chunks
+    or token by token has no such group. Hence no token is dropped here (`dispatch` is "dropless"), and each row is a
+    group. The logits equal the logits of a full forward pass wherever that pass drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.
@@ -187,7 +190,7 @@ def for_serving(config: ModelConfig) -> ModelConfig:
 
 
 def served(model: Transformer, layout: Layout) -> Transformer:
-    """Return the model under another layout for serving, after moving those parameters that it shards differently.
+    """Return the model under another layout for serving; parameters that this layout shards differently are moved.
 
     Raises:
         LayoutError: the layout pads the dimensions of the model to other sizes.
@@ -218,7 +221,7 @@ def one_position(model: Transformer) -> Transformer:
 
 
 def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of rows that all mesh axes of B, in activations and caches, divide."""
+    """Return the smallest number of rows that is divisible by all mesh axes that shard B, in activations and caches."""
     stacks = [layout, *([layout.stack(ENCODER)] if config.encoder_layers else [])]
     batch = [spec.axes_of("B") for stack in stacks for spec in (*_activations(stack), cache_spec(layout))]
     if config.encoder_layers:
@@ -229,23 +232,23 @@ def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> 
 
 
 def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of positions that all mesh axes of L, in any activation, divide."""
+    """Return the smallest number of positions that is divisible by all mesh axes that shard L, in any activation."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
 def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of tokens of a source that all mesh axes of its length, in any tensor, divide."""
+    """Return the smallest source length that is divisible by all mesh axes that shard this length, in any tensor."""
     inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
     return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the specs of the encoder's output, and of its keys and values as computed and as cached."""
+    """Return the specs of the encoder's output, of its keys and values, and of cached keys and values."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 
 def _activations(layout: Layout) -> list[Spec]:
-    """Return the specs of activations of tokens and blocks, without `ffn.hidden` if all layers have experts."""
+    """Return the specs of the activations of embedding and blocks, without `ffn.hidden` if all layers have experts."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
     written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
     return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]

@@ -31,21 +31,22 @@ Weights = Mapping[str, jax.Array]
 def encode_step(
     model: Transformer, *, dtype: Any = None, int8: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
-    """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> cache.
+    """Build a step that encodes the sources of an encoder–decoder, a function (weights, tokens, counts) -> cache.
 
-    A source is encoded once: the keys and values that each block of the decoder computes from it stay the same.
+    A source is encoded only once, because the keys and values that each block of the decoder computes from it stay the
+    same.
 
     Args:
-        model: a model with the config of `for_serving`, possibly abstract. Its layout has the specs of weights and
-            activations (`Layout.stack("encoder")` in the encoder), and `Layout.cache("cross.key")` that of keys and
-            values.
+        model: a model with the config of `for_serving`; it may be abstract. Its layout has the specs of weights and
+            activations; `Layout.stack("encoder")` has the specs of the encoder, and `Layout.cache("cross.key")` the
+            spec of keys and values.
         dtype: the dtype in which keys and values are stored; None for the compute dtype.
-        int8: whether to store them as int8 instead, with a float32 scale for each token and head.
+        int8: whether to store keys and values as int8 instead, with a float32 scale for each token and head.
 
     Returns:
-        A pure function of the weights (`arrays`), tokens [B, T] sharded as `batch_spec`, and counts [B] int32, the
-        numbers of real tokens in each row (the rest is padding on the right, to which nothing attends). It returns a
-        `Cache` for `Cache.source`.
+        A pure function of the weights (from `arrays`), tokens [B, T] sharded as `batch_spec`, and counts [B] int32, the
+        number of real tokens in each row. The remaining tokens are padding on the right, to which nothing attends. The
+        function returns a `Cache` for `Cache.source`.
 
     Raises:
         ValueError: the model has no encoder.
@@ -77,7 +78,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D], with scales if int8."""
+    """Change keys or values [N, B, T, K, D] to the cache's order [N, B, K, T, D], with scales if `int8` is set."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -88,21 +89,22 @@ def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[
 def prefill_step(
     model: Transformer, *, fresh: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build a step that reads one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
+    """Build a step that reads one chunk of prompts, a function (weights, tokens, counts, cache) -> (logits, cache).
 
-    All chunks run through the same program; the cache tells where each row continues.
+    All chunks run through the same program. The cache tells where each row continues.
 
     Args:
-        model: a model with the config of `for_serving`, possibly abstract; its layout has the specs of weights,
+        model: a model with the config of `for_serving`; it may be abstract. Its layout has the specs of weights,
             activations and cache.
         fresh: whether the cache is still empty, as before the first chunk, so that tokens attend only to one another.
             The cache is then not read, unless query heads are split so that a device has parts of two groups.
 
     Returns:
-        A pure function, to be compiled with the cache donated. It takes the weights (`arrays`), tokens [B, L] sharded
-        as `embedding.tokens`, counts [B] int32 of the real tokens in each row (the rest is padding on the right), and
-        the cache. It returns float32 logits [B, V] after the last real token of each row, sharded as `output.logits`
-        without L (meaningless for a row without real tokens), and the cache with the tokens added.
+        A pure function, to be compiled with the cache donated. It takes the weights (from `arrays`), tokens [B, L]
+        sharded as `embedding.tokens`, counts [B] int32 of the real tokens in each row, and the cache. The remaining
+        tokens of a row are padding on the right. It returns float32 logits [B, V] after the last real token of each
+        row, and the cache with the tokens added. The logits are sharded as `output.logits` without L, and are
+        meaningless for a row without real tokens.
     """
 
     def prefill(weights: Weights, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -122,10 +124,10 @@ def prefill_step(
 
 
 def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build a step that reads one token of every row: (weights, tokens, cache) -> (logits, cache).
+    """Build a step that reads one token of every row, a function (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: a model as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the
+        model: a model, as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the
             layout says.
 
     Returns:
@@ -145,7 +147,7 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
 
 
 def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
-    """Return the logits [B, V] of a single position, from its residual stream [B, 1, E]."""
+    """Return the logits [B, V] of a single position, given its residual stream [B, 1, E]."""
     # The barrier makes the weights wait for x. Otherwise libtpu 0.0.42 loads the table into a v4's fast memory before
     # the first layer, and the layers lack that room: PaLM 8B on 8 chips then reads a prompt in 42.8 ms instead of 38.2.
     weights, x = jax.lax.optimization_barrier((weights, x))
@@ -155,11 +157,12 @@ def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
 def _read(
     model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache, fresh: bool = False
 ) -> tuple[jax.Array, Cache]:
-    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` (or all L) new tokens.
+    """Return the residual stream [B, L, E] after the last block, and the cache with the new tokens added.
 
-    The layers only read the cache, and return their new keys and values, which are written together after the last
-    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers run as a scan. Layers that are
-    not stacked are traced one by one, because only a weight that is a separate array is loaded while other layers run.
+    A row adds the number of tokens in `counts`, or all L tokens if `counts` is None. The layers only read the cache,
+    and return their new keys and values, which are written together after the last layer. So no loop over layers
+    carries the cache, and no loop can copy it. Stacked layers run as a scan. Layers that are not stacked are traced one
+    by one, because only a weight that is a separate array can be loaded while other layers run.
     """
     layout, length = model.layout, tokens.shape[1]
     whole = Spec(("B", "L"), ((), ()))
@@ -180,7 +183,7 @@ def _read(
     alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run blocks, such as those of one pattern; return the residual stream and the blocks' new keys and values."""
+        """Run blocks, for example one pattern; return the residual stream and the blocks' new keys and values."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
@@ -236,10 +239,10 @@ def _read(
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
-    """Return keys, values or scales of all layers, with the new ones appended to each row.
+    """Append new keys, values or scales to each row of an array of all layers, and return the array.
 
-    Entries after a row's real tokens are overwritten by its next tokens. In a ring such entries would replace tokens
-    that are still attended to, so there they are not written.
+    Entries after a row's real tokens are overwritten later by the row's next tokens. In a ring, such entries would
+    replace tokens that are still attended to, so they are not written there.
     """
     narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
@@ -255,12 +258,12 @@ class Chunk:
         lengths: [B] int32, the number of tokens of each row that are already in the cache.
         spec: the spec of one layer's cache.
         source_spec: the spec of one layer's cache of encoded sources.
-        angles: the rotary angles at the positions of the chunk's tokens (`angles_at`), by the kind of layer and the
-            mesh axes that shard B and L; empty unless queries and keys are rotated.
-        growth: the factors by which queries grow at these positions, in layers whose queries grow; None if there are no
-            such layers.
-        rings: for each stack of layers, whether its cache is a ring, as it is in sliding and chunked layers.
-        counts: [B] int32, the number of real tokens in each row, or None if all are real.
+        angles: the rotary angles at the positions of the chunk's tokens (from `angles_at`), by the kind of layer and
+            the mesh axes that shard B and L; empty unless queries and keys are rotated.
+        growth: the factors by which queries grow at the positions of the chunk's tokens; None if no layer has growing
+            queries.
+        rings: for each stack of layers, whether its cache is a ring. This is so in sliding and chunked layers.
+        counts: [B] int32, the number of real tokens in each row, or None if all tokens are real.
         fresh: whether the cache is still empty.
     """
 
@@ -275,7 +278,7 @@ class Chunk:
 
     @classmethod
     def at(cls, cache: Cache, length: int, model: Transformer) -> Chunk:
-        """Return the description of the next `length` tokens of a cache's rows, with angles computed for all layers."""
+        """Describe the next `length` tokens of a cache's rows, with angles computed for all layers."""
         layout, config, lengths = model.layout, model.config, cache.lengths
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         totals = None if cache.totals is None else jnp.broadcast_to(cache.totals[:, None], positions.shape)
@@ -304,17 +307,17 @@ class Chunk:
 
 
 class LayerCache:
-    """The cached keys and values of one layer, which attention reads, and the `new` ones, which it adds.
+    """The cached keys and values of one layer, which attention reads, and the `new` keys and values, which it adds.
 
-    `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. If the cache has
-    a narrower dtype, they are rounded to it before the chunk attends to itself, so that results do not depend on where
-    chunks end.
+    `new` holds keys, values and their scales in the same order as `Cache.layers`; the scales are None unless the cache
+    is int8. If the cache has a narrower dtype, keys and values are rounded to this dtype before the chunk attends to
+    itself, so that results do not depend on where chunks end.
 
     Args:
         chunk: the description of the step's tokens.
         held: the cached keys and values, and their scales.
-        source: the same for an encoded source, with the number of its tokens in each row [B]; None for a decoder-only
-            model.
+        source: the cached keys, values and scales of an encoded source, with the number [B] of the source's tokens in
+            each row; None for a decoder-only model.
     """
 
     def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
@@ -323,18 +326,18 @@ class LayerCache:
         self.source, self.new = source, tuple[Any, ...]()
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the rotary angles at the chunk's positions in a kind of layer, sharded like B and L of `spec`."""
+        """Return the rotary angles at the chunk's positions in layers of `kind`, sharded like B and L of `spec`."""
         return self.chunk.angles[kind, spec.axes[:2]]
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] by which queries grow at the chunk's positions, sharded like the queries."""
+        """Return the factors [B, L, 1, 1] by which queries grow at the chunk's positions, sharded like queries."""
         assert self.chunk.growth is not None, "queries of this model do not grow"
         return self.chunk.growth
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with rotated queries to the cache and, causally, to the chunk's own keys and values."""
+        """Attend with rotated queries to the cache and, causally, to the keys `k` and values `v` of the chunk."""
         scales: dict[str, Any] = {}
         if self.scales[0] is None:
             self.new = k.astype(self.held[0].dtype), v.astype(self.held[1].dtype), None, None
@@ -371,14 +374,14 @@ class LayerCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing is cached yet, so that the new tokens attend only to one another."""
+        """Whether the cache is still empty, so that the new tokens attend only to one another."""
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Add the new tokens' latents [B, L, Z] to the cache; return them rounded like the cache, in their own dtype.
+        """Add the new tokens' latents [B, L, Z] to the cache; return them in their own dtype, rounded as in the cache.
 
-        In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales: only the latent is
-        normalized, and with one scale for both, the smaller values would be rounded to 0.
+        In an int8 cache the latent, of `rank` elements, and the rotated key have separate scales. This is because only
+        the latent is normalized. With a single scale, the smaller values would be rounded to 0.
         """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:
@@ -402,7 +405,7 @@ class LayerCache:
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of each row's source, except for its padding."""
+        """Attend with queries to the keys and values of each row's source, except for the source's padding."""
         assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
         keys, values, key_scales, value_scales, lengths = self.source
         scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}

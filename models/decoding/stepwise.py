@@ -31,17 +31,17 @@ Arrays = Mapping[str, jax.Array]
 
 
 def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) -> tuple[int, Layout]:
-    """Return the smallest number of rows for these texts, and the layout for it, resolved and with L unsharded.
+    """Return the smallest number of rows for these texts, and the resolved layout for it, in which L is unsharded.
 
     Args:
         model: a custom model.
         layout: the layout of the model.
-        mesh: a mesh with the axes of the layout.
+        mesh: a mesh with the mesh axes of the layout.
         texts: number of texts.
         room: the largest number of tokens in a text.
 
     Raises:
-        LayoutError: the mesh does not divide the model's sizes.
+        LayoutError: the mesh axes do not divide the model's sizes.
     """
     faults = []
     # Every product of mesh axes divides the number of devices, so it divides one of that many consecutive numbers.
@@ -56,10 +56,10 @@ def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) ->
 
 @dataclass(frozen=True)
 class Stepwise:
-    """Continues prompts with a custom model; call and iterate under `jax.set_mesh`.
+    """A generator that continues prompts with a custom model; call and iterate under `jax.set_mesh`.
 
-    No row is ever padded, so the model need not handle padding: prompts are read in chunks up to the length of the
-    shortest one, and from there on every row reads one token per step, from its prompt or from its own text.
+    No row is ever padded, so the model need not handle padding. Prompts are read in chunks up to the length of the
+    shortest prompt. From there on every row reads one token per step, from its prompt or from its own text.
 
     Attributes:
         model: a model with the methods of `gspmd.training.model.Decoder`.
@@ -96,7 +96,7 @@ class Stepwise:
             prompts, tokens, samples, sampling, seed, stop, ended: see `Generator.stream`.
 
         Raises:
-            GenerationError: while iterating, the logits of a text are NaN; the burst with the tokens before them is
+            GenerationError: while iterating, the logits of a text are NaN. The burst with the tokens before the NaN is
                 yielded first.
         """
         mesh = jax.sharding.get_mesh()
@@ -145,7 +145,7 @@ class Stepwise:
     # -- programs -----------------------------------------------------------------------------------------------------
 
     def step(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Arrays]:
-        """Return the logits after tokens [B, L], which are not sharded, and the updated state of the model."""
+        """Return the logits after reading tokens [B, L], which are not sharded, and the updated state of the model."""
         whole = Spec(("B", "L"), ((), ()))
         placed = gspmd.reshard(tokens, Equation.move(whole, self.model.batch_spec(self.layout)))
         return self.model.step(self.layout, params, placed, position, kept)
@@ -171,8 +171,8 @@ class Stepwise:
         """Build the loop for a burst: (params, state, prompts, lengths, seeds, alive, limit) -> (state, tokens).
 
         The state consists of the model's own state, the tokens [B] to read next, the number of tokens [B] that each
-        text may still add, and the position. Prompts are [B, P]; lengths, seeds and alive [B]; limit is the number of
-        steps. The returned tokens are [B, burst].
+        text may still add, and the position. The shape of prompts is [B, P], and the shape of lengths, seeds and alive
+        is [B]. limit is the number of steps. The shape of the returned tokens is [B, burst].
         """
         line = self.layout.spec(self.model.logits_line).without("L")
         options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}

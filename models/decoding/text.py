@@ -1,4 +1,4 @@
-"""Incremental conversion of tokens to text, up to a stop string."""
+"""The conversion of tokens to text while they are generated, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class Text:
     """A text that is shown while it is being generated.
 
     Args:
-        tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`), whose `stream` decodes one token at a time, and
-            whose `in` tells whether an id has a token.
-        prompt: the tokens before the text, which decide whether it begins with a space.
-        stop: the strings that end the text; they are not shown.
+        tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`). Its `stream` decodes one token at a time, and its
+            `in` tells whether an id has a token.
+        prompt: the tokens before the text. They decide whether the text begins with a space.
+        stop: the strings that end the text. They are not shown.
 
     Attributes:
         ended: whether the text is complete, by a stop string, an id without a token, or a call of `end`.
-        unknown: the id that ended the text because the tokenizer has no token for it, or None. The table of a model may
-            have more rows than its tokenizer has tokens, and the model may draw one of these.
+        unknown: the id that ended the text because the tokenizer has no token for this id, or None. The table of a
+            model may have more rows than its tokenizer has tokens, and the model may draw an id of such a row.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer
@@ -38,7 +38,10 @@ class Text:
             self._stream.add(token)
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Add tokens, and return the text that can be shown; its end is held back if it may begin a stop string."""
+        """Add tokens, and return the text that can be shown.
+
+        The end of the text is held back as long as it may be the beginning of a stop string.
+        """
         if self.ended:
             return ""
         pieces, unknown = [], None
@@ -54,7 +57,7 @@ class Text:
         return shown + self.end()
 
     def end(self) -> str:
-        """End the text, and return the part of it that was held back."""
+        """End the text, and return the part of the text that was held back."""
         if self.ended:
             return ""
         rest = self._shown(self._stream.end())

@@ -15,7 +15,9 @@ from .config import TARGETS
 
 
 def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
-    """Return the specs of A and B: A has the weight's input dimensions, B its output dimensions; R is unsharded.
+    """Return the specs of an adapter's matrices A and B, given the spec of the weight.
+
+    A has the weight's input dimensions, and B has the weight's output dimensions. R is unsharded.
 
     Example:
         >>> [str(spec) for spec in adapter_specs("ffn.w_in", Spec.parse("E_xF_yz"))]
@@ -27,13 +29,13 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
 
 
 def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-    """Multiply x by a low-rank adapter: (x·A)·B, sharded like the product of x and the weight.
+    """Multiply x by a low-rank adapter, (x·A)·B; the result is sharded like the product of x and the weight.
 
     If the product sums over the weight's output dimensions, as the product of queries and w_k_up does in decoding, x is
     first multiplied by B: (x·Bᵀ)·Aᵀ.
 
-    The two products cost R/E + R/F of the product with the weight. Merging A and B into the weight in every step would
-    instead need a gradient as large as the weight.
+    The two products cost R/E + R/F times as much as the product with the weight. If A and B were merged into the weight
+    in every step instead, a gradient as large as the weight would be needed.
 
     Args:
         key: the weight's key in the layout.

@@ -1,4 +1,4 @@
-"""The configuration of low-rank adapters: the weights that have one, their rank and their factor."""
+"""The configuration of low-rank adapters: the weights that have adapters, the adapters' rank and their factor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGETS = {
     "moe.shared_in": ("E", "F"), "moe.shared_gate": ("E", "F"), "moe.shared_out": ("F", "E"),
     "output.table": ("E", "V"),
 }  # fmt: skip
-"""Input and output dimensions of the weights that may have adapters, by the layout's key."""
+"""Input and output dimensions of the weights that may have adapters, by layout key."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The trained parameters: all but those that a pattern freezes, or only the adapters if there are any.
+"""The trained parameters: all parameters that no pattern freezes, or only the adapters if there are any.
 
-Biases for choosing experts are not trained, as no loss depends on them; steps adjust them by the experts' loads.
+Biases for choosing experts are not trained, because no loss depends on them. Steps adjust these biases by the experts'
+loads.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
     """Return the paths of the trained parameters, in the order of `parameters`.
 
     Args:
-        config: the model configuration; with `lora`, only adapters are trained.
+        config: the model configuration. If it has `lora`, only adapters are trained.
         layout: a `gspmd.Layout`.
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of keys of the layout, such as `attention.*`.
 
     Raises:
-        ConfigError: a pattern matches no parameter, no parameter is left to train, or some are frozen in a layout with
-            pipeline stages, which train all parameters but the biases for choosing experts.
+        ConfigError: a pattern matches no parameter; no parameter is left to train; or parameters are frozen in a layout
+            with pipeline stages. Stages train all parameters except the biases for choosing experts.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -43,9 +44,9 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
 
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths of those biases for choosing experts that training steps adjust, in the order of `parameters`.
+    """Return the paths of the biases for choosing experts that training steps adjust, in the order of `parameters`.
 
-    Frozen biases are not adjusted; without `moe.bias_rate`, or with adapters, none are.
+    Frozen biases are not adjusted. No bias is adjusted if the model has no `moe.bias_rate`, or if it has adapters.
 
     Args:
         config, layout, frozen: see `trained_paths`.
@@ -57,5 +58,5 @@ def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = 
 
 
 def _keys(rows: Mapping[str, ParameterRow]) -> dict[str, str]:
-    """Return the line of every parameter, by its path; that of an adapter's matrix ends in `_a` or `_b`."""
+    """Return the layout key of every parameter, by its path; keys of an adapter's matrices end in `_a` or `_b`."""
     return {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}

@@ -18,12 +18,13 @@ from .config import LoraConfig
 
 
 def merge(model: Transformer) -> Transformer:
-    """Return a model whose adapters are merged into its weights, W + (alpha / rank) · A·B, if it has any.
+    """Merge a model's adapters into its weights, W + (alpha / rank) · A·B, and return the model without adapters.
 
-    The sum is computed in float32, with the weight's sharding. Call this function without a mesh, or under the mesh of
-    the model.
+    A model without adapters is returned unchanged. The sum is computed in float32, with the weight's sharding. Call
+    this function without a mesh, or under the mesh of the model.
 
-    Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1: no inference latency is added.
+    Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1, which notes that merged adapters add no latency in
+        inference.
     """
     lora = model.config.lora
     if lora is None:

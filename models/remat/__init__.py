@@ -1,1 +1,1 @@
-"""Rematerialization: the choices by name, with predictions of the bytes and FLOPs of each."""
+"""Rematerialization: choices by name, and predictions of the bytes and FLOPs of each choice."""

@@ -1,4 +1,4 @@
-"""The cost of each choice of rematerialization: bytes kept for the backward pass, and FLOPs recomputed in it."""
+"""The cost of each choice of rematerialization: bytes kept for the backward pass, and FLOPs that it recomputes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class Recomputation:
 
     Attributes:
         remat: the choice.
-        layers: number of scanned blocks, or of scanned periods; the number of all blocks if they do not repeat.
-        bytes: bytes that all blocks, including those before the repeating ones, keep for the backward pass.
-        flops: FLOPs of products that the backward pass recomputes, beyond those of `none`.
-        seconds: duration of these FLOPs at the chip's peak rate.
-        first_bytes: the part of `bytes` that blocks before the repeating ones keep (`ModelConfig.lead`).
+        layers: number of steps of the scan, which are blocks or periods of blocks; the number of all blocks if they do
+            not repeat.
+        bytes: bytes that all blocks keep for the backward pass, including the blocks before the repeating blocks.
+        flops: FLOPs of products that the backward pass recomputes, beyond the FLOPs that it recomputes under `none`.
+        seconds: duration of the recomputed FLOPs at the chip's peak rate.
+        first_bytes: the part of `bytes` that the blocks before the repeating blocks keep (`ModelConfig.lead`).
     """
 
     remat: str
@@ -54,7 +55,7 @@ class Recomputation:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that each of the `layers` keeps; if blocks do not repeat, the mean over them, rounded down."""
+        """Bytes that each of the `layers` keeps; if blocks do not repeat, the mean over all blocks, rounded down."""
         return (self.bytes - self.first_bytes) // self.layers
 
 
@@ -67,25 +68,25 @@ def predicted(
     dtype: Any = jnp.float32,
     microbatches: int = 1,
 ) -> tuple[Recomputation, ...]:
-    """Predict bytes and FLOPs of every choice of rematerialization, from the program of the gradient.
+    """Predict the bytes and FLOPs of every choice of rematerialization, from the program of the gradient.
 
-    The scan over blocks passes one stack to the backward pass for every array that a gradient reads. The prediction
-    adds up the bytes on one device of these stacks, and of the arrays that the blocks before the scan keep, under the
-    layout's planned programs.
+    For every array that a gradient reads, the scan over blocks passes a stack of arrays to the backward pass. The
+    prediction adds up the bytes that these stacks take on one device, and the bytes of the arrays that the blocks
+    before the scan keep. The programs are the layout's planned programs.
 
     Args:
-        config: the model configuration, whose `remat` is ignored.
+        config: the model configuration; its `remat` is ignored.
         layout: a `gspmd.Layout`.
-        mesh: a mesh with the layout's axes, possibly of an offline topology.
+        mesh: a mesh with the layout's mesh axes. Its devices may be those of an offline topology.
         batch: number of sequences per step, over all devices.
         length: number of tokens per sequence.
         dtype: compute dtype.
-        microbatches: number of parts of the batch that are computed one after another; the bytes are those of one part.
+        microbatches: number of parts of the batch that are computed one after another. The bytes are for one part.
 
     Returns:
-        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep, and none
-        for a single period, for which nothing is stacked, unless its blocks are recomputed one by one
-        (`ModelConfig.is_one_pattern`).
+        A row for each of `REMATS`. There are no rows for a pipeline, because its schedule decides what stages keep.
+        There are also no rows for a model of a single period, because nothing is stacked for it. The exception is a
+        model whose blocks are recomputed one by one (`ModelConfig.is_one_pattern`).
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -95,7 +96,8 @@ def predicted(
         >>> {row.remat: row.layer_bytes for row in rows}["full"]  # [2, 16, 32] float32
         4096
 
-    Differs: under lowering "xla", `none` also keeps the logits of attention, which no planned program does.
+    Differs: under the lowering "xla", `none` also keeps the logits of attention. Planned programs never keep these
+        logits, so the prediction does not count them.
     """
     if not _is_predicted(config, layout):
         return ()
@@ -117,14 +119,14 @@ def predicted(
 def kept_bytes(
     config: ModelConfig, layout: Layout, mesh: AbstractMesh, batch: int, length: int, dtype: Any = jnp.float32
 ) -> int | None:
-    """Predict the bytes that all blocks keep for the backward pass on one device, under the model's `remat`.
+    """Predict the bytes that all blocks keep on one device for the backward pass, under the config's `remat`.
 
     Args:
         config, layout, batch, length, dtype: as for `predicted`.
         mesh: the mesh, with Explicit axes; no devices are needed.
 
     Returns:
-        The bytes, or None where `predicted` has no rows.
+        The bytes, or None if `predicted` has no rows for this model and layout.
     """
     if not _is_predicted(config, layout):
         return None
@@ -143,7 +145,7 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 def _backward(
     config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
 ) -> tuple[Jaxpr, int, int]:
-    """Return the program of a gradient, and the bytes that all blocks, and the first ones alone, keep for it."""
+    """Return a gradient's program, the bytes that all blocks keep for it, and the bytes that the first blocks keep."""
     model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
     batch_of, key = abstract_batch(layout, mesh, batch, length), abstract_key(mesh)
 
@@ -165,7 +167,7 @@ def show_remat(
     dtype: Any = jnp.float32,
     microbatches: int = 1,
 ) -> None:
-    """Print `predicted` as a table, with the model's own choice in bold, if it has rows."""
+    """Print the rows of `predicted`, if there are any, as a table with the model's own choice in bold."""
     columns = (
         Column("remat"),
         Column("kept by a layer", "right", goes=1),
@@ -184,7 +186,7 @@ def show_remat(
 
 
 def _kept(program: Jaxpr, repeats: int) -> int:
-    """Return the bytes on one device that each layer adds to the stacked outputs of the forward scan."""
+    """Return the bytes that each layer adds on one device to the stacked outputs of the forward scan."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
     stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
@@ -192,7 +194,7 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 
 def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
-    """Return the bytes on one device that blocks before the repeating ones keep, without weights and constants."""
+    """Return the bytes that blocks before the repeating blocks keep on one device, without weights and constants."""
     config, layout = model.config, model.layout
     definitions: list[Any] = []  # the blocks' definitions, set while `inputs` is traced
     if not config.lead or not config.stacked:
@@ -229,7 +231,7 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """Yield the equations of a program and of the functions it calls, but not those in loops or planned programs."""
+    """Yield the equations of a program and of functions that it calls, except inside loops and planned programs."""
     for equation in program.eqns:
         yield equation
         if equation.primitive.name in ("jit", CLOSED_CALL):
@@ -238,7 +240,7 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
 
 
 def _flops(program: Jaxpr, scopes: str = "") -> int:
-    """Return the FLOPs of a program's products; in planned programs, those of one device."""
+    """Return the FLOPs of a program's products; inside planned programs, the FLOPs of one device are counted."""
     total = 0
     for equation in program.eqns:
         here = f"{scopes}/{equation.source_info.name_stack}"

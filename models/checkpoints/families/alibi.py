@@ -1,4 +1,4 @@
-"""BLOOM and MPT, whose position information is ALiBi: biases by which scores fall with distance."""
+"""BLOOM and MPT, whose position information is ALiBi: biases that make scores fall with distance."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _written_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_whole_exponent(config: ModelConfig) -> list[str]:
-    """Return the reason why a model whose exponent is not a whole number cannot be written, if there is one."""
+    """Return the reason why a model cannot be written if its `alibi_max` is not a whole number."""
     if config.alibi_max == round(config.alibi_max):
         return []
     return [f"alibi_max is {config.alibi_max}, which is not a whole number"]

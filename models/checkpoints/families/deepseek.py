@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, shared experts, and experts chosen within groups."""
+"""DeepSeek V2 and V3, with latent attention, shared experts, and experts that are chosen within groups."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _read(
     Args:
         json, fields, faults: see `Agreement.read`.
         dense: the entries about layers without experts.
-        groups: the defaults for the number of groups of experts and for the number of groups kept; None if topk_method
-            says whether there are groups.
+        groups: the default number of groups of experts, and the default number of groups that are kept. None if the
+            entry topk_method says whether there are groups.
     """
     values: dict[str, Any] = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
     plain = json.get("qk_nope_head_dim", 128)
@@ -65,7 +65,7 @@ def _read(
 
 
 def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the fields about groups of experts; in V2 topk_method may say that there are none."""
+    """Return the fields about groups of experts; in V2 the entry topk_method may say that there are no groups."""
     whole = {"moe.expert_groups": 1, "moe.kept_groups": None, "moe.group_best": 2}
     if defaults is None:
         method = json.get("topk_method", "greedy")
@@ -85,7 +85,7 @@ def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int
 
 
 def _scale(json: Mapping[str, Any], head_size: int, faults: list[str]) -> float | None:
-    """Return the factor of attention scores if a scaling of the rotary embedding changes it, and otherwise None."""
+    """Return the factor of attention scores, or None if no scaling of the rotary embedding changes this factor."""
     _, entries = scaling_entries(json)
     share = entries.get("mscale_all_dim", 0) if isinstance(entries, dict) else 0
     if not share or entries.get("rope_type", entries.get("type", "default")) == "default":

@@ -18,13 +18,13 @@ _FIRST, _STEP, _ONLY, _WIDTH = "first_k_dense_replace", "decoder_sparse_step", "
 
 @dataclass(frozen=True)
 class DenseLayers:
-    """The entries of a family in which a layer may be dense or have experts.
+    """The entries of a family in which some layers are dense and others have experts.
 
     Attributes:
         width: default of intermediate_size, the width of dense layers, or None if it must be given.
-        first: in families whose first layers are dense, the default of first_k_dense_replace, the number of these
-            layers. None in families that choose dense layers one by one: those that mlp_only_layers lists, and those
-            whose number, counted from 1, is not a multiple of decoder_sparse_step.
+        first: in families whose first layers are dense, the default of first_k_dense_replace, which is the number of
+            these layers. None in families that choose dense layers one by one. In such a family a layer is dense if
+            mlp_only_layers lists it, or if its number, counted from 1, is not a multiple of decoder_sparse_step.
     """
 
     width: int | None
@@ -42,11 +42,11 @@ class DenseLayers:
 
     @property
     def agreement(self) -> Agreement:
-        """The entries as an `Agreement`, for a family whose other entries do not depend on each other."""
+        """The entries as an `Agreement`, for a family in which no other entries depend on each other."""
         return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-        """Return the fields about dense layers; the arguments are those of `Agreement.read`."""
+        """Return the fields about dense layers; the arguments are the same as for `Agreement.read`."""
         if fields["layers"] < 1:  # `ModelConfig` refuses this later
             return pattern([True]) | {"moe.dense_feed_forward": 0}
         sparse = self._sparse(json, fields["layers"], faults)
@@ -64,7 +64,7 @@ class DenseLayers:
         return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
 
     def _sparse(self, json: Mapping[str, Any], layers: int, faults: list[str]) -> list[bool]:
-        """Return whether each layer has experts, or an empty list if the entries are wrong."""
+        """Return, for each layer, whether it has experts, or an empty list if the entries are wrong."""
         if self.first is not None:
             first = json.get(_FIRST, self.first)
             if is_whole(first):
@@ -105,7 +105,7 @@ def pattern(sparse: Sequence[bool]) -> dict[str, Any]:
     """Return the fields that say which layers have experts, with as few `moe.dense_layers` as possible.
 
     Args:
-        sparse: for each layer, whether it has experts; at least one must.
+        sparse: for each layer, whether it has experts. At least one layer must have experts.
 
     >>> pattern([False, True] * 4)
     {'moe.every': 2, 'moe.offset': 1, 'moe.dense_layers': ()}

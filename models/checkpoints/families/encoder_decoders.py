@@ -1,6 +1,6 @@
 """Families of encoder–decoders: M2M-100, NLLB-MoE, T5 and Switch Transformers.
 
-Paths of the encoder's parameters begin with `encoder.`, and those of the decoder's have no prefix.
+Paths of the encoder's parameters begin with `encoder.`. Paths of the decoder's parameters have no prefix.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _m2m_feed_forward(path: str, at: str) -> dict[str, Stored]:
 
 
 def _m2m_stack(path: str, stack: str) -> dict[str, Stored]:
-    """Return the table of those tensors of a stack that M2M-100 and NLLB-MoE have in common.
+    """Return the table of the tensors that a stack of M2M-100 and a stack of NLLB-MoE have in common.
 
-    All paths of parameters begin with `path`.
+    All paths of parameters in the table begin with `path`.
     """
     layer = f"model.{stack}.layers.{{N}}"
     return {
@@ -61,7 +61,7 @@ def _m2m_dense(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
-    """Return the table of the feed-forward layers' tensors in a stack of NLLB-MoE, some with experts."""
+    """Return the table of the feed-forward layers' tensors in a stack of NLLB-MoE; some layers have experts."""
     layer = f"model.{stack}.layers.{{N}}"
     return {
         **_m2m_norm(f"{path}ffn", f"{layer}.ff_layer_norm"),
@@ -73,7 +73,7 @@ def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _same_sizes(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault for each size in which the two stacks differ, or whose entry is missing."""
+    """Add a fault for each size in which encoder and decoder differ, or whose entry is missing."""
     for name, key in {"feed_forward": "decoder_ffn_dim", "heads": "decoder_attention_heads"}.items():
         if key not in json:
             faults.append(f"{key} is missing.")
@@ -134,7 +134,7 @@ M2M_100 = Family(
 """M2M-100, and NLLB without experts.
 
 Source: Fan et al. 2020, *Beyond English-Centric Multilingual Machine Translation* (arXiv 2010.11125).
-Differs: transformers and fairseq count no position for a padding token inside a text; here padding is at the end.
+Differs: transformers and fairseq count no position for a padding token inside a text. Here padding is only at the end.
 """
 
 
@@ -201,11 +201,11 @@ NLLB_MOE = Family(
     copies=M2M_100.copies,
     ignored=M2M_100.ignored,
 )
-"""NLLB-MoE: M2M-100 with two experts for each token in every nth block.
+"""NLLB-MoE, which is M2M-100 with two experts for each token in every nth block.
 
 Source: NLLB Team 2022, *No Language Left Behind* (arXiv 2207.04672), section 6.2.
-Differs: transformers 5 sends the first choice of every token to expert 1, and the second to expert 0, whichever were
-    chosen; fairseq, transformers 4, and this table send them to the chosen experts.
+Differs: transformers 5 sends the first choice of every token to expert 1 and the second choice to expert 0, whichever
+    experts were chosen. Fairseq, transformers 4 and this table send the token to the chosen experts.
 """
 
 
@@ -218,7 +218,7 @@ def _t5_stack(path: str, stack: str, dense: str, last: int) -> dict[str, Stored]
     """Return the table of the encoder's or the decoder's tensors, without cross-attention and experts.
 
     Args:
-        path: the beginning of the paths of its parameters.
+        path: the beginning of the paths of the stack's parameters.
         stack: the name of the stack in the checkpoint.
         dense: the name of the dense feed-forward layers in the checkpoint.
         last: the index of the feed-forward layer within a block.
@@ -289,7 +289,7 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault for each entry that contradicts `feed_forward_proj`; transformers would follow the entry."""
+    """Add a fault for each entry that contradicts `feed_forward_proj`; transformers would follow such an entry."""
     named = json.get("feed_forward_proj", "relu")
     gate, _, kind = named.rpartition("-")
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
@@ -320,8 +320,8 @@ T5 = Family(
 
 Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
     (arXiv 1910.10683), section 2.1.
-Differs: T5 divides tied logits by √E; here this factor is multiplied into the last norm, and divided out again when a
-    checkpoint is written.
+Differs: T5 divides tied logits by √E. Here the last norm is multiplied by this factor, 1/√E, when a checkpoint is read,
+    and divided by it when a checkpoint is written.
 """
 
 
@@ -336,7 +336,10 @@ def _experts(path: str, stack: str, last: int) -> dict[str, Stored]:
 
 
 def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[str]) -> int:
-    """Return n if every nth block of a stack has experts, as transformers computes it, or 0 on a fault."""
+    """Return the number n such that every nth block of a stack has experts, or 0 on a fault.
+
+    The number is computed as in transformers.
+    """
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:
@@ -423,7 +426,7 @@ SWITCH = Family(
 """Switch Transformers.
 
 Source: Fedus et al. 2021, *Switch Transformers* (arXiv 2101.03961).
-Differs: experts here are dropless; in transformers an expert takes the first `expert_capacity` tokens of a sequence,
-    and the others are dropped. Logits are the same where none is dropped. To train with a capacity, set moe.dispatch to
-    sort and moe.capacity_factor to expert_capacity · experts / tokens of a group.
+Differs: experts here are dropless. In transformers an expert takes the first `expert_capacity` tokens of a sequence,
+    and further tokens are dropped. Logits are the same if no token is dropped. To train with a capacity, set
+    moe.dispatch to sort, and set moe.capacity_factor to expert_capacity · experts / tokens of a group.
 """

@@ -1,7 +1,7 @@
-"""Entries of config.json that no family reads: those without effect, and those that must have a certain value.
+"""Entries of config.json that no family reads: some have no effect, and others must have a certain value.
 
-An entry that is in none of these tables, and that the family does not read, is refused with an error that names it,
-because it may change the results of the model.
+If an entry is in none of these tables and the family does not read it, it is refused with an error that names it. Such
+an entry may change the results of the model.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False, None),
     "quantization_config": (None, {}),
 }
-"""Maps an entry to the values with which it has no effect in any family; the first is its default."""
+"""A mapping from an entry to the values with which it has no effect in any family. The first value is the default."""
 
 BIASES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "lm_head_bias": (False,),
 }
-"""Maps an entry to the values with which it has no effect in families without these biases."""
+"""A mapping from an entry to the values with which it has no effect in families without these biases."""
 
 STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
     False: {"is_encoder_decoder": (False,)},
     True: {"is_encoder_decoder": (True,)},
 }
-"""Maps an entry to its only value in families with an encoder (True) and without one (False)."""
+"""Mappings from an entry to its only allowed value, for families with an encoder (True) and without one (False)."""
 
 REMEDIES = {
     "quantization_config": "a quantization of weights that is not supported (mxfp4 and fp8 in blocks of 128 by 128 "
     "are); use a checkpoint whose weights are not quantized"
 }
-"""Remedies for entries that need more than a different value."""
+"""Remedies for entries whose fault is not solved by a different value."""
 
 
 def is_read_packed(value: Any) -> bool:

@@ -19,9 +19,9 @@ class Option:
     """An entry of config.json that sets one field of `ModelConfig`.
 
     Attributes:
-        key: the name of the entry, or several alternative names, of which the first is written.
+        key: the name of the entry, or several alternative names. The first of these names is written.
         default: the value if the entry is absent: a constant, a function of the fields of other entries, or REQUIRED.
-        names: for each value in the file, the value of the field; None if they are the same.
+        names: a mapping from values in the file to values of the field; None if both values are the same.
         null: the value that null stands for, in the same form as `default`, or WRONG if null is not allowed.
     """
 
@@ -36,7 +36,10 @@ class Option:
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry's names in a file, with their values; if there is none, the first name with the default."""
+        """Return the entry's names that a file has, with their values.
+
+        If the file has none of these names, the first name is returned with the default.
+        """
         found = {key: json[key] for key in self.keys if key in json} or {self.keys[0]: self.default}
         return {key: self.null if value is None and self.null is not WRONG else value for key, value in found.items()}
 
@@ -46,15 +49,16 @@ class Stored:
     """The form in which a checkpoint stores a parameter.
 
     Attributes:
-        name: the name of the tensor, in which {N} is the index of the layer, and {X} that of the expert.
+        name: the name of the tensor, in which {N} is the index of the layer and {X} the index of the expert.
         dims: the dimensions of the tensor, in letters of the parameter. Dimensions in parentheses are merged into one,
             as in "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them
-            where they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E"
-            for each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
-        part: the index of the parameter among those that the tensor holds.
-        paired: the name of the tensor in a parallel block with two norms, if it differs.
+            along the dimension in which they follow each other. For example, "(HD|KD|KD)E" has all queries, then all
+            keys, then all values. "(K(QD|D|D))E" has, for each key head, its Q queries, the key and the value.
+            "E(F(1|1))" has two matrices whose columns alternate.
+        part: the index of the parameter among the parameters that the tensor holds.
+        paired: the name of the tensor in a parallel block with two norms, if it differs from `name`.
         offset: a constant that the model adds to the stored values, such as 1 for norms that scale by 1 + w.
-        gated: the name of the tensor in a feed-forward layer with a gate, if it differs.
+        gated: the name of the tensor in a feed-forward layer with a gate, if it differs from `name`.
     """
 
     name: str
@@ -66,7 +70,7 @@ class Stored:
 
 
 def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
-    """Return the stored forms of several parameters that one tensor holds, in its order.
+    """Return the stored forms of several parameters that one tensor holds, given the paths in the tensor's order.
 
     Example:
         >>> fused("mlp.gate_up_proj", "(F|F)E", "ffn.w_gate", "ffn.w_in")["ffn.w_in"].part
@@ -81,12 +85,12 @@ class Agreement:
 
     Attributes:
         keys: the names of the entries.
-        read: a function that returns the fields that these entries set. Its arguments are config.json, the fields set
-            by options, and a list to which it appends faults.
-        write: a function from a model to the entries.
+        read: a function that returns the fields that these entries set. Its arguments are the contents of config.json,
+            the fields set by options, and a list to which the function appends faults.
+        write: a function from a model configuration to the entries.
         fields: the names of the fields that `read` returns.
-        write_scaling: a function from a model to entries of the table about its rotary scaling.
-        reasons: a function from a model to the reasons why the family cannot express it.
+        write_scaling: a function from a model configuration to entries of the table about the model's rotary scaling.
+        reasons: a function from a model configuration to the reasons why the family cannot express the model.
     """
 
     keys: tuple[str, ...]
@@ -99,12 +103,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """An entry by which a model multiplies or divides activations; here, parameters are scaled instead.
+    """An entry by which a family's models multiply or divide activations; here, parameters are scaled instead.
 
     Attributes:
         multiplied: paths of the parameters that are multiplied by the entry's value.
         divided: paths of the parameters that are divided by the entry's value.
-        divided_if_tied: paths of the parameters that are divided by it if the logits use the embedding table.
+        divided_if_tied: paths of the parameters that are divided by the entry's value if the logits use the embedding
+            table.
     """
 
     multiplied: tuple[str, ...] = ()
@@ -112,7 +117,7 @@ class Multiplier:
     divided_if_tied: tuple[str, ...] = ()
 
     def factors(self, value: float, *, tied: bool) -> dict[str, float]:
-        """Return the factor of each parameter that a value of the entry scales."""
+        """Return, by path, the factors of the parameters that the entry scales if it has this value."""
         divided = self.divided + (self.divided_if_tied if tied else ())
         return {**dict.fromkeys(self.multiplied, value), **dict.fromkeys(divided, 1 / value)}
 
@@ -126,47 +131,51 @@ class Family:
 
     Attributes:
         title: the name of the family in prose.
-        architecture: its name in the entry `architectures` of config.json.
-        model_type: its name in the entry `model_type`.
-        options: for a field, such as "heads", or "moe.experts" for a field of experts, the entry that sets it.
-        fixed: for a field, the value that it has in the whole family.
-        tensors: for a parameter's path, without the position of its block ("blocks.0."), its stored form.
-        derived: for a field, its value as a function of the other fields.
-        inactive: for an entry, the values with which it has no effect, of which the first is the default; other values
-            are refused.
+        architecture: the family's name in the entry `architectures` of config.json.
+        model_type: the family's name in the entry `model_type`.
+        options: a mapping from a field, such as "heads", or "moe.experts" for a field of experts, to the entry that
+            sets the field.
+        fixed: a mapping from a field to the value that the field has in the whole family.
+        tensors: a mapping from a parameter's path, without the position of its block ("blocks.0."), to the form in
+            which the parameter is stored.
+        derived: a mapping from a field to the function that computes its value from the other fields.
+        inactive: a mapping from an entry to the values with which the entry has no effect. The first value is the
+            default. Other values are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta, or None if it cannot be set.
-        rope_types: for each name of a scaling of the rotary embedding, the kind of `RopeScaling`; empty if the family
-            has all kinds, under their own names.
+        rope_types: a mapping from the family's name of a scaling of the rotary embedding to the kind of `RopeScaling`;
+            empty if the family has all kinds, under the names of `RopeScaling`.
         original_length: default of original_max_position_embeddings in families that have this entry outside the table
-            of the scaling, where it takes precedence over the one in the table; None if there is no default.
+            of the scaling. There it takes precedence over the same entry in the table. None if there is no default.
         partial_rotary: default of partial_rotary_factor, or None if it cannot be set.
         default_rope: the table of the rotary scaling for files without one; None for no scaling.
         local_rope_base: default base of the rotary embedding of sliding layers, or None if all layers have one base.
         window: the entries about a sliding window, or None if the family has no sliding layers.
         logit_scale: default of the factor of the logits, or None if the family has no such factor.
         scale_embedding: whether the family's models multiply embedded tokens by √E.
-        length: the names of the entry with the longest sequence, of which the first is written; empty if there is no
-            such entry.
+        length: the names of the entry with the length of the longest sequence. The first name is written. Empty if
+            there is no such entry.
         agreement: entries that no `Option` reads, because they depend on each other (see `Agreement`), or None.
-        root_scaled: the entries that say whether logits are multiplied by 1/√E. If a file has several of them, the
-            first counts; if it has none, the value is true. Empty if logits are never multiplied. In written
-            checkpoints, tied models have this factor.
+        root_scaled: the entries that say whether logits are multiplied by 1/√E. If a file has several of these entries,
+            the first one is used. If a file has none, the value is true. Empty if logits are never multiplied. In
+            written checkpoints, tied models have this factor.
         output_dropout: the entry with the fraction of the experts' outputs that training drops, and its default. In
-            evaluation outputs are multiplied by 1 - fraction; here this factor is part of the experts' last matrix and
+            evaluation outputs are multiplied by 1 - fraction. Here this factor is part of the experts' last matrix and
             bias. In written checkpoints the fraction is 0. None if the family has no such entry.
         rope_names: the names of the entries rope_theta and partial_rotary_factor outside the table of the scaling.
-        multipliers: for an entry, a number that is 1 by default, the parameters that it is multiplied into. In written
-            checkpoints it is 1.
-        copies: tensors that copy the embedding table, which are written if the logits have a table of their own.
-        default_length: default of the entry with the longest sequence, or None for no limit.
-        modules: the names of the entry with the number of multi-token prediction modules, 1 by default, whose tensors
-            are numbered like layers that follow the last one. They are not read, and 0 is written. Empty if there are
-            none.
-        renamed: regular expressions for whole names of tensors in some files, each with the name that replaces it.
-        text_part: for a model that also reads images, whose config.json has the entries about the text model in a
-            table, `text_config`: defaults for entries that files of the text model alone must have. None for a model
-            that reads only text.
+        multipliers: a mapping from an entry to the parameters that are scaled by its value. The value is a number, 1 by
+            default. In written checkpoints it is 1.
+        copies: names of tensors that are copies of the embedding table. They are written if the logits have a table of
+            their own.
+        default_length: default of the entry with the length of the longest sequence, or None for no limit.
+        modules: the names of the entry with the number of multi-token prediction modules, 1 by default. The tensors of
+            these modules are numbered like layers that follow the last layer. They are not read, and in written
+            checkpoints the number is 0. Empty if the family has no such entry.
+        renamed: pairs of a regular expression for the whole name of a tensor in some files and the name that replaces
+            it.
+        text_part: for a model that also reads images, defaults for entries that files of the text model alone must
+            have. The config.json of such a model has the entries about the text model in a table, `text_config`. None
+            for a model that reads only text.
         text_type: the `model_type` in `text_config`, or empty for a model that reads only text.
         aliases: other names of the architecture, in files published with classes of their own.
 

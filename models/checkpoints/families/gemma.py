@@ -1,4 +1,4 @@
-"""Gemma and its successors: norms that scale by 1 + w, gates by gelu, and, from Gemma 2 on, sliding windows."""
+"""Gemma and its successors, with norms that scale by 1 + w, gates by gelu, and sliding windows since Gemma 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NORMS = (
 
 
 def _around_one(table: dict[str, Stored]) -> dict[str, Stored]:
-    """Return a table with norms that scale by 1 + w."""
+    """Return a copy of a table in which norms scale by 1 + w."""
     return {path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in table.items()}
 
 
@@ -57,7 +57,7 @@ SANDWICH = TENSORS | {
 
 
 def _read_scale(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the factor of attention scores: 1/√query_pre_attn_scalar."""
+    """Read the factor of attention scores, which is 1/√query_pre_attn_scalar."""
     scalar = json.get("query_pre_attn_scalar", 256)
     if not is_whole(scalar) or scalar < 1:
         faults.append(f"query_pre_attn_scalar is {in_json(scalar)}; it must be a whole number.")
@@ -74,7 +74,7 @@ def _scalar(config: ModelConfig) -> float:
 
 
 def _no_whole_scale(config: ModelConfig) -> list[str]:
-    """Return the reason why a model whose query_pre_attn_scalar is no whole number cannot be written, if any."""
+    """Return the reason why a model cannot be written if its query_pre_attn_scalar is not a whole number."""
     scalar = _scalar(config)
     if abs(scalar - round(scalar)) < 1e-9 * scalar:
         return []
@@ -143,4 +143,4 @@ GEMMA_3_IMAGES = replace(
         "num_attention_heads": 8,
     },
 )
-"""The text model of Gemma 3 with 4 billion parameters and more, whose files also hold a part for images."""
+"""The text models of Gemma 3 with 4 billion parameters or more, whose files also hold a part for images."""

@@ -1,4 +1,4 @@
-"""GLM 4: half of each head is rotated, in neighbouring pairs; the second release also has norms after each part."""
+"""GLM 4, which rotates half of each head in neighbouring pairs; the second release also has norms after each part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLM = Family(
     | fused(f"{LAYER}.mlp.gate_up_proj.weight", "(F|F)E", "ffn.w_gate", "ffn.w_in"),
     partial_rotary=0.5,
 )
-"""The models that transformers calls GLM: glm-4-9b-hf."""
+"""The models that transformers calls GLM, such as glm-4-9b-hf."""
 
 GLM_4 = Family(
     title="GLM 4",
@@ -36,4 +36,4 @@ GLM_4 = Family(
     },
     partial_rotary=0.5,
 )
-"""GLM-4-0414."""
+"""The second release, GLM-4-0414, which transformers calls GLM 4."""

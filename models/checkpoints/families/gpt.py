@@ -1,4 +1,4 @@
-"""Families of OpenAI: GPT-2, with learned positions, and gpt-oss, with sinks and experts."""
+"""The families of OpenAI: GPT-2, with learned positions, and gpt-oss, with attention sinks and experts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _QKV_BIASES = ("attention.b_q", "attention.b_k", "attention.b_v")
 
 
 def norm(path: str, name: str, paired: str = "") -> dict[str, Stored]:
-    """Return the stored forms of a norm's scale and bias; `paired` is its name in a parallel block with two norms."""
+    """Return the stored forms of a norm's scale and bias; `paired` is the norm's name in a block with two norms."""
     kinds = {"": "weight", "_bias": "bias"}
     return {
         f"{path}{ours}": Stored(f"{name}.{theirs}", "E", paired=f"{paired}.{theirs}" if paired else "")
@@ -39,7 +39,7 @@ def feed_forward(into: str, out: str) -> dict[str, Stored]:
 
 
 def fused_attention(name: str, out: str) -> dict[str, Stored]:
-    """Return the stored forms of attention with queries, key and value following each other, group by group."""
+    """Return the stored forms of attention in which queries, key and value of a group of heads follow each other."""
     return {
         **fused(f"{name}.weight", "(K(QD|D|D))E", *_QKV),
         **fused(f"{name}.bias", "(K(QD|D|D))", *_QKV_BIASES),
@@ -162,7 +162,7 @@ def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
 
 
 def _written_heads(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries in the newer form, which allows any number of heads and norms, but no serial block."""
+    """Return the entries in the newer form, which allows any numbers of heads and norms, but no serial block."""
     serial = config.block == "serial"
     heads = {"num_kv_heads": config.kv_heads, "num_ln_in_parallel_attn": None if serial else config.parallel_norms}
     multi_query = serial and config.kv_heads == 1
@@ -170,7 +170,7 @@ def _written_heads(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_groups(config: ModelConfig) -> list[str]:
-    """Return why a model with both serial blocks and groups of heads cannot be written; nothing for other models."""
+    """Return the reason why a model cannot be written if it has serial blocks and groups of heads."""
     if config.block == "parallel" or config.kv_heads in (1, config.heads):
         return []
     return [f"kv_heads is {config.kv_heads}, but a serial block has 1 or {config.heads} of them"]

@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, unrotated layers with growing queries, and one expert per token and a shared one."""
+"""Llama 4, with attention in chunks, growing queries in unrotated layers, and one chosen and one shared expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CHUNKED = "chunked_attention"
 _INTERVAL = 8192
-"""Default of `floor_scale`, and of `attention_chunk_size`."""
+"""Default of the entry `floor_scale`, and of the entry `attention_chunk_size`."""
 
 
 def _read(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -199,4 +199,4 @@ LLAMA_4_IMAGES = replace(
     text_part={},
     text_type="llama4_text",
 )
-"""The text model of Llama 4 as it is published, in files that also hold a part for images."""
+"""The text models of Llama 4 as they are published, in files that also hold a part for images."""

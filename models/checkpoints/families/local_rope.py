@@ -11,20 +11,20 @@ from .family import Family
 from .window import FULL, SLIDING
 
 ENTRIES = ("rope_local_base_freq",)
-"""The entries that `read_local_rope` reads, besides those of `rope.ENTRIES`."""
+"""The entries that `read_local_rope` reads, in addition to `rope.ENTRIES`."""
 
 
 def read_local_rope(
     family: Family, json: Mapping[str, Any], faults: list[str]
 ) -> tuple[Mapping[str, Any], float | None]:
-    """Separate the rotary embedding of sliding layers from that of all other layers.
+    """Separate the entries about the rotary embedding of sliding layers from the entries about all other layers.
 
     In files of transformers 5, `rope_parameters` has a table for each kind of layer. In older files
     `rope_local_base_freq` is the base for sliding layers, and `rope_theta` and `rope_scaling` are for the other layers.
 
     Returns:
-        The entries, with the rotary embedding of the other layers where `read_rope` expects it, and the base for
-        sliding layers, which is None if all layers of the family have one base, or on a fault.
+        The entries for `read_rope`, which describe the rotary embedding of the other layers, and the base for sliding
+        layers. The base is None if all layers of the family have one base, or on a fault.
     """
     if family.local_rope_base is None:
         return json, None
@@ -60,7 +60,7 @@ def read_local_rope(
 
 
 def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field `local_rope_base`, which is None if no layer is sliding, or all layers are rotated alike.
+    """Return the field `local_rope_base`, which is None if no layer is sliding or if all layers are rotated alike.
 
     Args:
         base: the base for sliding layers.
@@ -73,7 +73,7 @@ def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_local_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Return the entry with the base for a model's sliding layers, as every version of transformers reads it."""
+    """Return the entry with the base for a model's sliding layers, which every version of transformers reads."""
     if family.local_rope_base is None:
         return {}
     base = config.rope_base if config.local_rope_base is None else config.local_rope_base

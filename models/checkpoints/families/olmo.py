@@ -48,7 +48,7 @@ OLMO_3 = Family(
     local_rope_base=500000.0,
     window=Window(4096, layered=True, pattern=4),
 )
-"""OLMo 2 with sliding windows in three of four layers; only the other layers stretch their wavelengths."""
+"""OLMo 2 with sliding windows in three of four layers. Only the layers without a window stretch wavelengths."""
 
 OLMOE = Family(
     title="OLMoE",

@@ -1,4 +1,4 @@
-"""Families of parallel blocks: attention and feed-forward read the same layer norm, and their outputs are summed."""
+"""Families of parallel blocks, in which attention and feed-forward read one layer norm and their outputs are summed."""
 
 from __future__ import annotations
 

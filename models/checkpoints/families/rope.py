@@ -57,10 +57,13 @@ _INNER = {
 def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: list[str]) -> dict[str, Any]:
     """Return the fields rope_base, rope_scaling and rotary_size; append unsupported entries to `faults`.
 
-    They are read from `rope_parameters`, or, in files older than transformers 5, from `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor`. If several entries give the same setting, precedence is as in transformers: `rope_scaling`
-    over `rope_parameters`, and an entry inside the table over the same entry outside, except that
-    `original_max_position_embeddings` outside the table takes precedence over the one inside.
+    The fields are read from `rope_parameters`. In files older than transformers 5 they are read from `rope_theta`,
+    `rope_scaling` and `partial_rotary_factor`.
+
+    If several entries give the same setting, precedence is as in transformers. The table `rope_scaling` takes
+    precedence over the table `rope_parameters`, and an entry inside the table takes precedence over the same entry
+    outside. The exception is `original_max_position_embeddings`: outside the table it takes precedence over the same
+    entry inside.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
@@ -93,7 +96,10 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
 
 
 def scaling_entries(json: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and entries of the table about the rotary embedding: `rope_scaling`, or else `rope_parameters`."""
+    """Return the name and the contents of the table about the rotary embedding.
+
+    The table is `rope_scaling`, or `rope_parameters` if there is no `rope_scaling`.
+    """
     name = "rope_scaling" if json.get("rope_scaling") not in (None, {}) else "rope_parameters"
     entries = json.get(name)
     return name, {} if entries is None else entries
@@ -102,7 +108,7 @@ def scaling_entries(json: Mapping[str, Any]) -> tuple[str, Any]:
 def _scaling(
     family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any], faults: list[str]
 ) -> RopeScaling | None:
-    """Read a scaling of the rotary embedding; on a fault, append it and return None."""
+    """Read a scaling of the rotary embedding; if there is a fault, append it to `faults` and return None."""
     given, before = _given(family, json, kind, entries), len(faults)
     original = {} if kind == "linear" else {_ORIGINAL: "original_length"}
     values: dict[str, Any] = {"kind": kind}
@@ -134,7 +140,7 @@ def _scaling(
 
 
 def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a scaling, including those outside the table and those that follow from others."""
+    """Return the entries of a scaling, including entries outside the table and entries that follow from others."""
     longest = json.get(family.length[0])
     given = {_ORIGINAL: longest, **entries}
     if _ORIGINAL in json or family.original_length is not None:
@@ -149,7 +155,7 @@ def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[
 
 
 def _wrong(key: str, value: Any) -> str:
-    """Describe the values that an entry may have; return an empty string if its value is one of them."""
+    """Describe the values that an entry may have, or return an empty string if the entry's value is allowed."""
     if key == "truncate":
         return "" if isinstance(value, bool) else "true or false"
     if key in ("short_factor", "long_factor"):
@@ -160,7 +166,7 @@ def _wrong(key: str, value: Any) -> str:
 def _rotary_size(
     family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], head_size: int, faults: list[str]
 ) -> int:
-    """Return the number of rotated elements of a head, or append faults."""
+    """Return the number of rotated elements of a head; append faults in the entries to `faults`."""
     default = 1.0 if family.partial_rotary is None else family.partial_rotary
     key = "partial_rotary_factor" if "partial_rotary_factor" in entries else family.rope_names[1]
     share = entries.get("partial_rotary_factor", json.get(key, default))
@@ -178,7 +184,7 @@ def _rotary_size(
 
 
 def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Return the entries that describe a model's rotary embedding, as every version of transformers reads them."""
+    """Return the entries about a model's rotary embedding, in a form that every version of transformers reads."""
     if family.rope_base is None:
         return {}
     base, part = family.rope_names

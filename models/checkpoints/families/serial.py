@@ -1,4 +1,4 @@
-"""Families of serial blocks with RMS norms and a gated feed-forward layer: Llama and its successors."""
+"""Families of serial blocks with RMS norms and a gated feed-forward layer, which are Llama and its successors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
 
 
 def kv_heads(default: int) -> Option:
-    """Return the option that reads the number of key/value heads, with this default."""
+    """Return the option that reads the number of key/value heads, with the given default."""
     return Option("num_key_value_heads", default, null=_HEADS)
 
 

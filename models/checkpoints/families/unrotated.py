@@ -34,16 +34,18 @@ COHERE_2 = Family(
     window=Window(4096, layered=True, pattern=4, patterned=True, unrotated=True),
     logit_scale=0.0625,
 )
-"""Cohere with sliding windows in three of four layers; the others are not rotated."""
+"""Cohere with sliding windows in three of four layers; every fourth layer, without a window, is not rotated."""
 
 
 def read_rotated(json: Mapping[str, Any], layers: int, faults: list[str]) -> list[int] | None:
-    """Return 1 for each rotated layer and 0 for the others, as in `no_rope_layers`; by default every fourth has 0.
+    """Return 1 for each rotated layer and 0 for each unrotated layer, as in the entry `no_rope_layers`.
+
+    By default every fourth layer is unrotated.
 
     Args:
         json: the entries of config.json.
         layers: the model's number of layers.
-        faults: a list to which a fault is appended; the result is None in that case.
+        faults: a list to which a fault is appended. If there is a fault, the result is None.
     """
     listed = json.get("no_rope_layers")
     if listed is None:
@@ -88,5 +90,5 @@ SMOLLM_3 = Family(
 )
 """Llama without rotary embedding in every fourth layer.
 
-Source: Yang et al. 2025, *Rope to Nope and Back Again* (arXiv 2501.18795), for such layers.
+Source: Yang et al. 2025, *Rope to Nope and Back Again* (arXiv 2501.18795), for layers without rotary embedding.
 """

@@ -27,13 +27,13 @@ class Window:
     Attributes:
         size: the default of `sliding_window`, in tokens.
         switched: whether `use_sliding_window`, false by default, turns the window on.
-        layered: whether only the layers that `layer_types` names have a window; by default these are the layers after
-            `max_window_layers`, or those of the family's `pattern`. In other families all layers have the window, and
-            these entries are ignored.
-        pattern: n, if every nth layer has full attention and the layers between have a window; 0 for families whose
-            layers are split by `max_window_layers`.
+        layered: whether only the layers that `layer_types` names have a window. By default these are the layers after
+            `max_window_layers`, or the layers that the family's `pattern` selects. In families where this is False, all
+            layers have the window, and these entries are ignored.
+        pattern: the number n if every nth layer has full attention and the layers in between have a window; 0 for
+            families whose layers are split by `max_window_layers`.
         patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
-        bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
+        bounded: whether the layers from number `max_window_layers` on have full attention, whatever the pattern.
         unrotated: whether layers with full attention have no rotary embedding.
         sliding: whether all layers have a window by default, so that `max_window_layers` is not read.
     """
@@ -135,7 +135,7 @@ def _default_kinds(
 
 
 def repeating(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the shortest repeating pattern of these kinds of layers; it is empty if all are full, or all sliding.
+    """Return the shortest repeating pattern of these kinds of layers; empty if all layers are full, or all sliding.
 
     >>> repeating(["sliding", "full"] * 3), repeating(["sliding"] * 4), repeating(["full", "sliding", "full"])
     (('sliding', 'full'), (), ('full', 'sliding', 'full'))
