@@ -1,7 +1,7 @@
 """Distributions from which initial parameters are drawn.
 
-Tables of a model's tensors use them. The module imports JAX only to draw values, so these tables can be read without
-JAX.
+Tables of a model's tensors name these distributions. JAX is imported only when values are drawn, so that the tables can
+be read without importing JAX.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ class Layout(LayoutTable):
       name: the preset's name, or the path of the file.
       axes: the mesh axes that the layout uses.
       factor: the mesh axes over which `mesh_for` factors a number of devices.
-      table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs has alternatives, from
+      table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs lists alternatives, from
         which `resolved` chooses one.
       overrides: a mapping from overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or `decode`)
         to a table of the lines that differ in this section.
@@ -45,7 +45,7 @@ class Layout(LayoutTable):
       own: a mapping from each key of a user-defined section to the dimensions of its spec. If None is given, the
         dimensions are read from `table`.
       padding: a mapping from dimension to a number; the size of the dimension is padded to a multiple of this number.
-      choices: the alternatives that `resolved` chose. `chosen` has the same as text, one line for each section.
+      choices: the alternatives that `resolved` chose. `chosen` shows them as text, one line for each section.
       serves: the phase of serving that this layout is for (see `phase`); empty for training.
       is_encoder: whether this is the layout of an encoder (see `stack`), whose attention is not causal.
 
@@ -152,8 +152,8 @@ class Layout(LayoutTable):
     def _in_all_stacks(self, specs_of: Callable[["Layout"], Mapping[str, Any]]) -> "Layout":
         """Return this layout with the specs that `specs_of` returns for the decoder and for the encoder.
 
-        `specs_of` is called with the layout of each of the two stacks of blocks; with that of the encoder only if the
-        layout has an [encoder] section.
+        `specs_of` is called with the layout of the decoder. If the layout has an [encoder] section, `specs_of` is also
+        called with the layout of the encoder.
         """
         specs = specs_of(self)
         changed = self.override(specs)
@@ -227,7 +227,7 @@ class Layout(LayoutTable):
 
         The mesh has all axes of the layout, in their order. The prime factors of the number of devices, from the
         largest to the smallest, are given to the axes of `factor` in turn. If `sizes` are given and the axes of this
-        mesh do not divide the sizes, the result is the most similar mesh whose axes do.
+        mesh do not divide the sizes, the result is the most similar mesh whose axes divide the sizes.
 
         Args:
           devices: number of devices.
@@ -287,9 +287,9 @@ class Layout(LayoutTable):
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
         """Return this layout with one spec for every key.
 
-        If a key has a list of alternatives, the result has the first alternative whose mesh axes divide the sizes. All
-        lists in a section are chosen from together, at the same position. Lists in [prefill] and [decode] are kept,
-        because the sizes of these phases are not known yet. A layout without alternatives is returned unchanged.
+        If a key has a list of alternatives, the result has the first alternative whose mesh axes divide the sizes. In
+        all lists of a section, the alternative at the same position is chosen. Lists in [prefill] and [decode] are
+        kept, because the sizes of these phases are not known yet. A layout without alternatives is returned unchanged.
 
         Args:
           sizes: sizes of the dimensions, as `check` takes them. If a dimension has no size, mesh axes are assumed to
@@ -314,7 +314,7 @@ class Layout(LayoutTable):
         return single
 
     def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the padded sizes: each dimension in [padding] is rounded up to a multiple of its number there.
+        """Return the padded sizes: each dimension in [padding] is rounded up to a multiple of the number given there.
 
         >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
         {'H': 64, 'K': 1, 'D': 256}

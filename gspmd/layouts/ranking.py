@@ -34,7 +34,7 @@ class Ranked:
       name: the layout's name.
       seconds: the predicted time, without overlap of communication and computation.
       wire_bytes: bytes that one device sends.
-      plans: the plan of the block's first equation and that of its second; empty if the layout does not fit.
+      plans: the plans of the block's first and second equation; empty if the layout does not fit.
       reason: the reason why the layout does not fit these sizes on this mesh; empty if it fits.
     """
 

@@ -106,9 +106,9 @@ class Section:
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
     def via(self, text: str) -> Via | None:
-        """Return the via of an equation, from the layout's lines for the vias of the equation's weights.
+        """Return the via of an equation, made of the vias that the layout writes for the equation's weights.
 
-        The result is None if there are no such lines.
+        The result is None if the layout writes no such vias.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")

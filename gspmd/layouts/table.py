@@ -163,7 +163,7 @@ OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
-    """Yield the key and the spec of every parameter that the layout writes, itself or by its default."""
+    """Yield the key and the spec of every parameter for which the layout writes a line or a default."""
     written = set(sections(layout.table))
 
     def is_written(name: str | None) -> bool:
@@ -175,7 +175,7 @@ def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
 
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """Return the error for an unknown name of a part, of a phase or of a stack of blocks; `what` is its kind."""
+    """Return the error for a name that is not known; `what` is `"part"`, `"phase"` or `"stack"`."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

@@ -192,7 +192,7 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 
 
 def _one_position(text: str, kind: str) -> str:
-    """Return a spec or a via in which L is not sharded; the text does not change if it does not shard L."""
+    """Return a spec or a via in which L is not sharded; a text that does not shard L is returned unchanged."""
     if kind == "via":
         activation, weight = parse_via(text).specs
         sharded = "L" in activation.dims and activation.axes_of("L")

@@ -22,7 +22,8 @@ def program_of_call(call: Call) -> Callable:
 
     Raises:
         SpecError: the mesh axes do not divide the sizes.
-        PlanError: the equation has no plan, or a spec has an open dimension or a partial sum where this is not allowed.
+        PlanError: the equation has no plan. Or a spec leaves a dimension to the compiler, or is a partial sum, where
+            this is not allowed.
     """
     equation, ctx = call.equation, call.context
     equation.check(dict(call.sizes), ctx.mesh)

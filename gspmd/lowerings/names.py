@@ -7,7 +7,7 @@ LOWERINGS = ("auto", "xla", "blocking", "looped", "looped:halves", "looped:paire
 
 
 def checked(name: str) -> str:
-    """Check that a name is the name of a lowering, and return it.
+    """Check that `name` is the name of a lowering, and return `name`.
 
     Raises:
         PlanError: `name` is not a lowering.

@@ -129,8 +129,8 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault if a device has parts of two groups of query heads.
 
-    A group is all query heads that share one key head. A device must have whole groups, or a part of one group. The
-    reason is that it computes attention as one product of equally large groups of query heads with their key heads.
+    A group is all query heads that share one key head. A device must have whole groups, or a part of one group, because
+    it computes attention as one product of equally large groups of query heads with their key heads.
 
     Args:
       line: the line of the queries.

@@ -19,10 +19,10 @@ Lists = Mapping[str, tuple[str, ...]]
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults in its lists of alternatives.
 
-    All lists of a section must have the same length. They are chosen from together, at the first position at which the
-    mesh divides all sizes. In an overriding section, a position is chosen separately for the keys of each part of the
-    model. Lists in [prefill] and [decode] are kept. They are resolved in the layout of the phase, for which the sizes
-    are known.
+    All lists of a section must have the same length, and the alternative at the same position is chosen in all of them.
+    This is the first position at which the mesh divides all sizes. In an overriding section, a position is chosen
+    separately for the keys of each part of the model. Lists in [prefill] and [decode] are kept. These lists are
+    resolved in the layout of the phase, for which the sizes are known.
 
     Args:
       layout: a layout, with or without lists of alternatives.

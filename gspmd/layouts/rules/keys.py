@@ -428,7 +428,7 @@ def keys_of_override(section: str) -> dict[str, Key]:
 def is_override(name: str) -> bool:
     """Return whether a line overrides another line, as `optimizer.ffn.w_in` overrides `ffn.w_in`.
 
-    `name` is the name of the line, after that of its section.
+    `name` begins with the section of the line.
 
     >>> is_override("encoder.ffn.w_in"), is_override("encoder.stream")  # the latter is a custom model's
     (True, False)

@@ -40,10 +40,10 @@ _REFUSED = {
 
 
 def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes, with every dimension in `padding` rounded up to a multiple of its number there.
+    """Return the sizes, with every dimension in `padding` rounded up to a multiple of the number given there.
 
-    K is rounded up on its own. H is rounded up to a common multiple of its number and of the padded K, such that H/K
-    does not decrease.
+    K is rounded up on its own. H is rounded up to a common multiple of its number in `padding` and of the padded K, so
+    that H/K never decreases.
 
     >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
     {'H': 64, 'K': 1, 'F': 16}

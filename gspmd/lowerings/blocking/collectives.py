@@ -1,4 +1,4 @@
-"""Planned steps in the body of a shard_map: each step becomes JAX collectives, in a named scope with its name."""
+"""Planned steps in the body of a shard_map: each step becomes JAX collectives, in a scope that names the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from gspmd.planner.steps import Chain, Step
 from gspmd.planner.unknown import UnknownStep
 
 After = Sequence[jax.Array]
-"""Arrays that must be computed before a gather starts that goes round each axis of a TPU's torus.
+"""Arrays that must be computed before a gather starts, if the gather goes round each axis of a TPU's torus.
 
 `blocking.tpu.all_gather` gives the reason.
 """
@@ -26,11 +26,11 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
     """Run a chain of steps on a device's shard of a tensor, inside a shard_map over the whole mesh.
 
     Args:
-        chain: the steps, and the numbers by which their named scopes are called.
+        chain: the steps and their numbers, which appear in the names of their scopes.
         x: the shard, with its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
         reduce: the operation of an all-reduce, `"sum"` or `"max"`.
-        after: arrays that must be computed before a gather may start that goes round each axis of a torus.
+        after: arrays that must be computed before a gather starts, if the gather goes round each axis of a torus.
     """
     for number, step in enumerate(chain.steps, chain.first):
         with step_scope(number, _as_sent(step, x, mesh)):
@@ -47,7 +47,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return a step with the kind as which it is sent: a gather round several torus axes is sent as permutes."""
+    """Return a step as it is sent; a gather that goes round several torus axes is sent as collective-permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 

@@ -62,9 +62,9 @@ class Executor:
     ) -> list[jax.Array]:
         """Run the moves with these numbers, and return their results in the order of the numbers.
 
-        Each move runs up to step `stop(number)`, which is not run, or to its end if that is None. Moves with a gather
-        over several axes run last. A gather that goes round each axis of a torus also waits for all moves before it;
-        `blocking.tpu.all_gather` gives the reason.
+        Each move stops before step `stop(number)`, or runs to its end if `stop(number)` is None. Moves with a gather
+        over several axes run last. A gather that goes round each axis of a torus also waits for all moves before it, as
+        `blocking.tpu.all_gather` explains.
         """
 
         def comes_last(number: int) -> bool:

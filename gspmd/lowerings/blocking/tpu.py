@@ -52,7 +52,7 @@ _PACKED = 16  # Rows of a tile of two-byte numbers.
 SMALL = 2**20  # Bytes that two links of a v4 send in about the time of 12 hops.
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
-"""One of the collectives into which a collective is split: its mesh axes, the number of devices in a group, and groups.
+"""One of the parts into which a collective is split: its mesh axes, the number of devices in a group, and the groups.
 
 The groups are lists of positions along the axis, or None if each group has all positions along the axes.
 """
@@ -138,7 +138,7 @@ def all_gather(
         dimension: the dimension to gather.
         mesh: the sizes of all mesh axes.
         whole_bytes: bytes of the whole tensor, if only part of the tensor is gathered (`gathers_round_each_axis`).
-        after: arrays that must be computed before a gather round each axis of a torus starts.
+        after: arrays that must be computed before the gather starts, if it goes round each axis of a torus.
     """
     along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:

@@ -35,7 +35,7 @@ v5p. In the compiled program, the stripes cost 18% of a step.
 """
 
 SUMMED_MARGIN = 0.12
-"""The smallest gain for which rings are chosen whose chunks are cut along a contracted dimension.
+"""The smallest gain for which a ring is chosen if its chunks are cut along a contracted dimension.
 
 Nothing makes the permutes wait for the sums of such chunks, so the TPU compiler may send every chunk before it
 multiplies the first. For the second product of PaLM with 512 tokens, the predicted gain is 10%, and the compiled
@@ -69,7 +69,7 @@ def plan_overlap(
         routine: the routine to run.
         inputs, outputs: the tensors of the routine.
         environment: the sizes of the dimensions, the mesh and the chip.
-        lowering: `"looped"` runs every collective as a loop that can be one, each by its cheapest schedule.
+        lowering: `"looped"` loops every collective that can be looped, each by its cheapest schedule.
             `"looped:<schedule>"` uses this schedule for all loops. `"auto"` uses loops only where they are cheaper.
 
     Returns:
@@ -110,12 +110,12 @@ class _Chooser:
     def to_beat(self, overlap: Overlap) -> float:
         """Return the seconds that a loop has to beat, which may be less than those of `blocking`.
 
-        They are the seconds that `blocking` would take if the collectives that `overlap` loops used the links of all
-        their axes. On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the
-        links of all axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do.
-        For 14 products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model
-        predicts gains of 9 to 29% of the time of `blocking`. In compiled programs four of these products gain 5 to 15%,
-        and the others lose 3 to 85%.
+        This is the time of `blocking` if the collectives that would be looped used the links of all their axes. On v4
+        and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all axes,
+        and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14 products with
+        gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains of 9 to 29%
+        of the time of `blocking`. In compiled programs four of these products gain 5 to 15%, and the others lose 3 to
+        85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -202,7 +202,7 @@ class _Chooser:
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
         """Yield a ring for every choice of looped axes, schedule and number of axis orders.
 
-        Under `auto`, only rings are included that are short enough to be unrolled or become a loop.
+        Under `auto`, rings that are too long are left out (`is_short`).
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))

@@ -104,7 +104,7 @@ class RingTransfer:
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
-        """Return the coordinate along one axis of the device at distance `offset`."""
+        """Return the coordinate, along one mesh axis, of the device at distance `offset`."""
         return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
@@ -112,7 +112,10 @@ class RingTransfer:
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """Return a part of a region, which is cut along the same dimension as the ring's shards."""
+        """Return the part of a region that begins at `start` and has length `size`.
+
+        The region is cut along the same dimension as the ring's shards.
+        """
         split = self.ring.split
         if split is None:
             return region

@@ -61,7 +61,7 @@ class Costs:
     def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
         """Return the seconds of a gather by a ring together with its products.
 
-        They are those of the gather within a chunk, plus max(communication, compute) of the loop.
+        This is the time of the gather within a chunk, plus max(communication, compute) for the loop.
         """
         before, loop, compute = self._ring(span, ring, products)
         inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
@@ -262,7 +262,7 @@ class Costs:
     def links(self, walks: Sequence[Sent]) -> float:
         """Return the seconds of transfers that run together.
 
-        They are the time for the bytes of the busiest link and the latency of the hops over this link.
+        This is the time for the bytes of the busiest link, plus the latency of the hops over this link.
         """
         chip = self.chip
         busy: dict[Link, float] = {}

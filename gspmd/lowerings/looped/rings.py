@@ -30,8 +30,7 @@ class Hop:
     """One permute, which sends a shard on to the next device along one mesh axis.
 
     Attributes:
-        source: the number of the hop by which the shard arrived; hops are numbered from 1. 0 if the shard is the
-            device's own.
+        source: the number of the hop by which the shard arrived, counted from 1, or 0 if the shard is the device's own.
         axis: the mesh axis along which the hop goes.
         by: the direction, +1 or -1.
         places: the distance to the device from which the shard comes, as pairs (mesh axis, number of devices behind

@@ -24,7 +24,7 @@ def left_to_compiler(
         in_specs, out_specs: one Spec per array. The specs are constraints under Auto axes, and types under Explicit
             axes.
         arrays: the arrays, sharded as `in_specs` say.
-        name: the computation in notation, by which the ledger calls it; empty if a surrounding scope has this name.
+        name: the computation in notation, for the ledger; empty if a surrounding scope names the computation already.
 
     Raises:
         PlanError: the call is in a shard_map under Auto axes.

@@ -1,8 +1,8 @@
 """Partial sums as dimensions of summands, because the annotations of lowering `xla` cannot express partial sums.
 
 A partial sum over mesh axis x becomes an array with a further dimension, which has one summand per device along x. This
-conversion sends nothing. Ordinary einsums run between it and the conversion back. Gradients are ordinary einsums too,
-of cotangents without partial sums.
+conversion sends nothing. Ordinary einsums run between this conversion and the reverse one. Gradients are ordinary
+einsums too, of cotangents without partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
