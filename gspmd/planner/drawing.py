@@ -70,7 +70,7 @@ def _one(plan: Plan, heading: Text, width: int | None) -> Text:
 
 
 def setting(plan: Plan) -> tuple[str, ...]:
-    """Return the settings for which a plan was made as texts: sizes, mesh, dtypes, chip and lowering."""
+    """Return texts that say for which sizes, mesh, dtypes, chip and lowering a plan was made."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))

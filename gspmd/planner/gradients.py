@@ -1,7 +1,7 @@
-"""The gradient of a routine, which is one more routine, for the cotangents of the operands, from the same search.
+"""The gradient of a routine, which is one more routine that computes the cotangents of the operands.
 
-The gradient of a product is a group of products, all of which have the cotangent as an operand. The gradient of a sum
-is a larger group, and the gradient of a group is a sum.
+The same search plans this routine. The gradient of a product is a group of products, all of which have the cotangent as
+an operand. The gradient of a sum is a larger group, and the gradient of a group is a sum.
 """
 
 from collections.abc import Iterator, Sequence

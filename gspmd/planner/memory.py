@@ -249,7 +249,7 @@ class Footprint:
         return value.buffers[0]
 
     def _ordered(self, value: Intermediate, dims: tuple[str, ...], dtype: str) -> Intermediate:
-        """Return a tensor with its dimensions in the order `dims`, and add it if this order is a different one."""
+        """Return a tensor with its dimensions in the order `dims`, after adding a copy if this order is a new one."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)

@@ -162,7 +162,8 @@ class Plan:
 
         A choice says which dimension, if any, each mesh axis shards while the operands are multiplied. If the equation
         has a group, the choice concerns the operand that all members of the group share. If the equation is a sum, the
-        choice is the placement in which the products are added. If it is a move, the choice is the list of collectives.
+        choice is the placement in which the products are added. If the equation is a move, the choice is the list of
+        collectives.
 
         The first plan is the one that is made without `via`. The search orders plans by their seconds without overlap,
         so under `"looped"` and `"auto"` a later plan may have fewer `seconds`.

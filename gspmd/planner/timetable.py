@@ -35,8 +35,8 @@ def bars(plan: Plan) -> list[Bar]:
     """Return the timetable of a plan: a bar for each step.
 
     Steps outside loops run one after another. All loops are drawn as one block, after the moves outside loops. The
-    block has the length that the plan predicts for the loops. Gathers begin at the start of the block, reduce-scatters
-    end at its end, and einsums fill the block.
+    block has the length that the plan predicts for the loops. Gathers begin with the block, reduce-scatters end with
+    the block, and einsums fill the block.
 
     Args:
         plan: a `gspmd.Plan`.

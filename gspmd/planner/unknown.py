@@ -159,7 +159,7 @@ class Mark(str):
 
     @classmethod
     def of(cls, what: Unknown, name: str) -> "Mark":
-        """Return the mark of an unknown step; `name` is its text, and must be different for every step."""
+        """Return the mark of an unknown step, with `name` as its text; different steps must have different names."""
         mark = cls(name)
         mark.what = what
         return mark

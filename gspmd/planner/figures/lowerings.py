@@ -22,7 +22,7 @@ def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
         group is a group with `data-step` and `data-kind`.
 
     Raises:
-        ValueError: there are no plans, or their equations differ.
+        ValueError: there are no plans, or the plans have different equations.
     """
     equations = sorted({str(plan.equation) for plan in plans.values()})
     if len(equations) != 1:

@@ -132,7 +132,7 @@ class ContractionTable:
     def costs(self) -> np.ndarray:
         """The cost of moving the right operand and of the local einsum, for each row.
 
-        It is infinite in rows whose placement of the right operand is not the pinned one.
+        It is infinite in rows in which the right operand is not in its pinned spec, if it has one.
         """
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]

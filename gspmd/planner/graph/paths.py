@@ -34,7 +34,7 @@ Bytes are multiplied by this number, to leave room for the number of steps.
 """
 
 LARGEST = 2**53 // 4
-"""The largest real or imaginary part of a step's price, with which sums of a few prices stay exact, below 2⁵³."""
+"""The largest real or imaginary part of a step's price; sums of a few such prices stay exact, below 2⁵³."""
 
 FAR = complex(np.inf, 0)
 
@@ -120,7 +120,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place, because every placement may also be reached by steps from other placements."""
+        """Lower the costs in place, for placements that are reached more cheaply by steps from other placements."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -138,8 +138,8 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path from a placement.
 
-        Among steps with which the path has the least cost, each step is one that sends the fewest bytes. Further ties
-        are decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
+        If several paths have the least cost, the first step is one that sends the fewest bytes, and so is each later
+        step. Further ties are decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
 
         Args:
             rest: the cost from each placement to the end of the path.

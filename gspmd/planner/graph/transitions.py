@@ -71,7 +71,7 @@ class Arcs:
 
 
 class Graph:
-    """The placements of a tensor and the steps between them; the arguments are the same as those of `Nodes`.
+    """The placements of a tensor and the steps between them; the arguments are the same as the arguments of `Nodes`.
 
     Attributes:
         nodes: the placements.
