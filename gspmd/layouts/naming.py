@@ -142,8 +142,8 @@ def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or None.
 
     If the weight has no via of its own, it has the via of the weight from which it takes its default spec. This via
-    does not apply if the two weights have different dimensions. It does not apply either if the two weights are in
-    different sections, where they multiply different activations.
+    does not apply if the two weights have different dimensions. The same holds if the two weights are in different
+    sections, where they multiply different activations.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))

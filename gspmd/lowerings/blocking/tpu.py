@@ -269,9 +269,9 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices, or None if the collective is not split.
 
-    A collective on one slice is not split. A collective is not split either if one of its axes extends both over slices
-    and within each slice, and another of its axes extends over slices too. JAX cannot name the groups of such parts, so
-    the compiler decides.
+    A collective on one slice is not split. The same holds if one axis of the collective extends both over slices and
+    within each slice, and another axis extends over slices too. JAX cannot name the groups of such parts, so the
+    compiler decides.
 
     Args:
         axes: mesh axes of the collective, from major to minor.

@@ -237,7 +237,7 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product, which are those of multiplying or of reading the operands if that is longer.
+        """Return the seconds of a product: the time to multiply, or the time to read the operands if that is longer.
 
         A TPU reads operands ahead while it multiplies earlier operands, and keeps a small accumulator on the chip. On a
         GPU cuBLAS does not do so, and products take the same time as under `blocking`.

@@ -69,7 +69,7 @@ def _differentiated(
 ) -> Callable:
     """Return a program whose gradient consists of einsums without partial sums.
 
-    `program` is that of an equation with partial sums as operands or result. Without this gradient, JAX would
+    `program` computes an equation with partial sums as operands or result. Without this gradient, JAX would
     differentiate the step that turns a partial sum into an array with one more dimension, which has an entry for each
     summand. The partitioner sometimes sums the cotangent of that step over too few devices.
     """
