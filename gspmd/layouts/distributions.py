@@ -1,4 +1,8 @@
-"""The distributions of initial parameters, for tables of a model's tensors that are read without importing JAX."""
+"""Distributions from which initial parameters are drawn.
+
+Tables of a model's tensors name these distributions. JAX is imported only when values are drawn, so that the tables can
+be read without importing JAX.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +12,17 @@ if TYPE_CHECKING:
     import jax
 
 Initialiser = Callable[["jax.Array", tuple[int, ...]], "jax.Array"]
-"""A function from a random key and a shape to float32 values, such as those of `jax.nn.initializers`."""
+"""A function that takes a random key and a shape and returns float32 values, such as `jax.nn.initializers.zeros`."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Truncated normal initializer; equal ones share a compiled program.
+    """Initializer that draws values from a truncated normal distribution.
+
+    Initializers with the same deviation are equal, so that their parameters can share a compiled program.
+
+    Attributes:
+        deviation: the standard deviation of the values. The distribution is truncated at about 2.3 times this number.
 
     Example:
         >>> import jax
@@ -32,7 +41,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Constant initializer.
+    """Initializer that sets all entries to one value.
 
     Example:
         >>> import jax

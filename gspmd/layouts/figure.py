@@ -16,18 +16,18 @@ from gspmd.layouts.table import LayoutTable
 
 
 class _Op:
-    """An operation in the figure, with the layout lines of its weights and of its vias."""
+    """An operation in the figure, with the names of the layout lines for its weights and for its vias."""
 
     def __init__(self, name: str, *weights: str, vias: tuple[str, ...] = ()):
         self.name, self.weights, self.vias = name, weights, vias
 
 
 class _Add:
-    """The addition of a section's result to the residual stream as it was at the start of the section."""
+    """An addition in the figure: the result of a section is added to the residual stream that entered the section."""
 
 
 _Row = str | _Op | _Add
-"""An activation by its key, or an operation."""
+"""A row of the figure: an activation, given by the name of its line, or an operation, or an addition."""
 
 # The activations and operations of a section in the order in which `gspmd_models` computes them; those whose lines a
 # layout does not write are left out. Other lines, such as those of shared experts, which run in parallel to the listed
@@ -54,24 +54,27 @@ _FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
 _NAMES, _LIST = 12.0, 128.0
-"""Left edge of the names in a list, and smallest left edge of the specs, which stand to the right of the names."""
+"""Two x positions in a list of lines: the left edge of the names, and the smallest left edge of the specs."""
 _SKIP, _SPINE, _WEIGHTS = 100.0, 168.0, 246.0
-"""Smallest x positions of three columns: the residual stream around a block, the boxes of activations, the weights."""
+"""Smallest x positions of three columns: the residual stream beside a block, the activations, and the weights."""
 _NARROW = 300.0
 """Smallest width of a panel."""
 _BOX, _WEIGHT, _GAP, _PAD, _BETWEEN, _APART = 24.0, 27.0, 18.0, 10.0, 20.0, 12.0
 _MOST = 8
-"""The largest number of lines of an overriding section that the figure shows."""
+"""The figure shows at most this number of lines of an overriding section, such as [gradients]."""
 
 
 def layout_figure(layout: LayoutTable) -> Figure:
-    """Draw a layout: a panel for each section, in which activations run downward and weights come from the right.
+    """Draw a layout, with a panel for each section.
+
+    In a panel, activations run downward and weights come from the right.
 
     Args:
         layout: the layout.
 
     Returns:
-        The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
+        The figure. Every line of the layout is a group with two attributes: `data-key` is the key of the line, and
+        `data-spec` is its spec.
     """
     return _Drawing(layout).figure()
 
@@ -87,7 +90,13 @@ def as_html(layout: LayoutTable) -> str:
 
 
 def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
-    """Return as HTML a sentence, followed by the lines and the figure of a layout that a search found."""
+    """Return HTML that shows the result of a search for a layout.
+
+    Args:
+        told: a sentence about the result, shown first.
+        lines: a mapping from key to spec, with the lines that the search found.
+        layout: the layout that has these lines, shown as a figure.
+    """
     rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
     drawn = layout_figure(layout).document(standalone=False)
     return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
@@ -98,7 +107,10 @@ def _html(text: str) -> str:
 
 
 def _notation(text: str) -> list[Run]:
-    """Return a line's text with subscripts; a text that is not a spec is unchanged, since `Layout.check` reports it."""
+    """Return the text of a line with its mesh axes as subscripts.
+
+    A text that is not a spec is returned unchanged; `Layout.check` reports it.
+    """
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -115,7 +127,7 @@ class _Drawing:
         self._place()
 
     def _place(self) -> None:
-        """Measure the texts, and choose the columns in which they are drawn."""
+        """Measure the texts, and choose the x positions of the columns and the width of the panels."""
         table, rows = self.layout.table, [(part, row) for part in self.parts for row in self._rows(part)]
         boxes = [(part, row) for part, row in rows if isinstance(row, str)]
         names = max((width_in("small", name) for _, name in boxes), default=0.0)
@@ -154,7 +166,7 @@ class _Drawing:
         return [key for name in row.weights if (key := f"{part}.{name}") in self.layout.table]
 
     def _rows(self, part: str) -> list[_Row]:
-        """Return the rows of those operations of a section whose lines the layout writes."""
+        """Return the rows of a section, without rows for lines that the layout does not write."""
         table = self.layout.table
         rows: list[_Row] = []
         for row in _FLOWS.get(part, ()):
@@ -194,7 +206,10 @@ class _Drawing:
         return max(self.list + width_in("", self._runs(text)) for text in _shown(lines).values()) + _NAMES
 
     def _heads(self, part: str) -> list[tuple[str, str]]:
-        """Return the texts at the top of a panel, with their classes: the section's name, a remark, its lowering."""
+        """Return the texts at the top of a panel, each with its CSS classes.
+
+        These are the section's name, a remark if the section replaces [ffn] in some blocks, and the section's lowering.
+        """
         heads = [(part, "strong ink")]
         if part == "moe" and "ffn.w_in" in self.layout.table:
             heads.append(("in place of ffn, in blocks of experts", "small soft"))
@@ -203,13 +218,13 @@ class _Drawing:
         return heads
 
     def _vias(self, part: str, row: _Op) -> list[tuple[str, list[Run]]]:
-        """Return key and text of each via of an operation that the layout writes."""
+        """Return the key and the text of each via that the layout writes for an operation."""
         keys = [key for name in row.vias if (key := f"{part}.{name}") in self.layout.table]
         return [(key, [Run(f"{_name(key).replace('_', ' ')} ", "sum"), *self._runs(self.layout.table[key])])
                 for key in keys]  # fmt: skip
 
     def _panel(self, part: str, y: float) -> float:
-        """Draw the panel of a section from y downward; return the y at which it ends."""
+        """Draw the panel of a section with its top edge at `y`, and return the y of its bottom edge."""
         canvas, rows = self.canvas, self._rows(part)
         start = len(canvas.parts)
         right = _NAMES
@@ -265,7 +280,10 @@ class _Drawing:
         return y + _BOX
 
     def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
-        """Draw an operation with its weights from y downward; return the y at which it ends."""
+        """Draw an operation and its weights with the top edge at `y`, and return the y of the bottom edge.
+
+        No line is drawn below the last operation of a section.
+        """
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)
@@ -294,7 +312,10 @@ class _Drawing:
             self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
-        """Draw the residual stream beside a block, and the sum where it joins the block's result."""
+        """Draw the addition at the end of a block with its top edge at `y`, and return the y of its bottom edge.
+
+        The residual stream is drawn beside the block, from y `skip` to the addition, unless `skip` is 0.
+        """
         canvas = self.canvas
         canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
         canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")
@@ -325,7 +346,7 @@ class _Drawing:
 
 
 def _shown(lines: Mapping[str, Text]) -> dict[str, Text]:
-    """Return those lines of an overriding section that the figure has room for."""
+    """Return the lines of an overriding section that the figure shows, at most `_MOST`."""
     return dict(list(lines.items())[:_MOST])
 
 

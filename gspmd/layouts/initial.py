@@ -18,13 +18,13 @@ def abstract(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.
 
 
 def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """Return an abstract random key, replicated."""
+    """Return an abstract random key that is replicated over the mesh."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, jax.P()))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values by path to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
+    """Convert a mapping with dotted paths to a tree: `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *inner, last = path.split(".")
@@ -44,16 +44,16 @@ def folded(key: jax.Array, path: str) -> jax.Array:
 def drawer(
     begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compile a function key -> initial array; parameters with equal distribution, shape and sharding share it.
+    """Return a jitted function that draws an initial array from a random key.
 
-    No device ever holds more than its own shard, and the values do not depend on the sharding. Call the function under
-    `jax.set_mesh`.
+    Parameters with the same distribution, shape and sharding get the same function. No device ever holds more than its
+    own shard, and the values do not depend on the sharding. Call the function under `jax.set_mesh`.
 
     Args:
         begin: the initializer, a function that draws one array.
         shape: the shape of the parameter, with N first if layers are stacked.
         placed: the sharding of the parameter, as a partition spec.
-        stacked: whether layers are stacked, each of which is then drawn with a key of its own.
+        stacked: whether the array is a stack of layers. Each layer is then drawn with a key of its own.
     """
 
     def draw(key: jax.Array) -> jax.Array:

@@ -30,21 +30,23 @@ _NEAR = 33
 
 @dataclass(frozen=True)
 class Layout(LayoutTable):
-    """The spec of every tensor of a model, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
+    """A table with the spec of every tensor of a model: `layout["ffn.w_in"]` is `"E_xF_yz"`.
 
     Attributes:
       name: the preset's name, or the path of the file.
       axes: the mesh axes that the layout uses.
-      factor: the mesh axes over which devices are factored (see `mesh_for`).
-      table: a mapping from key to spec, `"ffn.w_in"` to `"E_xF_yz"`, or to alternatives, a tuple of specs.
-      overrides: a mapping from section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to a table of the lines
-        that differ.
-      lowerings: a mapping from part of the model, or `default`, to its lowering.
-      dimensions: a mapping from user-defined letter to its meaning.
-      own: a mapping from keys of user-defined sections to the dimensions of their specs; None derives it from `table`.
-      padding: a mapping from dimension to the multiple that it is padded to.
-      choices: the alternatives that `resolved` chose; `chosen` has them as text, one line for each section.
-      serves: the phase of this layout (see `phase`); empty for training.
+      factor: the mesh axes over which `mesh_for` factors a number of devices.
+      table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs lists alternatives, from
+        which `resolved` chooses one.
+      overrides: a mapping from overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or `decode`)
+        to a table of the lines that differ in this section.
+      lowerings: a mapping from part of the model to its lowering; `default` is for all other parts.
+      dimensions: a mapping from each user-defined dimension, a capital letter, to its meaning.
+      own: a mapping from each key of a user-defined section to the dimensions of its spec. If None is given, the
+        dimensions are read from `table`.
+      padding: a mapping from dimension to a number; the size of the dimension is padded to a multiple of this number.
+      choices: the alternatives that `resolved` chose. `chosen` shows them as text, one line for each section.
+      serves: the phase of serving that this layout is for (see `phase`); empty for training.
       is_encoder: whether this is the layout of an encoder (see `stack`), whose attention is not causal.
 
     Example:
@@ -59,14 +61,14 @@ class Layout(LayoutTable):
 
     @classmethod
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
-        """Load a preset by its name, or a TOML file by its path (a name with a slash, or one that ends in `.toml`).
+        """Load a preset by its name, or a TOML file by its path.
 
-        A file with `base = "megatron-1d"` holds only the lines that differ; a base that is a path is relative to the
-        file.
+        A name with a slash, or a name that ends in `.toml`, is a path. A file with `base = "megatron-1d"` holds only
+        the lines that differ from this base. If the base is a path, it is relative to the folder of the file.
 
         Raises:
           LayoutError: no preset or file has this name, the file is not TOML, or a line has a value of a wrong type.
-            Specs are read later, by `check`.
+            Specs are parsed later, by `check`.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
@@ -93,10 +95,12 @@ class Layout(LayoutTable):
         return as_html(self)
 
     def figure(self) -> "Figure":
-        """Draw the layout: a panel for each section, with activations from top to bottom and weights on the right.
+        """Draw the layout, with a panel for each section.
+
+        In a panel, activations are drawn from top to bottom, with the weights on the right.
 
         Returns:
-          A figure, which notebooks show, and `.save("layout.svg")` writes.
+          A figure. Notebooks show it, and `.save("layout.svg")` writes it to a file.
 
         Example:
           >>> Layout.load("megatron-1d").figure().title
@@ -107,7 +111,7 @@ class Layout(LayoutTable):
         return layout_figure(self)
 
     def __getattr__(self, part: str) -> Section:
-        """Return `layout.section("ffn")` for `layout.ffn`."""
+        """Return a section of the layout: `layout.ffn` is `layout.section("ffn")`."""
         if part.startswith("_") or "own" not in self.__dict__:  # copy and pickle look up attributes before they are set
             raise AttributeError(part)
         try:
@@ -121,9 +125,10 @@ class Layout(LayoutTable):
     # -- phases, and other lowerings -----------------------------------------------------------------------------------
 
     def phase(self, name: str) -> "Layout":
-        """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
+        """Return the layout for one phase of serving.
 
-        If the layout has no section of that name, it is returned unchanged.
+        The phase `"prefill"` reads a prompt, and `"decode"` generates tokens. If the layout has no section with the
+        name of the phase, no line changes.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -133,9 +138,9 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stack(self, name: str) -> "Layout":
-        """Return the layout of a stack of blocks other than the decoder, which can only be `"encoder"`.
+        """Return the layout of the encoder, a stack of blocks beside the decoder; `name` must be `"encoder"`.
 
-        If the layout has no section of that name, both stacks have the same lines.
+        If the layout has no [encoder] section, the encoder has the same lines as the decoder.
 
         >>> Layout.load("megatron-1d").override({"encoder.ffn.w_in": "EF"}).stack("encoder")["ffn.w_in"]
         'EF'
@@ -145,7 +150,11 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(ENCODER, {})}, is_encoder=True)
 
     def _in_all_stacks(self, specs_of: Callable[["Layout"], Mapping[str, Any]]) -> "Layout":
-        """Return this layout with the specs that `specs_of` returns for each stack of blocks."""
+        """Return this layout with the specs that `specs_of` returns for the decoder and for the encoder.
+
+        `specs_of` is called with the layout of the decoder. If the layout has an [encoder] section, `specs_of` is also
+        called with the layout of the encoder.
+        """
         specs = specs_of(self)
         changed = self.override(specs)
         if ENCODER not in self.overrides:
@@ -158,7 +167,8 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        The stored weights then serve both layouts: equations of this layout move the weights when they use them.
+        Weights that are stored once can then be used under `other` and under the returned layout. Equations of the
+        returned layout move each weight when they use it.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -171,7 +181,7 @@ class Layout(LayoutTable):
         return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
-        """Return this layout for a single position of every sequence: L has size 1, and no activation shards it.
+        """Return this layout for a single position of every sequence: L has size 1, and no activation shards L.
 
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
@@ -179,14 +189,16 @@ class Layout(LayoutTable):
         return self._in_all_stacks(lambda layout: position_specs(layout.table))
 
     def for_loss(self, microbatches: int = 1) -> "Layout":
-        """Return this layout with the specs of parameters in the loss of a training step, such as `EF reduced-x`.
+        """Return this layout with the specs that parameters have inside the loss function of a training step.
 
-        The gradient of a `reduced` parameter stays a partial sum while layers, microbatches and several uses add to it.
-        If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same mesh axes. With
-        several microbatches, every other parameter is `reduced` over the mesh axes that shard the batch, the length or
-        the token groups of all tensors with which it is used, and that do not shard the parameter itself. The exception
-        is a parameter whose own spec is written in [gradients]: its gradient is summed in each microbatch. Parameters
-        of custom sections are not changed.
+        There a parameter may be `reduced`, such as `EF reduced-x`. Its gradient then stays a partial sum while layers,
+        microbatches and several uses of the parameter add to the gradient.
+
+        If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same mesh axes. If
+        there are several microbatches, every other parameter is `reduced` too, over the mesh axes that meet two
+        conditions: the axis shards the batch, the length or the token groups of every tensor with which the parameter
+        is used, and the axis does not shard the parameter. An exception is a parameter for which [gradients] writes the
+        parameter's own spec: its gradient is summed in each microbatch. Parameters of custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
@@ -205,24 +217,25 @@ class Layout(LayoutTable):
         return replace(inner, axes=rest, factor=factor)
 
     def lowered(self, name: str) -> "Layout":
-        """Return this layout with the same lowering for all parts of the model."""
+        """Return this layout with one lowering, `name`, for all parts of the model."""
         return replace(self, lowerings={"default": checked(name)})
 
     # -- on devices ---------------------------------------------------------------------------------------------------
 
     def mesh_for(self, devices: int, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Return the mesh for a number of devices, with every declared axis in order.
+        """Return the sizes of the mesh axes for a number of devices.
 
-        The prime factors of the number, largest first, go to the axes of `factor` in turn. If `sizes` are given and
-        this mesh does not divide them, the result is the most similar mesh that does.
+        The mesh has all axes of the layout, in their order. The prime factors of the number of devices, from the
+        largest to the smallest, are given to the axes of `factor` in turn. If `sizes` are given and the axes of this
+        mesh do not divide the sizes, the result is the most similar mesh whose axes divide the sizes.
 
         Args:
           devices: number of devices.
-          sizes: the sizes of the dimensions, see `check`.
+          sizes: the sizes of the dimensions, as `check` takes them.
 
         Raises:
-          LayoutError: no mesh of `devices` devices divides the sizes. The message lists the faults of the first mesh,
-            and the nearest numbers of devices that would work.
+          LayoutError: no mesh of `devices` devices divides the sizes. The message lists the faults of the mesh that
+            would be used without `sizes`, and the nearest numbers of devices that would work.
 
         Example:
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
@@ -245,12 +258,16 @@ class Layout(LayoutTable):
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the mesh most similar to the default mesh among those that divide the sizes, or None."""
+        """Return the mesh that divides the sizes and is most similar to the default mesh.
+
+        The default mesh is the one that `mesh_for` returns without sizes. The result is None if no mesh of `devices`
+        devices divides the sizes.
+        """
         meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
-        """Return the sizes of a mesh, with size 1 for every declared axis that it lacks.
+        """Return the axis sizes of a mesh, with size 1 for every axis that the layout declares and the mesh lacks.
 
         Args:
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`.
@@ -268,26 +285,28 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec per key: among alternatives, the first whose mesh axes divide the sizes.
+        """Return this layout with one spec for every key.
 
-        The alternatives of all lists in a section are chosen together. A layout without alternatives is returned
-        unchanged.
+        If a key has a list of alternatives, the result has the first alternative whose mesh axes divide the sizes. In
+        all lists of a section, the alternative at the same position is chosen. Lists in [prefill] and [decode] are
+        kept, because the sizes of these phases are not known yet. A layout without alternatives is returned unchanged.
 
         Args:
-          sizes: sizes of the dimensions, as `check` gets them; mesh axes are assumed to divide dimensions without a
-              size.
+          sizes: sizes of the dimensions, as `check` takes them. If a dimension has no size, mesh axes are assumed to
+            divide it.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None for one device.
 
         Raises:
-          LayoutError: no alternative of some section fits the sizes (the message says why), or the lists of a section
-              differ in length.
+          LayoutError: no alternative in some section fits the sizes (the message says why), or the lists of a section
+            differ in length.
 
         Example:
           >>> layout = Layout.load("replicated").override({"attention.query": ("B_xyLHD", "B_yLH_xD", "BLH_xyD")})
           >>> layout.resolved({"B": 2, "H": 8}, {"x": 4, "y": 2}).chosen
           ('[attention] 2 of 3: query B_yLH_xD',)
 
-        Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3: the batch is sharded over as many axes as it fills.
+        Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3, where the batch is sharded over as many mesh axes as
+        its size allows.
         """
         single, faults = resolved(self, read_sizes(sizes), mesh)
         if faults:
@@ -295,7 +314,7 @@ class Layout(LayoutTable):
         return single
 
     def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of tensors: dimensions named in [padding] are rounded up to their multiples.
+        """Return the padded sizes: each dimension in [padding] is rounded up to a multiple of the number given there.
 
         >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
         {'H': 64, 'K': 1, 'D': 256}
@@ -311,10 +330,11 @@ class Layout(LayoutTable):
         """Return this layout with other specs for some keys.
 
         Args:
-          specs: a mapping from keys such as `"ffn.w_in"` to a spec, or to alternatives: a list of specs, or one text
-            with `|` between them. Keys may also be `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`,
-            `"serving.ffn.residual"` for both phases, `"lowering.ffn"` with a lowering, and `"padding.H"` with a
-            multiple. `check` checks all of them together.
+          specs: a mapping from keys such as `"ffn.w_in"` to specs. In place of a spec there may be alternatives: a list
+            of specs, or one text with `|` between the specs. A key may name a line of an overriding section, such as
+            `"optimizer.ffn.w_in"` or `"decode.ffn.residual"`; `"serving.ffn.residual"` is a line of both phases of
+            serving. The value of `"lowering.ffn"` is a lowering, and the value of `"padding.H"` is a multiple. `check`
+            later checks all lines together.
 
         Raises:
           LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
@@ -332,19 +352,21 @@ class Layout(LayoutTable):
         """Check the whole table for these sizes on this mesh, and return the layout.
 
         Args:
-          sizes: size of each dimension by letter; mesh axes are assumed to divide dimensions without a size. The number
-              of token groups G is the number of sequences B unless given. The [moe] section is required only if X is
-              given. M is the number of microbatches of a training step; the mesh must divide the batch of each
-              microbatch.
+          sizes: a mapping from dimension to size. If a dimension has no size, mesh axes are assumed to divide it. If G,
+            the number of token groups, is not given, it is B, the number of sequences. The [moe] section is required
+            only if X is given. M is the number of microbatches of a training step; the mesh must divide the batch of
+            each microbatch.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
-          dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`): no line may move their rows.
-          trained: keys of the parameters that the model has and trains. For biases, norms and tables among them,
-            [gradients] may have partial sums only over mesh axes that shard the rows over which the gradient is summed.
+          dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`). If so, no line may move the
+            rows of tokens that experts receive.
+          trained: keys of the parameters that the model has and trains. If such a parameter is a bias, a norm or a
+            table, [gradients] may write a partial sum for its gradient only over mesh axes that shard the rows over
+            which this gradient is summed.
 
         Raises:
-          LayoutError: the layout has faults, and the message lists all of them: unknown or missing keys, unreadable
-            specs, wrong dimensions, undeclared mesh axes, sizes that the mesh axes do not divide, tensors that are not
-            sharded alike though they must be, and vias that prevent a partial sum of [gradients].
+          LayoutError: the layout has faults. The message lists all of them: unknown or missing keys, unreadable specs,
+            wrong dimensions, undeclared mesh axes, sizes that the mesh axes do not divide, tensors that must be sharded
+            alike but are not, and vias under which a gradient is not the partial sum that [gradients] writes.
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
@@ -357,7 +379,7 @@ class Layout(LayoutTable):
 
 
 def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
-    """Return sizes and mesh for the sentence of an error, such as " for the sizes B=8 on the mesh x=2"."""
+    """Return the sizes and the mesh as the end of an error's sentence: " for the sizes B=8 on the mesh x=2"."""
     given = f" for the sizes {', '.join(f'{d}={shown(n)}' for d, n in sizes.items())}" if sizes else ""
     shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
     return given + (f" on the mesh {mesh_text(shape)}" if shape else "")

@@ -1,4 +1,4 @@
-"""The mesh of a layout, given or from a number of devices, and the sizes of its dimensions."""
+"""Mesh axis sizes for a layout, from a mesh or from a number of devices, and a check of the dimensions' sizes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, product
@@ -13,9 +13,10 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Factor `devices` over the axes of `order`: the axes get its prime factors in turn, the largest factors first.
+    """Factor a number of devices over the mesh axes in `order`.
 
-    The other axes of `axes` have size 1.
+    These axes get the prime factors of `devices` in turn, from the largest factor to the smallest. All other axes in
+    `axes` have size 1.
 
     >>> factorise(12, ("x", "y", "z"), ("x", "y", "z"))
     {'x': 3, 'y': 2, 'z': 2}
@@ -45,7 +46,7 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
 
 
 def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """List all meshes that factor the same number of devices over the axes `order`, most similar to `mesh` first.
+    """List all meshes with as many devices as `mesh`, factored over the axes in `order`, the most similar mesh first.
 
     >>> nearest({"x": 2, "y": 2}, ("x", "y"))
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
@@ -62,13 +63,17 @@ def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 
 def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of a mesh, with size 1 for every axis of `axes` that it lacks."""
+    """Return the axis sizes of a mesh, with size 1 for every axis in `axes` that the mesh lacks."""
     given = mesh_sizes(mesh)
     return {**given, **{axis: 1 for axis in axes if axis not in given}}
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Return sizes of dimensions after checking them, or {} for None; raise LayoutError for anything else."""
+    """Check the sizes of dimensions and return them; return {} for None.
+
+    Raises:
+      LayoutError: `sizes` is not a mapping from dimensions to whole numbers of at least 0.
+    """
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

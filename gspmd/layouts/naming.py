@@ -1,4 +1,7 @@
-"""Equations written with names of a layout's lines, such as `residual, w_in -> hidden`, and their vias."""
+"""Equations written with names of a layout's lines, such as `residual, w_in -> hidden`.
+
+The via of an equation has the specs to which the operands are moved before they are multiplied.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gspmd.layouts.rules.keys import KEYS, UnresolvedError, dims_of
 from gspmd.planner.unknown import unknowns_in
 
 LookUp = Callable[[str], str | None]
-"""A function from a key to the spec of its line; None if an optional line is absent."""
+"""A function that returns the spec of the line with a given key, or None if the line is optional and absent."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
@@ -42,12 +45,14 @@ def names_in(text: str) -> list[str]:
 
 
 def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> tuple[Equation, tuple[str, ...]]:
-    """Parse an equation written with names of lines; return it with the keys of these lines in reading order.
+    """Parse an equation written with names of lines, and return the equation and the keys of these lines.
+
+    The keys are in reading order.
 
     Args:
-      text: such as `"residual, (w_in, w_gate) -> (hidden, hidden)"`.
-      key_of: a function from a name to the key of its line.
-      look_up: a function from a key to the line's spec.
+      text: the equation, such as `"residual, (w_in, w_gate) -> (hidden, hidden)"`.
+      key_of: a function that returns the key of the line with a given name.
+      look_up: a function that returns the spec of the line with a given key.
 
     Raises:
       LayoutError: a name in `text` is not a tensor of the layout.
@@ -83,19 +88,24 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
     """Return the via that a layout has for an equation of its lines, or None to let the planner choose.
 
-    Vias in a layout belong to weights: `in_via` of [ffn] is for `w_in`, and also for `w_gate`, whose spec is by default
-    that of `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. A weight of a group without a via follows
-    the first weight: its contracted dimensions are sharded as in the first weight, and its other dimensions as in the
-    result, over mesh axes that are still unused. The result is None unless every product has a via for its weight, and
-    the vias of a group bring the shared operand to one spec.
+    Each via in a layout belongs to a weight. In [ffn], `in_via` is for `w_in`. It is also for `w_gate`, because the
+    default spec of `w_gate` is the spec of `w_in`. In a custom section, `taps_via` is for the weight `taps` or
+    `w_taps`.
+
+    In a group, a weight without a via follows the first weight. Its contracted dimensions are sharded as in the first
+    weight. Its other dimensions are sharded as in the result, over mesh axes that are still unused.
+
+    The result is None for a move, and if some product has no via for its weight. It is also None if the vias of a
+    group bring the operand that the weights share to different specs.
 
     Args:
       equation: the equation in specs.
-      keys: the keys of its lines in reading order, as `named_equation` returns them.
-      look_up: a function from a key to the line's spec, or to None if the line is absent.
+      keys: the keys of the equation's lines in reading order, as `named_equation` returns them.
+      look_up: a function that returns the spec of the line with a given key, or None if the line is absent.
 
     Raises:
-      PlanError: in a search, the vias of a group bring the shared operand to different specs.
+      PlanError: the vias of a group bring the operand that the weights share to different specs, and a search is to
+        find one of these specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -129,10 +139,11 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or else for the weight whose spec is its default.
+    """Return the via that the layout writes for a weight, or None.
 
-    The via of the default does not apply if the default has other dimensions, or is in another section, where it
-    multiplies another activation.
+    If the weight has no via of its own, it has the via of the weight from which it takes its default spec. This via
+    does not apply if the two weights have different dimensions. The same holds if the two weights are in different
+    sections, where they multiply different activations.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))
@@ -151,7 +162,14 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec in which a weight is multiplied by `left`, derived from that of the first weight of its group."""
+    """Return the spec in which a weight of a group is multiplied, if the layout writes no via for the weight.
+
+    Args:
+      left: the spec in which the operand that the weights share is multiplied.
+      first: the spec in which the first weight of the group is multiplied.
+      weight: the spec of the weight.
+      result: the spec of the product with this weight.
+    """
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

@@ -12,7 +12,7 @@ from gspmd.layouts.table import LayoutTable
 
 
 def short(layout: LayoutTable) -> str:
-    """Return a line with the layout's name, its number of specs, and its mesh axes."""
+    """Return one line of text with the layout's name, its number of specs, and its mesh axes."""
     changed = sum(map(len, layout.overrides.values()))
     more = f", {changed} overridden" if changed else ""
     return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
@@ -30,17 +30,17 @@ def plain(layout: LayoutTable) -> str:
 
 
 def lines_of(layout: LayoutTable) -> dict[str, str]:
-    """Return all lines of a layout as text, by section and key such as `"decode.ffn.residual"`."""
+    """Return the text of every line of a layout, in a mapping from names such as `"decode.ffn.residual"`."""
     return {f"{section}.{key}": text for section, lines in sections(layout) for key, text in lines}
 
 
 def ranking(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return a ranking as HTML, from rows of a layout's name and its cost."""
+    """Return a ranking as HTML; each row has the name of a layout and the layout's cost."""
     return page([html_table(title, ("layout", "feed-forward block"), [tuple(map(escape, row)) for row in rows])])
 
 
 def sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the sections of a layout's file, each as its name and its lines as (key, text)."""
+    """Yield each section of a layout as a pair: the section's name, and its lines as pairs (key, text)."""
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
     parts = [(*name.partition(".")[::2], _text(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):
@@ -56,5 +56,8 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Return the position of a section's first line, so that lines added later are listed with their section."""
+    """Return the position of the first line that is in the same section as `line`.
+
+    Sorted by this position, lines that were added later are listed with the other lines of their section.
+    """
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -26,13 +26,15 @@ _DIMENSIONS = ("B", "L", "E", "F")
 
 @dataclass(frozen=True, repr=False)
 class Ranked:
-    """The cost of one feed-forward block under a layout, per device; infinite if the layout does not fit.
+    """The cost of one feed-forward block under a layout.
+
+    Costs are per device. They are infinite if the layout does not fit.
 
     Attributes:
       name: the layout's name.
-      seconds: the predicted time, without overlap.
+      seconds: the predicted time, without overlap of communication and computation.
       wire_bytes: bytes that one device sends.
-      plans: the plans of the block's first and second equation.
+      plans: the plans of the block's first and second equation; empty if the layout does not fit.
       reason: the reason why the layout does not fit these sizes on this mesh; empty if it fits.
     """
 
@@ -50,7 +52,7 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """The cost as text, bytes sent and seconds, or the reason why the layout does not fit."""
+        """The bytes sent and the seconds as text, or the reason why the layout does not fit."""
         if self.reason:
             return f"does not fit: {self.reason.splitlines()[0]}"
         return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"
@@ -60,7 +62,7 @@ class Ranking(list[Ranked]):
     """A list of `Ranked`, cheapest first, which prints as a table.
 
     Attributes:
-      title: the title of the table: the ranked block, mesh, chip and objective.
+      title: the title of the table. It names the block, the mesh, the chip and the objective.
     """
 
     def __init__(self, ranked: Iterable[Ranked], title: str):
@@ -93,11 +95,12 @@ def rank(
     """Rank layouts by the cost of one feed-forward block, cheapest first.
 
     Args:
-      names: presets, paths or layouts, or a single one of these.
+      names: the layouts to rank: names of presets, paths of files, `Layout` objects, or a single one of these.
       sizes: the sizes of B, L, E and F.
-      mesh: sizes of the mesh axes; axes that a layout declares and the mesh lacks have size 1.
+      mesh: sizes of the mesh axes. If a layout declares an axis that the mesh lacks, this axis has size 1.
       chip: the chip for which costs are computed.
-      objective: `"seconds"` or `"wire_bytes"`; ties are ordered by the other of the two, then by the order of `names`.
+      objective: the cost by which layouts are ranked, `"seconds"` or `"wire_bytes"`. If two layouts are equal in this
+        cost, the other cost decides, and then the order of `names`.
       gated: whether the block is gated (SwiGLU), with two first matrices instead of one.
       dtype: the dtype of weights and activations.
 

@@ -27,13 +27,13 @@ _REMEDY = "Give the path of a TOML file, or the name of a preset: gspmd layouts 
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names of all presets, first those in `_ORDER`, then any others."""
+    """Return the names of all presets: first the presets that `_ORDER` lists, then any others."""
     there = {entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml")}
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
 
 def is_path(name: str) -> bool:
-    """Return whether a layout's name is a path, that is has a slash or ends in `.toml`.
+    """Return whether the name of a layout is a path, which means that it has a slash or ends in `.toml`.
 
     >>> is_path("mine.toml"), is_path("megatron-1d")
     (True, False)
@@ -69,7 +69,10 @@ def _preset_text(name: str) -> str:
 
 
 def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the fields of `Layout` from a preset or a file, merged into the fields of its base."""
+    """Read the fields of `Layout` from a preset or a file, and merge them into the fields of its base.
+
+    `below` has the paths of the files that led to this one as their base. A base may not be one of these files.
+    """
     document = _document(name)
     base = document.pop("base", None)
     inherited = _empty() if base is None else _base_fields(base, name, below)
@@ -86,7 +89,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
-    """Read the fields of a file's base; the path of a base is relative to the file's folder."""
+    """Read the fields of the base of a file; if the base is a path, it is relative to the folder of the file."""
     # os.path.realpath, because Path.resolve raises an error of its own for circular links.
     chain = (*below, Path(os.path.realpath(name)))
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
@@ -144,7 +147,10 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables, as TOML reads an unquoted `ffn.w_in`, to keys with dots; turn lists into tuples."""
+    """Flatten nested tables to keys with dots, and turn lists of strings into tuples.
+
+    A nested table is what TOML reads from an unquoted key such as `ffn.w_in`.
+    """
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

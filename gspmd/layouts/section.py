@@ -13,10 +13,10 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a layout: its specs are attributes (`ffn.w_in`), and their names can be used in equations.
+    """A section of a layout, whose specs are attributes (`ffn.w_in`) and can be named in equations.
 
-    An attribute is the text of a spec, or None for an optional key that is absent. Names of methods cannot be names of
-    lines.
+    An attribute is the text of a spec, or None for an optional key that is absent. A line cannot have the name of a
+    method.
 
     Attributes:
       lowering: the lowering that the layout sets for this section; None leaves the choice to the caller.
@@ -51,7 +51,9 @@ class Section:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
 
     def renamed(self, names: Mapping[str, str]) -> "Section":
-        """Return this section with other keys behind some names, for example for a second layer of the same kind.
+        """Return this section with some names that stand for other keys.
+
+        This is useful for a second layer of the same kind.
 
         >>> from gspmd.layouts import Layout
         >>> shared = Layout.load("gshard").ffn.renamed({"w_in": "moe.shared_in", "hidden": "moe.shared_hidden"})
@@ -61,7 +63,10 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the key of a line: in [ffn] `ffn.w_in` for `w_in`; a name with a section, `cross.query`, is a key."""
+        """Return the key of the line with this name: in [ffn], the key of `w_in` is `ffn.w_in`.
+
+        A name that includes a section, such as `cross.query`, is already a key.
+        """
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:
@@ -91,8 +96,8 @@ class Section:
         """Parse an equation in which names of lines stand for their specs.
 
         Args:
-          text: such as `"residual, w_in -> hidden"`; lines of other sections have the section's name before theirs,
-            `"attention.query"`.
+          text: the equation, such as `"residual, w_in -> hidden"`. A line of another section is written with the name
+            of that section, such as `"attention.query"`.
 
         Raises:
           LayoutError: a name in `text` is not a tensor of this layout.
@@ -101,7 +106,9 @@ class Section:
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
     def via(self, text: str) -> Via | None:
-        """Return the via of an equation, from the lines that belong to its weights, or None without such lines.
+        """Return the via of an equation, made of the vias that the layout writes for the equation's weights.
+
+        The result is None if the layout writes no such vias.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
@@ -110,19 +117,22 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation written with names of lines, with the via that the layout has for it.
+        """Compute an equation written with names of lines, with the via that the layout has for this equation.
 
         Args:
           text: the equation, as `equation` reads it.
-            operands: the operands of `gspmd.einsum`.
-          via: the name of the via's line; by default the one that belongs to the weight, such as `in_via` for `w_in`.
+          operands: the operands of `gspmd.einsum`.
+          via: the name of the line of the via. By default this is the line that belongs to the weight, such as `in_via`
+            for `w_in`.
           options: further arguments of `gspmd.einsum`.
 
         Returns:
           The result, sharded as its line says, or a tuple of the results.
 
         Raises:
-          LayoutError, SpecError: as `equation` does. PlanError, SpecError: as `gspmd.einsum` does.
+          LayoutError: for the same reasons as in `equation`.
+          PlanError: for the same reasons as in `gspmd.einsum`.
+          SpecError: for the same reasons as in `equation` and in `gspmd.einsum`.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -145,7 +155,9 @@ class Section:
         return einsum(equation, *operands, via=met, **options)
 
     def move(self, text: str, x: Any, **options: Any) -> Any:
-        """Move an array from one line's spec to that of another, or return it unchanged if the specs are equal.
+        """Move an array from the spec of one line to the spec of another line.
+
+        If the two specs are equal, the array is returned unchanged.
 
         Args:
           text: the two lines, such as `"residual -> attention.residual"`.
@@ -156,7 +168,8 @@ class Section:
           The array, sharded as the second line says.
 
         Raises:
-          LayoutError, SpecError: as `equation` does, or if `text` is not a move.
+          LayoutError: for the same reasons as in `equation`, or because `text` is not a move.
+          SpecError: for the same reasons as in `equation`.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -178,8 +191,8 @@ class Section:
         """Normalize x [B, L, E] over E with `gspmd.ops.rms_norm`, which has the formula.
 
         Args:
-          text: the lines of x and of the scale, `"residual, norm"`.
-          x: [B, L, E]; the result is sharded like it.
+          text: the names of the lines of x and of the scale, such as `"residual, norm"`.
+          x: [B, L, E]; the result is sharded like `x`.
           scale: [E].
           options: further arguments of `gspmd.ops.rms_norm`.
 
@@ -194,9 +207,9 @@ class Section:
         """Standardize x [B, L, E] over E with `gspmd.ops.layer_norm`, which has the formula.
 
         Args:
-          text: the lines of x, of the scale and of the bias, `"residual, norm, norm_bias"`.
-          x: [B, L, E]; the result is sharded like it.
-          scale, bias: [E]; None for no bias.
+          text: the names of the lines of x, of the scale and of the bias, such as `"residual, norm, norm_bias"`.
+          x: [B, L, E]; the result is sharded like `x`.
+          scale, bias: [E]; `bias` is None if there is no bias.
           options: further arguments of `gspmd.ops.layer_norm`.
 
         Raises:
@@ -210,9 +223,9 @@ class Section:
         """Add a bias to x with `gspmd.ops.add_bias`: [F] to [B, L, F], or [X, F] to [G, X, C, F].
 
         Args:
-          text: the lines of x and of the bias, `"hidden, b_in"`.
-          x: [B, L, F], or with other dimensions; the result is sharded like it.
-          bias: [F], or other dimensions of x in their order.
+          text: the names of the lines of x and of the bias, such as `"hidden, b_in"`.
+          x: [B, L, F], or with other dimensions; the result is sharded like `x`.
+          bias: [F], or other dimensions of x in the order in which x has them.
 
         Raises:
           LayoutError: a name is not a line of the layout, or there are not two names.
@@ -222,7 +235,7 @@ class Section:
         return add_bias(x, bias, *self._lines(text, 2))
 
     def _lines(self, text: str, count: int) -> list[Spec]:
-        """Return the specs of `count` lines, given their names as text, such as `"residual, norm"`."""
+        """Return the specs of `count` lines whose names are in a text such as `"residual, norm"`."""
         names = [name.strip() for name in text.split(",")] if isinstance(text, str) else []
         if len(names) != count:
             raise LayoutError(f"cannot read {shown(text)}.\n  Name {count} lines, as in 'residual, norm'.")
@@ -231,9 +244,10 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionSpecs:
-    """The parsed specs of a section: a `Spec` for each tensor, a `Via` for each key ending in "via", None if absent.
+    """The parsed specs of a section, as attributes.
 
-    The section may be that of a layout, or any object with specs as attributes. Each text is parsed once.
+    An attribute is a `Spec`, or a `Via` if its name ends in "via", or None if the line is absent. The section may come
+    from a layout, or be any object with specs as attributes. Each text is parsed once.
 
     Example:
       >>> from gspmd.layouts import Layout

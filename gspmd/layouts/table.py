@@ -1,4 +1,4 @@
-"""The table of a layout: its fields, and lookup of a tensor or of a part of the model."""
+"""The fields of a layout, with lookup of the spec of a tensor and of the section of a part of the model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ class ChosenAlternatives:
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
-      name: the name to print: the name of the overriding section, or of the part of the model.
-      place, count: the position of the chosen alternative, from 0, and the number of alternatives.
-        specs: a mapping from key to the spec that was chosen.
+      name: the name to print. This is the overriding section if there is one, and else the part of the model.
+      place: the position of the chosen alternative, counted from 0.
+      count: the number of alternatives.
+      specs: a mapping from key to the spec that was chosen.
     """
 
     section: str
@@ -31,9 +32,9 @@ class ChosenAlternatives:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """The fields of a layout, with lookup by key, `layout["ffn.w_in"]`, and by part, `layout.section("ffn")`.
+    """The fields of a layout, with lookup of a spec, `layout["ffn.w_in"]`, and of a section, `layout.section("ffn")`.
 
-    `gspmd.layouts.Layout` describes the fields.
+    The docstring of `gspmd.layouts.Layout` describes the fields.
     """
 
     name: str
@@ -72,13 +73,18 @@ class LayoutTable:
         return default if spec is None else spec
 
     def spec(self, key: str) -> Spec:
-        """Return the spec of a tensor, parsed; raise the same errors as `layout[key]`."""
+        """Return the parsed spec of a tensor.
+
+        Raises:
+          LayoutError: for the same reasons as in `layout[key]`.
+        """
         return Spec.parse(self[key])
 
     def section(self, part: str) -> Section:
-        """Return a section (embedding, attention, ffn, moe, output, or custom), with its keys as attributes.
+        """Return a section, which has its keys as attributes.
 
-        `layout.ffn` is short for `layout.section("ffn")`.
+        `part` is the name of a part of the model, such as `"ffn"`, or of a custom section. `layout.ffn` is short for
+        `layout.section("ffn")`.
         """
         if not isinstance(part, str) or part not in self._parts:
             raise unknown("part", part, self._parts)
@@ -89,11 +95,13 @@ class LayoutTable:
         return (*PARTS, *sections(self.own))
 
     def gradient(self, key: str) -> str:
-        """Return the spec of a parameter's gradient: that of the parameter, unless [gradients] overrides it."""
+        """Return the spec of a parameter's gradient, which is the parameter's spec unless [gradients] overrides it."""
         return self._overridden("gradients", key) or self[key]
 
     def optimizer(self, key: str) -> str:
-        """Return the spec of a parameter's optimizer state: that of the parameter, unless [optimizer] overrides it.
+        """Return the spec of a parameter's optimizer state.
+
+        This is the spec of the parameter, unless [optimizer] overrides it.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
@@ -102,9 +110,11 @@ class LayoutTable:
         return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
-        """Return the spec of the key/value cache, with length T: that of attention.key, unless [cache] overrides it.
+        """Return the spec of a key/value cache, in which the length is dimension T.
 
-        The cache of cross-attention, `"cross.key"`, is sharded like that of self-attention, unless [cache] writes it.
+        The cache is sharded like the line `key`, unless [cache] overrides this line. If the layout has no line
+        `cross.key`, neither in its table nor in [cache], the cache of cross-attention (`"cross.key"`) is sharded like
+        the cache of self-attention (`"attention.key"`).
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()
@@ -125,18 +135,21 @@ class LayoutTable:
 
     @property
     def lowering(self) -> str | None:
-        """The `default` of [lowering], or None if the layout sets none."""
+        """The default lowering, which is `default` in [lowering], or None if the layout sets no default."""
         return self.lowerings.get("default")
 
     def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model, which by default is the layout's `default`."""
+        """Return the lowering of a part of the model, which is the layout's `default` if [lowering] lacks the part."""
         if not isinstance(part, str):
             raise unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The alternatives that `resolved` chose, unless they were overridden later, as one line for each section."""
+        """The alternatives that `resolved` chose, as text with one line for each section.
+
+        Alternatives that were overridden later are left out.
+        """
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table
@@ -150,7 +163,7 @@ OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
-    """Yield key and spec of every parameter that the layout writes."""
+    """Yield the key and the spec of every parameter for which the layout writes a line or a default."""
     written = set(sections(layout.table))
 
     def is_written(name: str | None) -> bool:
@@ -162,7 +175,7 @@ def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
 
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """Return the error for a part or a phase with an unknown name."""
+    """Return the error for a name that is not known; `what` is `"part"`, `"phase"` or `"stack"`."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

@@ -1,4 +1,4 @@
-"""Variants of a layout: other specs, storage as in another layout, single positions, and inside a shard_map."""
+"""Variants of a layout: with other specs, with the storage of another layout, for single positions, in a shard_map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from gspmd.reading import WHOLE, whole_number
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:
-    """Return a layout with the specs, lowerings and paddings of `specs`, which are parsed but not checked.
+    """Return a layout with the specs, lowerings and paddings in `specs`, which are parsed but not checked.
 
     Raises:
       LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
@@ -44,7 +44,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 
 
 def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
-    """Return a layout with another spec for one key, of its table or of an overriding section."""
+    """Return a layout with another spec for one key, in the layout's own table or in an overriding section."""
     section, _, rest = key.partition(".")
     if not (section in OVERRIDES or section == SERVING) or is_own_encoder(section, rest, sections(layout.table)):
         return replace(layout, table={**layout.table, key: text})
@@ -54,10 +54,10 @@ def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
 
 
 def _refuse_unreadable(key: str, text: Text) -> None:
-    """Raise an error if a spec cannot be parsed, immediately and not only when the layout is checked.
+    """Raise an error if a spec cannot be parsed, before the layout is checked.
 
     Raises:
-      LayoutError: the spec, or one of the alternatives, cannot be parsed; the message lists every fault.
+      LayoutError: the spec or one of the alternatives cannot be parsed. The message lists every fault.
     """
     faults: list[Fault] = []
     for each in (text,) if isinstance(text, str) else text:
@@ -71,7 +71,7 @@ def _refuse_unreadable(key: str, text: Text) -> None:
 
 
 def _text(value: Any) -> Text | None:
-    """Return a spec, or alternatives, as text, or None if the value is neither."""
+    """Return a spec or a list of alternatives as text; return None for any other value."""
     if isinstance(value, str) and "|" in value:
         return tuple(each.strip() for each in value.split("|"))
     if isinstance(value, str | Spec):
@@ -81,10 +81,14 @@ def _text(value: Any) -> Text | None:
 
 
 def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
-    """Return the overrides, key -> spec, with which a layout stores parameters and cache as another one does.
+    """Return the overrides with which a layout stores its parameters and cache as another layout does.
 
     Args:
-      layout, other: the layout, and the one whose storage is used.
+      layout: the layout to override.
+      other: the layout whose storage is used.
+
+    Returns:
+      A mapping from key to spec.
 
     Raises:
       LayoutError: the layouts have different mesh axes.
@@ -108,7 +112,9 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
-    """Return the specs of a table that shard L, with L unsharded instead: a single position cannot be sharded.
+    """Return the specs of a table that shard L, changed so that L is not sharded.
+
+    A single position cannot be sharded.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
@@ -140,8 +146,8 @@ def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Tex
 def data_axes(layout: LayoutTable) -> tuple[str, ...]:
     """Return the mesh axes along which pipelines run side by side, each on its own sequences.
 
-    These axes shard only the batch, and come first on B in every spec. So each pipeline has a run of consecutive
-    sequences, over which the later axes of B divide them further.
+    These axes shard only the batch, and are the first axes of B in every spec. So each pipeline has a run of
+    consecutive sequences. The later axes of B divide this run further.
 
     Args:
         layout: a `Layout` without alternatives. Its [moe] section is ignored.
@@ -169,7 +175,13 @@ def data_axes(layout: LayoutTable) -> tuple[str, ...]:
 
 
 def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
-    """Apply `change` to every alternative of keys of these kinds, and return the specs that it changes."""
+    """Apply a function to the specs in a table, and return the lines that it changes.
+
+    Args:
+        table: a mapping from key to text.
+        kinds: the kinds of keys to whose specs the function is applied.
+        change: a function that takes a spec or a via as text, and the kind of its key, and returns a text.
+    """
     changed: dict[str, Text] = {}
     for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
         if kind in kinds:
@@ -180,7 +192,7 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 
 
 def _one_position(text: str, kind: str) -> str:
-    """Return a spec or a via with L unsharded; the text stays as it is if L is unsharded already."""
+    """Return a spec or a via in which L is not sharded; a text that does not shard L is returned unchanged."""
     if kind == "via":
         activation, weight = parse_via(text).specs
         sharded = "L" in activation.dims and activation.axes_of("L")

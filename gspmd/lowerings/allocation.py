@@ -8,7 +8,10 @@ from jax import lax
 
 
 def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Allocate a local array to be overwritten completely; unlike `lax.empty`, it is never batched by `vmap`."""
+    """Allocate a local array whose entries will all be overwritten.
+
+    Unlike the result of `lax.empty`, the array is never batched by `vmap`.
+    """
     # JAX refuses a result that has a batch dimension where none is expected, as in the value of a `jax.hessian`.
     made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
     made.def_vmap(lambda size, batched: (made(), False))

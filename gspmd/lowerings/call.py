@@ -17,15 +17,15 @@ from gspmd.planner.plan import Overlapping, Plan, nothing_overlaps, plan_equatio
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `gspmd.einsum`: everything on which its program depends.
+    """A call of `gspmd.einsum`, with everything on which the program of the call depends.
 
     Attributes:
         equation: the equation to compute.
         sizes: the sizes of the equation's dimensions.
         context: the mesh, the chip, the type of mesh axes and the lowering.
         dtypes: the dtypes of the operands; every member of a group counts as an operand.
-        via: the `via` of `gspmd.einsum`.
-        wire_dtype: the dtype in which every tensor is sent, or None to send each in its own dtype.
+        via: the argument `via` of `gspmd.einsum`.
+        wire_dtype: the dtype in which every tensor is sent, or None to send every tensor in its own dtype.
         precision: the precision of the local products.
         result_dtype: the dtype of the results.
     """
@@ -56,9 +56,9 @@ class Passes(NamedTuple):
     """The forward and the backward pass of a program, in the form in which JAX calls them.
 
     Attributes:
-        forward: operands -> (results, residuals).
-        backward: (residuals, cotangents of the results) -> cotangents of the operands. None if JAX differentiates the
-            program by itself; in this case `forward` returns only the results.
+        forward: a function, operands -> (results, residuals).
+        backward: a function, (residuals, cotangents of the results) -> cotangents of the operands. None if JAX
+            differentiates the program by itself; in this case `forward` returns only the results.
     """
 
     forward: Callable
@@ -80,8 +80,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan of an equation, as `gspmd.plan` does, from resolved and hashable arguments.
 
-    `wire_dtype` and `result_dtype` are those of `gspmd.einsum`; by default they follow from the dtypes of the operands.
-    `precision` is a `precision_name`.
+    `wire_dtype` is the argument of `gspmd.einsum` with this name, and `result_dtype` is the dtype of the results. By
+    default, each follows from the dtypes of the operands. `precision` is a name that `precision_name` returns.
     """
     return plan_equation(
         equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype, precision
@@ -95,10 +95,11 @@ def default_precision() -> Any:
 
 
 def precision_name(precision: Any) -> str:
-    """Return the precision of products as plans know it, `default`, `high` or `highest`.
+    """Return the name by which plans call a precision of products: `default`, `high` or `highest`.
 
     Args:
-        precision: a precision that `jax.lax.dot` accepts; of a pair, one for each operand, the higher counts.
+        precision: a precision that `jax.lax.dot` accepts. If it is a pair, with one precision for each operand, the
+            higher precision counts.
 
     Example:
         >>> precision_name(None), precision_name(("high", "highest")), precision_name("BF16_BF16_F32_X3")
@@ -120,7 +121,10 @@ def overlapping(lowering: str) -> Overlapping:
 
 
 def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
-    """Return the collectives of a routine that overlap; none if a dimension is empty, since nothing is sent then."""
+    """Return the collectives of a routine that overlap with its einsums, and the seconds that this saves.
+
+    If a dimension has size 0, nothing is sent, so nothing overlaps.
+    """
     from gspmd.lowerings.looped.choice import plan_overlap  # imported here, so that the other lowerings do not need it
 
     if 0 in dict(environment.sizes).values():

@@ -1,4 +1,4 @@
-"""The program of a call: the chosen lowering makes both passes, which become one JAX function.
+"""The program of a call: the chosen lowering makes the forward and the backward pass of one JAX function.
 
 Only the module of the chosen lowering is imported.
 """
@@ -16,13 +16,14 @@ from gspmd.planner.unknown import is_unknown
 
 @lru_cache(maxsize=4096)
 def program_of_call(call: Call) -> Callable:
-    """Return the function that runs a call, from a flat list of arrays to a tuple of results.
+    """Return the function that runs a call; it takes the operands as separate arguments and returns a tuple of results.
 
     The function is cached, so that equal calls share one jitted function.
 
     Raises:
         SpecError: the mesh axes do not divide the sizes.
-        PlanError: the equation has no plan, or a spec has an open dimension or a partial sum where this is not allowed.
+        PlanError: the equation has no plan. Or a spec leaves a dimension to the compiler, or is a partial sum, where
+            this is not allowed.
     """
     equation, ctx = call.equation, call.context
     equation.check(dict(call.sizes), ctx.mesh)
@@ -41,7 +42,10 @@ def program_of_call(call: Call) -> Callable:
 
 
 def lower(call: Call) -> Passes:
-    """Return the passes of a call, made by its lowering: every lowering has a function like this one."""
+    """Return the passes of a call, made by the lowering of the call.
+
+    The module of every lowering has a function `lower` with the same argument and result.
+    """
     name = call.context.lowering
     if is_unknown(call.context.mesh):
         from gspmd.lowerings.unknown import lower

@@ -33,11 +33,11 @@ def lowering(name: str) -> AbstractContextManager:
     """Set the default lowering of `gspmd.einsum` and `gspmd.reshard` inside a `with` block.
 
     Args:
-        name: `"xla"` annotates arrays, and the compiler chooses the collectives; `"blocking"` runs the plan's
-            collectives in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums by the cheapest
-            schedule, and `"looped:<schedule>"` by schedule `halves` or `paired`; `"auto"` chooses the cheaper of
-            blocking and looped for each equation by the cost model, and blocking on devices that chips.toml does not
-            list.
+        name: the lowering. `"xla"` annotates arrays, and the compiler chooses the collectives. `"blocking"` runs the
+            plan's collectives in a shard_map. `"looped"` runs gathers and reduce-scatters inside the einsums, by the
+            cheapest schedule. `"looped:<schedule>"` does so by the schedule `halves` or `paired`. `"auto"` chooses
+            blocking or looped for each equation, whichever is cheaper by the cost model. On devices that chips.toml
+            does not list, `"auto"` chooses blocking.
 
     Raises:
         PlanError: `name` is not a lowering.
@@ -51,12 +51,12 @@ def lowering(name: str) -> AbstractContextManager:
 
 
 def planned_for(chip: Chip) -> AbstractContextManager:
-    """Plan for the chip `chip` inside a `with` block, on meshes whose devices are not known."""
+    """Plan for a given chip inside a `with` block, on meshes whose devices are not known."""
     return _chip(chip)
 
 
 def chip_in_force() -> Chip | None:
-    """Return the chip of `planned_for`, or None outside of its `with` block."""
+    """Return the chip that `planned_for` has set, or None outside of its `with` block."""
     return _chip.value
 
 
@@ -66,7 +66,7 @@ def current() -> str:
 
 
 def resolve(name: str | None) -> str:
-    """Return the lowering of a call: its argument, or by default the lowering in force."""
+    """Return the lowering of a call, which is `name`, or the lowering in force if `name` is None."""
     return checked(current() if name is None else name)
 
 
@@ -74,7 +74,7 @@ def resolve(name: str | None) -> str:
 
 
 def device_kind(mesh: jax.sharding.Mesh | None = None) -> str:
-    """Return JAX's name for the kind of a mesh's devices, or an empty string if the mesh has none.
+    """Return JAX's name for the kind of a mesh's devices, or an empty string if the mesh has no devices.
 
     Args:
         mesh: the mesh; by default the one in force.
@@ -100,35 +100,39 @@ def is_host() -> bool:
 
 
 def on_slices(count: int) -> AbstractContextManager:
-    """Plan for meshes over `count` TPU slices inside a `with` block, even if their devices say otherwise.
+    """Plan for meshes over `count` TPU slices inside a `with` block, even if the devices say otherwise.
 
-    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting becomes a further key,
-    so that a program for one slice is not reused for several.
+    JAX caches traced programs by the shape of a mesh and the kind of its devices. This setting becomes part of the
+    cache key too, so that a program for one slice is not reused for several slices.
     """
     return _slices(count)
 
 
 def slices() -> int:
-    """Return the number of TPU slices of the mesh in force, from `on_slices` or else from its devices."""
+    """Return the number of TPU slices of the mesh in force, as `on_slices` has set it or else as its devices say."""
     return _slices.value or slices_of(concrete_mesh())
 
 
 def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
-    """Plan for a TPU slice of this shape inside a `with` block, even if the devices say otherwise; see `on_slices`."""
+    """Plan for a TPU slice of this shape inside a `with` block, even if the devices are in a slice of another shape.
+
+    Like `on_slices`, this setting is part of the key by which JAX caches programs.
+    """
     return _slice_shape(shape)
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the number of chips along each torus axis of the TPU slice that is the mesh, or () if it is not a slice.
+    """Return the number of chips along each torus axis of the TPU slice that the mesh in force fills.
 
-    The numbers come from `on_slice_shape`, or else from the coordinates of the devices.
+    The numbers are those that `on_slice_shape` has set, or else follow from the coordinates of the devices. The result
+    is empty if the mesh does not fill one slice.
     """
     return _slice_shape.value or shape_of(concrete_mesh())
 
 
 @contextmanager
 def on_these_devices() -> Iterator[None]:
-    """Keep JAX from reusing, in a `with` block, programs that were traced for devices at other positions.
+    """Keep JAX from reusing, inside a `with` block, programs that were traced for devices at other positions.
 
     JAX caches programs by the shape of the mesh and the kind of the devices, not by their positions in slices.
     """
@@ -141,7 +145,7 @@ def on_these_devices() -> Iterator[None]:
 
 
 def chip_of_devices() -> Chip | None:
-    """Return the chip for which a program is traced, with the shape of its slice, or None if chips.toml lacks it."""
+    """Return the chip of the mesh's devices, with the shape of their slice, or None if chips.toml lacks the chip."""
     return _chip_in_slice(device_kind(), slice_shape())
 
 
@@ -155,7 +159,8 @@ def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
 def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """Return the number of chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
 
-    The result is empty if the mesh is None, spans several slices or part of one, or if each chip is two devices.
+    The result is empty if the mesh is None, if it spans several slices or only part of a slice, or if each chip is two
+    devices.
     """
     devices = [] if mesh is None else [*mesh.devices.flat]
     if not all(hasattr(device, "coords") for device in devices) or len({*map(slice_of, devices)}) != 1:
@@ -165,7 +170,7 @@ def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
 
 
 def across_slices() -> Mapping[str, int]:
-    """Return, for each axis of the mesh in force, the number of TPU slices along it, or {} on a single slice.
+    """Return the number of TPU slices along each axis of the mesh in force; the result is {} on a single slice.
 
     Raises:
         PlanError: the slices do not divide evenly over the first axes.
@@ -180,7 +185,7 @@ def across_slices() -> Mapping[str, int]:
 
 
 def slices_of(mesh: Any) -> int:
-    """Return the number of TPU slices of a mesh; 1 for anything except a `jax.sharding.Mesh`.
+    """Return the number of TPU slices of a mesh, which is 1 if `mesh` is not a `jax.sharding.Mesh`.
 
     Raises:
         PlanError: the slices do not fill the mesh one after another.
@@ -209,18 +214,18 @@ def _no_order(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, count: int) -
 
 
 def on_no_axes() -> AbstractContextManager:
-    """Allow calls inside a shard_map over all mesh axes, in a `with` block.
+    """Allow calls of gspmd inside a shard_map over all mesh axes, in a `with` block.
 
-    For such calls each device's arrays are whole tensors, and they are planned without mesh axes.
+    Such a call takes each device's arrays as whole tensors, and is planned without mesh axes.
     """
     return _on_no_axes(True)
 
 
 def check_all_manual() -> None:
-    """Check that a call in a shard_map over all mesh axes is inside `on_no_axes`.
+    """Check that a call in a shard_map over all mesh axes is inside the `with` block of `on_no_axes`.
 
     Raises:
-        PlanError: the call is not inside `on_no_axes`.
+        PlanError: the call is not inside this `with` block.
     """
     if not _on_no_axes.value:
         raise PlanError(

@@ -1,7 +1,8 @@
 """The product of one device's operands, accumulated in float32, in the form that each compiler multiplies fastest:
 
-CPUs   a batched product as batches of matrices, which XLA:CPU multiplies in the order of memory
-TPUs   the same for one batch dimension whose rows fill tiles; a row of zeros is added to a single row
+CPUs   a batched product is a product of batches of matrices, which XLA:CPU multiplies in the order of memory
+TPUs   the same if there is one batch dimension and the rows fill tiles; a single row gets a second row of zeros
+GPUs   a single row of a narrow dtype gets a second row of zeros; otherwise `jnp.einsum`
 other  `jnp.einsum`
 """
 
@@ -20,7 +21,7 @@ from jax import lax
 from gspmd.lowerings import in_force
 
 ONE_ROW = "one_row"
-"""The named scope of a product with an added row of zeros, by which FLOP counts halve its operations."""
+"""The named scope of a product to which a row of zeros was added. FLOP counts halve the operations in this scope."""
 
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
@@ -29,8 +30,8 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     Args:
         letters: the equation, as in `jnp.einsum`.
         precision: the precision of the product.
-        into: the dtype of the matrix unit's result; by default that of the accumulator. Accelerators accumulate in
-            float32 in either case. Partial sums that the compiler reduces over devices have the dtype `into`.
+        into: the dtype of the matrix unit's result; by default the dtype of the accumulator. Accelerators accumulate in
+            float32 whatever `into` is. Partial sums that the compiler reduces over devices have the dtype `into`.
     """
     wide, on_cpu = accumulator(*(x.dtype for x in operands)), in_force.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -51,7 +52,10 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Return float32 or int32 if the operands are narrower, and otherwise their joint dtype."""
+    """Return the dtype in which a product of operands with these dtypes accumulates.
+
+    It is float32 or int32 if the operands are narrower, and otherwise the dtype to which JAX promotes the operands.
+    """
     with jax.numpy_dtype_promotion("standard"):  # the user may have set a stricter promotion for other code
         return jnp.result_type(*map(_widened, dtypes))
 
@@ -70,7 +74,7 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
 def _einsum_on_cpu(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum, in the form of batches of matrices if it has a batch dimension."""
+    """Compute an einsum, as a product of batches of matrices if the einsum has a batch dimension."""
     if len(operands) == 2 and _are_whole() and (in_order := batched(letters)):
         return in_order(*operands, precision)
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
@@ -81,9 +85,9 @@ def _einsum_on_tpu(
 ) -> jax.Array:
     """Compute an einsum; if a single row multiplies a matrix, append a row of zeros and drop its result.
 
-    libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4 two products of one row with int8
-    [4096, 2048] take 58 µs each, and with two rows 14 µs each. While one token is decoded, every product has a single
-    row.
+    libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4, each of two products of one row with
+    an int8 matrix [4096, 2048] takes 58 µs, and each takes 14 µs with two rows. While one token is decoded, every
+    product has a single row.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
@@ -98,8 +102,8 @@ def _einsum_on_gpu(
     """Compute an einsum; if a single row multiplies a matrix of a narrow dtype, append a row of zeros.
 
     cuBLAS has no product of a vector and a matrix in bfloat16 with a result in float32, so XLA converts the whole
-    matrix to float32: on an H100, [1, 4096] x [4096, 16384] takes 250 µs, and with two rows 49 µs. Batches of such
-    products are kernels of XLA's own, which convert nothing in memory.
+    matrix to float32. On an H100, [1, 4096] x [4096, 16384] takes 250 µs, and 49 µs with two rows. Batches of such
+    products are not changed, because XLA computes them by kernels of its own, which convert nothing in memory.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     narrow = len(operands) == 2 and all(x.dtype.itemsize < 4 for x in operands)
@@ -117,7 +121,10 @@ def _batch(letters: str, *operands: jax.Array) -> bool:
 
 
 def _in_two_rows(letters: str, found: tuple[int, str], *operands: jax.Array, **options: Any) -> jax.Array:
-    """Compute a product of a single row, which `_row` has found, with a second row of zeros, and drop its result."""
+    """Compute a product of a single row with a second row of zeros, and drop the result of the second row.
+
+    `found` is what `_row` has returned for this product.
+    """
     number, dim = found
     inputs, result = letters.split("->")
     x, pair = operands[number], list(operands)
@@ -129,7 +136,11 @@ def _in_two_rows(letters: str, found: tuple[int, str], *operands: jax.Array, **o
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the index of an operand that is a single row, and the last dimension of the other one in the result."""
+    """Return the index of an operand that is a single row, and the dimension to which a second row can be added.
+
+    This is the last of the dimensions that only this operand and the result have. The result is None if this is not a
+    product of a single row and a matrix, or if the row has no such dimension.
+    """
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -162,12 +173,13 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; if it has a batch and every row stays in its tile, compute it as a product of matrices.
+    """Compute an einsum, as a product of batches of matrices if there is a batch and every row stays in its tile.
 
     This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses a memory order for each product, and
-    copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, 0.9
-    of them to copy hidden layers; as products of matrices it takes 5.2 ms. A single product gains nothing. If the
-    dimensions do not fill tiles, merging them is itself a copy: with 4 slots the layer took 2.5 times as long.
+    copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, of
+    which copies of hidden layers took 0.9 ms. As products of matrices the layer takes 5.2 ms. A single product gains
+    nothing. If the dimensions do not fill tiles, merging the dimensions is itself a copy: with 4 slots the layer took
+    2.5 times as long.
     """
     if len(operands) == 2 and _IN_TILES.get() and _are_whole():
         product = batched(letters)
@@ -177,7 +189,10 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Return whether arrays are local to one device: one device in all, or inside a shard_map over all axes."""
+    """Return whether arrays are local to one device.
+
+    That is so if there is only one device, or inside a shard_map over all mesh axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -191,7 +206,10 @@ class Batched:
 
     Attributes:
         letters: the dimensions of the left operand, of the right operand and of the result.
-        batch, contracted, left, right: the dimensions by their role, in the order of the result.
+        batch: the dimensions of both operands and of the result, in the order of the result.
+        contracted: the dimensions of both operands that the result lacks.
+        left: the dimensions of the left operand and of the result only, in the order of the result.
+        right: the dimensions of the right operand and of the result only, in the order of the result.
     """
 
     letters: tuple[str, str, str]
@@ -212,7 +230,11 @@ class Batched:
         return y.reshape([sizes[dim] for dim in dims]).transpose([dims.index(dim) for dim in result])
 
     def fills_tiles(self, *shapes: tuple[int, ...]) -> bool:
-        """Return whether each batch is one matrix whose merged rows fill tiles of 8 on a TPU, with lanes unmerged."""
+        """Return whether the product needs no copies on a TPU, given the shapes of the operands.
+
+        There must be one batch dimension, and each operand must have a dimension of its own. Dimensions that are merged
+        into rows must fill tiles of 8 rows. The last dimension of an array fills the lanes, and must not be merged.
+        """
         if len(self.batch) > 1 or not self.left or not self.right:
             return False
         sizes = {dim: size for dims, shape in zip(self.letters, shapes) for dim, size in zip(dims, shape)}
@@ -233,7 +255,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """Return an einsum of two operands as a product of batches of matrices, or None if it does not have this form.
+    """Return an einsum of two operands as a product of batches of matrices, or None if the einsum has no such form.
 
     `jnp.einsum` puts the batch first, and leaves the order of the other dimensions to the compiler. On CPUs the
     compiler copies operands, results and gradients into other orders, and a mixture of experts took 1.6 times as long.

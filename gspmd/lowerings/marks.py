@@ -1,7 +1,7 @@
 """Marks: operations that compute nothing, and stand for steps whose placements are not yet known.
 
-A trace shows how often a mark runs, whether it is recomputed, which marks merge, and whether its result is needed. All
-of this then holds for the step.
+A trace shows how often a mark runs, whether it is recomputed, which marks merge, and whether the mark's result is
+needed. All of this then holds for the step for which the mark stands.
 """
 
 from functools import lru_cache
@@ -30,7 +30,12 @@ batching.primitive_batchers[_mark] = _refused
 
 
 def marked(x: jax.Array, what: Unknown) -> jax.Array:
-    """Return an array unchanged, with a mark for the step that reads or computes it."""
+    """Mark the step that reads or computes an array; the array is returned unchanged.
+
+    Args:
+        x: the array.
+        what: the step, as far as it is known.
+    """
     return _mark.bind(x, mark=_name(what))[0]
 
 

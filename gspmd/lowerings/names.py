@@ -7,7 +7,7 @@ LOWERINGS = ("auto", "xla", "blocking", "looped", "looped:halves", "looped:paire
 
 
 def checked(name: str) -> str:
-    """Return `name` after checking that it is a lowering.
+    """Check that `name` is the name of a lowering, and return `name`.
 
     Raises:
         PlanError: `name` is not a lowering.

@@ -1,4 +1,7 @@
-"""The limits of XLA's partitioner: meshes on which it may end the process (docs/compiler.md), and open dimensions."""
+"""The limits of XLA's partitioner: meshes on which it may end the process, and dimensions left to the compiler.
+
+docs/compiler.md describes these limits.
+"""
 
 from collections.abc import Mapping
 
@@ -9,15 +12,17 @@ from gspmd.display import manual
 
 
 def splits_badly(mesh: Mapping[str, int]) -> bool:
-    """Return whether, on this mesh, moves chosen by the partitioner may need to split an axis in an impossible way.
+    """Return whether XLA's partitioner, on this mesh, may have to split a mesh axis in a way that is impossible.
 
-    To move an axis from one dimension to another, the partitioner may split the dimension into groups of devices by the
-    size of another axis: with x=3, y=2 it treats the six devices as 2 × 3. From jax 0.12 on, shardings are expressed by
-    names of mesh axes. Names cannot express this split, because 2 does not divide 3, and the process ends with a failed
-    check. If all sizes are powers of one prime, names can express every split, and a mesh of a single axis never needs
-    one. Steps of a plan never split an axis: they gather, slice or exchange the last axes of a dimension. So on a mesh
-    that splits badly, lowering `xla` constrains an array after every step of the plan. It does so under every release
-    of JAX, so that the communication of an equation does not depend on the release.
+    To move a mesh axis from one dimension of an array to another, the partitioner may regroup the devices by the size
+    of a different axis. With x=3 and y=2, for example, it treats the six devices as 2 × 3. From jax 0.12 on, shardings
+    are expressed by names of mesh axes. Names cannot express this split, because 2 does not divide 3, and the process
+    ends with a failed check. If all sizes are powers of one prime, names can express every split. A mesh with a single
+    axis never needs a split.
+
+    Steps of a plan never split an axis, because they gather, slice or exchange the last axes of a dimension. So on a
+    mesh that splits badly, the lowering named `xla` constrains an array after every step of the plan. It does so under
+    every release of JAX, so that the communication of an equation does not depend on the release.
 
     >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
     (True, False, False)
@@ -36,7 +41,7 @@ def _is_power(size: int, prime: int) -> bool:
 
 
 def may_abort(mesh: Mapping[str, int]) -> bool:
-    """Return whether code without a plan may crash the process on this mesh under the installed JAX."""
+    """Return whether code without a plan may crash the process on this mesh, under the installed release of JAX."""
     return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
 
 
@@ -71,6 +76,6 @@ def open_under_explicit(spec: Spec) -> str:
 
 
 def _closed(spec: Spec) -> Spec:
-    """Return the spec that errors propose, in which open dimensions are unsharded."""
+    """Return the spec that errors propose, in which dimensions left to the compiler are unsharded."""
     axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
     return Spec(spec.dims, axes, spec.partial, spec.reduced)

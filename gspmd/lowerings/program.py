@@ -1,7 +1,8 @@
 """Programs with planned collectives: their mesh, their names, and the shard_map around their steps.
 
-Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, even
-in loops and recomputation. Each step has a named scope, by which compiled instructions are matched with steps.
+Every planned program is one `jax.jit` whose name carries the program's steps. So `gspmd.trace` finds the steps in a
+jaxpr, even in loops and recomputation. Each step has a named scope, by which compiled instructions are matched with
+steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +33,16 @@ DEFAULT_CHIP = "tpu-v4"
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh of a call (sizes, chip, whether its axes are Explicit) and its lowering.
+    """The mesh and the lowering of a call.
 
     Mesh axes that are already manual where the call is made are left out.
+
+    Attributes:
+        axes: the mesh axes and their sizes.
+        chip: the chip of the mesh's devices.
+        explicit: whether the mesh axes are Explicit.
+        lowering: the name of the lowering.
+        in_shard_map: whether other mesh axes are manual where the call is made, as in pipeline stages.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -50,12 +58,17 @@ class Context:
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether operations run as plain annotated code: under `xla`, on meshes that XLA's partitioner handles."""
+        """Whether operations run as plain annotated code.
+
+        This is so under the lowering `xla`, if XLA's partitioner can handle the mesh.
+        """
         return self.lowering == "xla" and not may_abort(self.mesh)
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """Read the context of a call, once, when an operation is called; its gradient uses the same context.
+    """Return the context of a call.
+
+    It is read once, when an operation is called. The gradient of the operation uses the same context.
 
     Raises:
         PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
@@ -91,9 +104,13 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A planned program: its equation, its steps, and the seconds saved by overlap in its loops.
+    """The plan of a program, as `gspmd.trace` reads it.
 
-    `backward` has the steps of the gradient if JAX differentiates the program.
+    Attributes:
+        equation: the computation in notation.
+        steps: the steps of the program.
+        backward: the steps of the gradient if JAX differentiates the program, else None.
+        hidden_seconds: the seconds that overlap in the program's loops saves.
     """
 
     equation: str
@@ -103,7 +120,10 @@ class PlannedProgram:
 
 
 class ProgramName(str):
-    """The name of a jitted program, with the program as an attribute; jaxprs keep the name, and so the program too."""
+    """The name of a jitted program, with the planned program as an attribute.
+
+    Jaxprs keep the name of a jitted function, so they keep this attribute too.
+    """
 
     program: PlannedProgram
 
@@ -116,8 +136,8 @@ _numbers = count()
 def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs have the same name.
 
-    The name is a number, not the equation: names are compared as strings, and programs of one equation on two meshes
-    need different names.
+    The name contains a number and not the equation. The reason is that names are compared as strings, and programs of
+    one equation on two meshes need different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
@@ -125,7 +145,7 @@ def name_of(program: PlannedProgram) -> ProgramName:
 
 
 def program_of(equation: Any) -> PlannedProgram | None:
-    """Return the program that an operation of a jaxpr calls, or None if it is not a planned program."""
+    """Return the planned program that an operation of a jaxpr calls, or None if the operation calls no such program."""
     name = equation.params.get("name")
     if isinstance(name, ProgramName):
         return name.program
@@ -135,7 +155,7 @@ def program_of(equation: Any) -> PlannedProgram | None:
 
 
 def named(program: Callable, planned: PlannedProgram) -> Callable:
-    """Jit a function under the name that carries its steps."""
+    """Jit a function under a name that carries the steps of the planned program."""
     program.__name__ = program.__qualname__ = name_of(planned)
     return jax.jit(program)
 
@@ -149,13 +169,13 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    JAX must never differentiate through this: it would transpose the body, and all-reduce the cotangent of each operand
-    that is replicated over mesh axes, even if the cotangent is scattered later. `gradient.with_gradient` gives
-    operations a custom gradient, whose backward pass is another `run`.
+    JAX must never differentiate through this shard_map. It would transpose the body, and all-reduce the cotangent of
+    each operand that is replicated over mesh axes, even if the cotangent is scattered later. So operations get a custom
+    gradient from `gradient.with_gradient`, whose backward pass is another `run`.
 
     Args:
         ctx: the context of the call.
-        name: the computation in notation, with which all named scopes inside begin.
+        name: the computation in notation. All named scopes inside the shard_map begin with this text.
         steps: the steps of the plan, which `body` emits.
         body: a function from local arrays to local arrays.
         in_specs: one Spec per array.
@@ -164,8 +184,9 @@ def run(
         hidden_seconds: the predicted seconds that overlap saves.
 
     Raises:
-        SpecError: under Explicit axes, an array's type differs from its spec.
-        PlanError: under Auto axes, an array is a partial sum.
+        SpecError: under Explicit axes, the type of an array differs from its spec.
+        PlanError: under Auto axes, an array is a partial sum. Or a search is to find the placements, and the steps
+            cannot be planned before these are known.
     """
     if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
         raise PlanError(f"cannot search the placement of '{name}': its steps can be planned only when it is known.")
@@ -188,12 +209,15 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """Use JAX's standard promotion rules in the code of gspmd, even if the user has set others."""
+    """Use JAX's standard promotion rules inside a `with` block, even if the user has set other rules."""
     return jax.numpy_dtype_promotion("standard")
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """Return a function that wraps a body in a shard_map at each call, because JAX binds it to the mesh in force."""
+    """Return a function that runs a body in a shard_map.
+
+    A new shard_map is made at each call, because JAX binds a shard_map to the mesh in force.
+    """
 
     def run_mapped(*arrays):
         # On one device JAX inlines a shard_map and refuses its partial sums. They are complete sums there, and get
@@ -218,11 +242,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """Wrap a body in a shard_map for arguments some of which are empty arrays.
+    """Wrap a body in a shard_map if some arguments are empty arrays.
 
-    XLA replaces an empty array by a constant, and fails on a shard_map whose body is left without any input ("expected
-    at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is added as a further input, on which every
-    result depends.
+    XLA replaces an empty array by a constant. It fails on a shard_map whose body then has no input ("expected at least
+    one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is added as a further input, on which every result
+    depends.
     """
 
     def held(zero, *pieces):
@@ -245,9 +269,16 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> Any:
-    """Return operand `number` of the computation `name` after checking that it is sharded as the spec says.
+    """Check that an operand of a computation is sharded as its spec says, and return the operand.
 
     Under Explicit axes the returned array has the spec's type, including mesh axes of size 1.
+
+    Args:
+        ctx: the context of the call.
+        spec: the spec of the operand.
+        x: the operand.
+        number: the index of the operand, for error messages.
+        name: the computation in notation, for error messages.
     """
     if ctx.explicit:
         return check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")

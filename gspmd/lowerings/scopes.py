@@ -1,4 +1,4 @@
-"""The named scopes of planned programs, which tell the plan and step of an operation in jaxprs and HLO:
+"""The named scopes of planned programs, which say in jaxprs and HLO to which plan and step an operation belongs:
 
 gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
-    """Return the scope of a program: its name contains the computation in notation."""
+    """Return the name of a program's scope, which contains the computation in notation."""
     return f"gspmd[{title}]"
 
 
@@ -26,7 +26,7 @@ def step_scope(number: int, step: Step) -> Any:
 
 
 def step_name(number: int, step: Step) -> str:
-    """Return the name of a step's scope, which has its number in the program, its kind and its mesh axes."""
+    """Return the name of a step's scope: the step's number in the program, its kind and its mesh axes."""
     return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
 
 
@@ -49,14 +49,15 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """Return the numbers of the steps in an operation's name stack, outermost first."""
+    """Return the numbers of the steps that an operation's name stack names, from the outermost to the innermost."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
 def innermost(scopes: str) -> tuple[str, str]:
-    """Return the innermost program in a name stack, and its innermost step; either is empty if there is none.
+    """Return the innermost program in a name stack, and the innermost step of this program.
 
-    A scope that looks like a step but is outside of every program belongs to the user's code, and is ignored.
+    If there is no program, or no step, the text for it is empty. A scope that looks like a step but is outside of every
+    program belongs to the user's code, and is ignored.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

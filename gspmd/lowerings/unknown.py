@@ -20,9 +20,9 @@ from gspmd.planner.unknown import RequiredMove, UnknownMove, UnknownProduct, Unk
 
 
 def lower(call: Call) -> Passes:
-    """Return passes that run an equation on one device, with a mark for each step.
+    """Return the passes that run an equation on one device, with a mark for each step.
 
-    Every operand is kept for the backward pass as if it had been moved, so that the mark of its move runs again if the
+    Every operand is kept for the backward pass as if it had been moved. So the mark of its move runs again if the
     forward pass is recomputed.
     """
     alone = any(len(term.operands) == 1 for term in call.equation.terms)
@@ -33,11 +33,13 @@ def lower(call: Call) -> Passes:
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """Lower an equation with a via: mark the moves to the via's specs, the products, and the moves from there.
+    """Lower an equation with a via.
+
+    Marks stand for the moves of the operands to the via's specs, for the products, and for the moves of the results.
 
     Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient one
-    cotangent is brought to all products, so the placements must be equal except for partial sums. If they are not, the
-    planner searches the gradient.
+    cotangent is brought to all products, so the placements must be equal except for partial sums. If the placements are
+    not equal, the planner searches the gradient.
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
     inputs, results = plan.inputs, plan.outputs
@@ -102,7 +104,7 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of an operand's gradient, from the placements of the products in it to the target."""
+            """Return the move of an operand's gradient, from the placements of its products to its own placement."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])
@@ -110,8 +112,8 @@ def _product(call: Call, via: Via) -> Passes:
         def _sides(self, number: int) -> tuple[int, int, int, int]:
             """Return the four indices that belong to a product of a gradient.
 
-            They are the indices of the output and of the product in the forward pass, of the operand whose gradient is
-            computed, and of the operand by which the cotangent is multiplied.
+            The first two are the indices of the output and of the product in the forward pass. The other two are those
+            of the operand whose gradient is computed, and of the operand by which the cotangent is multiplied.
             """
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
@@ -124,7 +126,10 @@ def _product(call: Call, via: Via) -> Passes:
 
 
 def made_alike(equation: str, one: Spec, other: Spec) -> dict[str, tuple[Step, ...]]:
-    """Check that both products of a sum have the same placement, so that one cotangent serves both; return no steps.
+    """Check that two products of a sum have the same placement, so that one cotangent is enough for the two.
+
+    Returns:
+        A mapping with no steps.
 
     Raises:
         PlanError: the placements of the products differ.
@@ -165,13 +170,16 @@ def _passes(call: Call, forward: type[Executor], backward: type[Executor], kept:
 
 
 def _ordered(via: Via, call: Call) -> list[Spec]:
-    """Return the spec in which each operand (each member of a group) is multiplied, in its own order of dimensions."""
+    """Return the spec in which each operand is multiplied, with the dimensions in the order of the operand.
+
+    Every member of a group is an operand.
+    """
     met = spread_over_groups(call.equation, via.specs, call.operands)
     return [Spec(own.dims, tuple(spec.axes_of(dim) for dim in own.dims)) for spec, own in zip(met, call.operands)]
 
 
 def joint_of(left: Spec, right: Spec) -> Spec:
-    """Return one spec with the dimensions of both operands of a product and their mesh axes."""
+    """Return one spec that has the dimensions of both operands of a product, with their mesh axes."""
     rest = [dim for dim in right.dims if dim not in left.dims]
     return Spec((*left.dims, *rest), (*left.axes, *(right.axes_of(dim) for dim in rest)))
 
@@ -182,7 +190,7 @@ def lying(joint: Spec, dims: Sequence[str]) -> Spec:
 
 
 def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a product's result: a partial sum over the axes of the summed dimensions."""
+    """Return the spec of a product's result, which is a partial sum over the mesh axes of the summed dimensions."""
     summed = tuple(axis for dim in joint.dims if dim not in dims for axis in joint.axes_of(dim))
     return lying(joint, dims).with_partial(summed)
 
@@ -191,7 +199,7 @@ def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
 
 
 def _planned(call: Call) -> Passes:
-    """Lower an equation without a via, with marks that stand for the plan it will have."""
+    """Lower an equation without a via, with marks that stand for the steps of the plan that the equation will have."""
     if _is_move(call):
         return _moved(call)
     precision = precision_name(call.precision)
@@ -220,9 +228,10 @@ def _planned(call: Call) -> Passes:
 def planned_steps(
     equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, precision, backward: bool
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of an equation's plan or of its gradient's plan, by moved tensor and by output.
+    """Return the steps of an equation's plan, or of its gradient's plan if `backward` is set.
 
-    A tensor that moves to several placements has all its moves in one entry. Products are in the entry of their output.
+    The result is a mapping with an entry for each moved tensor and for each output. If a tensor moves to several
+    placements, all its moves are in one entry. Products are in the entry of their output.
     """
     via = None if via is None else Via(via)  # `placed` has made a plain tuple of it
     plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype, precision)
@@ -238,7 +247,7 @@ def planned_steps(
 
 
 def _moved_tensor(plan: Plan, backward: bool, source: int) -> str:
-    """Return a name for a moved tensor that does not depend on the number of its moves."""
+    """Return the name of a moved tensor, which does not depend on how many moves the tensor has."""
     if not backward:
         return f"operand {source}"
     kept = source - len(plan.outputs)

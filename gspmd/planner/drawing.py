@@ -1,4 +1,4 @@
-"""The drawing of a plan as text: a chain of specs, in which each arrow is a collective, with its bytes and seconds."""
+"""The drawing of a plan as text: a chain of specs, joined by arrows for the collectives, with bytes and seconds."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def plain(plan: Plan) -> str:
 
 
 def figure(plan: Plan, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, a total, and, if `gradients`, the plans of the cotangents.
+    """Draw a plan as text, with a heading, a line for each step, and the totals.
 
     Args:
         plan: the plan to draw.
         gradients: whether to draw the plans of the gradients too.
-        width: the available columns. Longer lines are broken and never cut off: the heading between its figures, and a
-            step before its arrow, before its figures, or before each of its cells.
+        width: the number of available columns, or None for no limit. Longer lines are broken and never cut off. The
+            heading is broken between its figures. A step is broken before its arrow, before its arrow and its figures,
+            or before each of its cells.
     """
     drawn = [_one(plan, _heading(plan, width), width)]
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
@@ -69,7 +70,7 @@ def _one(plan: Plan, heading: Text, width: int | None) -> Text:
 
 
 def setting(plan: Plan) -> tuple[str, ...]:
-    """Return, as text, the settings for which a plan was made: sizes, mesh, dtypes, chip and lowering."""
+    """Return texts that say for which sizes, mesh, dtypes, chip and lowering a plan was made."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))
@@ -99,7 +100,7 @@ def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
 
 
 def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
-    """Draw a step on several lines, broken before the given cells; each line is indented more than the last."""
+    """Draw a step on several lines, broken before the given cells; each line is indented more than the one before."""
     lines = []
     for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
         lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
@@ -108,7 +109,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: Plan) -> list[str]:
-    """Return a line for each ring, and a line for the seconds that all rings together save."""
+    """Return a line of text for each ring, and a line for the seconds that all rings together save."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
@@ -121,7 +122,7 @@ def looped(plan: Plan) -> list[str]:
 
 
 def _too_long(plan: Plan) -> Iterator[str]:
-    """Yield a line for each collective that is not looped because it, or its stripes, would take too many hops."""
+    """Yield a line of text for each collective that is not looped because that would take too many hops."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]
@@ -144,6 +145,6 @@ def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
 
 
 def show(plan: Plan, console: Console, *, gradients: bool = True) -> None:
-    """Print the drawing in color, within the available columns."""
+    """Print the drawing of a plan in color, within the available columns."""
     drawn = figure(plan, gradients=gradients, width=columns(console))
     console.print(drawn, soft_wrap=True, highlight=False)

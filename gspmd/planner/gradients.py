@@ -1,7 +1,7 @@
-"""The gradient of a routine: one more routine for the cotangents of its operands, planned by the same search.
+"""The gradient of a routine, which is one more routine that computes the cotangents of the operands.
 
-The gradient of a product is a group of products, all with the cotangent as an operand. The gradient of a sum is a
-larger group, and the gradient of a group is a sum.
+The same search plans this routine. The gradient of a product is a group of products, all of which have the cotangent as
+an operand. The gradient of a sum is a larger group, and the gradient of a group is a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,19 @@ def backward(
     kept: Sequence[Spec],
     mirrored: bool,
 ) -> Routine:
-    """Plan the cotangents of a routine's inputs from the cotangents of its outputs.
+    """Plan the routine that computes the cotangents of a routine's inputs from the cotangents of its outputs.
 
-    There is one residual per move of `routine`, in the spec that `kept` gives. Inputs of the planned routine are the
-    cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+    The planned routine takes the cotangents of `outputs` and then the residuals. It returns the cotangents of `inputs`,
+    in their order.
 
     Args:
-        mirrored: whether local einsums use the placements of the forward einsums: the cotangent is brought to the
-            placement of the forward result, and the residuals are not moved. If a layout fixes the placements of the
-            forward pass, the gradients thus follow it.
+        environment: everything on which costs depend.
+        routine: the routine of the forward pass.
+        inputs, outputs: the tensors of `routine`.
+        kept: the spec of each residual; there is one residual for each move of `routine`.
+        mirrored: whether local einsums use the placements of the forward einsums. If so, the cotangent is brought to
+            the placement of the forward result, and the residuals are not moved. In this way gradients follow a layout
+            that fixes the placements of the forward pass.
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
@@ -61,7 +65,7 @@ def backward(
 def backward_tensors(
     routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs of the backward routine (the cotangents, then the residuals) and its outputs."""
+    """Return the inputs of the backward routine, which are the cotangents and then the residuals, and its outputs."""
     cotangents = [
         replace(t, spec=t.spec.with_partial(t.reduced), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)
@@ -82,7 +86,10 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return pairs of moves: of an operand of a product in this output, and of the other operand of the product."""
+    """Return a pair of moves for each operand of each product in an output.
+
+    The first is the move of the operand, and the second is the move of the product's other operand, or None.
+    """
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -108,7 +115,7 @@ def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, 
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Return the placement in which local einsums leave an output, in the cotangent's order of dimensions.
+    """Return the placement in which local einsums leave an output, with the dimensions ordered as in the cotangent.
 
     The result is None if the terms of the output have different placements.
     """
@@ -126,10 +133,11 @@ class GradientPart:
     Attributes:
         equation: the equation that the part computes.
         routine: the moves, products and output of the part.
-        dtypes: the dtypes of its operands.
-        inputs, outputs: its operands and its result, as planner tensors.
-        overlap: its rings and stripes.
-        share: the fraction of the whole routine's communication time that this part takes.
+        dtypes: the dtypes of the part's operands.
+        inputs: the inputs of the whole backward routine.
+        outputs: the cotangent that the part computes.
+        overlap: the rings and stripes of the part.
+        share: the fraction of the whole routine's communication time that the part takes.
     """
 
     equation: Equation
@@ -144,7 +152,7 @@ class GradientPart:
 def parts(
     backward: Routine, held: Sequence[Tensor], targets: Sequence[Tensor], overlap: Overlap
 ) -> Iterator[GradientPart]:
-    """Divide a backward routine by operand; a step that several operands need goes to the first of them.
+    """Divide a backward routine into a part for each operand; a step that several parts need is in the first of these.
 
     Args:
         backward: the routine of all cotangents.

@@ -1,14 +1,14 @@
 """The peak memory of a routine in bytes, from the lifetimes and memory orders of its buffers.
 
 Operands and results are held for the whole run. Every step in between makes a buffer, which lives until the last step
-that reads it. Until a result is written, its memory is used for other buffers. Compiled programs hold more where data
-are needed in a different order of dimensions:
+that reads the buffer. Until a result is written, its memory is used for other buffers. Compiled programs hold more
+memory where data are needed in a different order of dimensions:
 
-- collectives gather and reduce-scatter along the first dimension in memory, so for other dimensions the tensor is
-  transposed before and after;
-- an all-to-all cuts its operand into parts, sends them, and joins the parts that arrive;
-- in a product's operands, batch, free and contracted dimensions must each stand together; its result has the order
-  batch, left, right.
+- collectives gather and reduce-scatter along the first dimension in memory, so for any other dimension the tensor is
+  transposed before and after the collective;
+- an all-to-all cuts its operand into parts, sends the parts, and joins the parts that arrive;
+- in each operand of a product, the batch dimensions must stand together, and so must the free dimensions and the
+  contracted dimensions. The product's result has the order batch, left, right.
 
 Slices, sums and joined parts are written directly in the order in which they are needed next, at no cost.
 
@@ -29,7 +29,13 @@ from gspmd.planner.steps import Move, Product, Routine, RoutineOutput, Step, Ten
 
 @dataclass(eq=False)
 class LiveBuffer:
-    """A buffer in memory: its size in bytes, and the times of its first and last use."""
+    """A buffer in memory.
+
+    Attributes:
+        size: the size in bytes.
+        made: the time of the first use.
+        last: the time of the last use.
+    """
 
     size: int
     made: int = 0
@@ -45,12 +51,13 @@ class Intermediate:
     """A tensor between two steps, and its memory.
 
     Attributes:
-        spec: its spec.
-        buffers: its memory; empty for an operand that no step has changed yet, since operands are counted separately.
-        front: the dimension that comes first in memory, if it is not the tensor's first dimension.
-        read: the tensors that it is computed from.
-        fused: whether an XLA fusion makes the tensor, which can write it in any memory order at no cost. If another
-            fusion reads the tensor, it computes it again, and the tensor is never stored as a whole.
+        spec: the spec of the tensor.
+        buffers: the memory of the tensor. It is empty for an operand that no step has changed yet, since operands are
+            counted separately.
+        front: the dimension that comes first in memory; empty if this is the tensor's first dimension.
+        read: the tensors from which this tensor is computed.
+        fused: whether an XLA fusion makes the tensor. A fusion can write its result in any memory order at no cost. If
+            another fusion reads the tensor, that fusion computes the tensor again, and it is never stored as a whole.
         level: the length of the longest chain of instructions that ends here. Instructions run level by level.
     """
 
@@ -80,7 +87,7 @@ class Footprint:
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Return the peak of the bytes of operands, results and intermediate buffers together."""
+        """Return the peak number of bytes of operands, results and intermediate buffers together."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -93,7 +100,10 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the peak bytes of buffers that find no free memory of a result; the largest buffers choose first."""
+        """Return the peak number of bytes of the intermediate buffers that do not fit into the memory of a result.
+
+        A buffer can use the memory of a result while nothing else uses it. The largest buffers choose first.
+        """
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -106,7 +116,10 @@ class Footprint:
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
 
     def _schedule(self, results: Sequence[LiveBuffer]) -> None:
-        """Set the times of all buffers: instructions run level by level, so moves of several operands interleave."""
+        """Set the times of all buffers.
+
+        Instructions run level by level, so the moves of several operands interleave.
+        """
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
             for buffer in value.buffers:
@@ -119,13 +132,13 @@ class Footprint:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _make(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Add the output of an instruction; everything that the instruction reads is held while it runs."""
+        """Add and return the output of an instruction; the tensors `read` are held while the instruction runs."""
         made = tuple(LiveBuffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
         self.made.append(Intermediate(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Add the output of a fusion; if it reads the output of another fusion, the two become one."""
+        """Add and return the output of a fusion; if a fusion reads the output of another fusion, the two become one."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -159,7 +172,7 @@ class Footprint:
         return self._fuse(step.after, dtype, arrived)
 
     def _with_front(self, value: Intermediate, dim: str, dtype: str) -> Intermediate:
-        """Return the value with a dimension first in memory, before all others that are longer than 1."""
+        """Return a tensor with the dimension `dim` first in memory, before all other dimensions longer than 1."""
         leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
         front = "" if leads == dim else dim
         return value if front == value.front else self._copied(value, dtype, front)
@@ -173,7 +186,7 @@ class Footprint:
     # -- products and results ------------------------------------------------------------------------------------------
 
     def _local_einsum(self, number: int, product: Product, moved: Sequence[Intermediate]) -> Intermediate:
-        """Add the result of a local einsum."""
+        """Add and return the result of a local einsum."""
         left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
         if product.passes_through:
             return self._ordered(left, after.dims, dtype)
@@ -183,7 +196,7 @@ class Footprint:
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
     def _ready(self, number: int, move: Move) -> Intermediate:
-        """Add an operand in the memory order in which its products read it."""
+        """Add and return an operand after its move, in the memory order in which its products read it."""
         dtype, given = self._given(number), Intermediate(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
@@ -202,7 +215,10 @@ class Footprint:
         return self._copied(value, dtype) if scattered or value.front else value
 
     def _share_held(self, move: int) -> float:
-        """Return the fraction of a gathered operand held at a time: two chunks in each direction, or two stripes."""
+        """Return the fraction of a gathered operand that a device holds at a time.
+
+        The device holds two chunks in each direction, or two stripes.
+        """
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
@@ -233,7 +249,7 @@ class Footprint:
         return value.buffers[0]
 
     def _ordered(self, value: Intermediate, dims: tuple[str, ...], dtype: str) -> Intermediate:
-        """Add the value with its dimensions in another order."""
+        """Return a tensor with its dimensions in the order `dims`, after adding a copy if this order is a new one."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)
@@ -264,7 +280,10 @@ class _Order:
             self.results.append((*self.batch, *free[1], *free[0]))
 
     def scattered(self, side: int, wide: set[str]) -> bool:
-        """Return whether an operand must be copied before it is multiplied; dimensions outside `wide` have length 1."""
+        """Return whether an operand must be copied before it is multiplied.
+
+        `side` is 0 for the left operand and 1 for the right. Dimensions that are not in `wide` have length 1.
+        """
         dims = (self.batch, self.contracted, self.free[side])
         batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]

@@ -11,12 +11,12 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """A schedule by which the shards of a tensor are sent round a ring, completely defined by its attributes.
+    """A schedule by which the shards of a tensor are sent round a ring; its attributes define it completely.
 
     Attributes:
-        signs: for each part of a shard, the direction, +1 or -1, in which it is sent round the ring.
-        both_ways: whether every part is sent in both directions, each time halfway round.
-        is_public: whether users may choose it by name, as lowering `looped:<name>`.
+        signs: the direction, +1 or -1, in which each part of a shard is sent round the ring.
+        both_ways: whether every part is sent in both directions, each time halfway round the ring.
+        is_public: whether users may choose the schedule by name, as lowering `looped:<name>`.
     """
 
     signs: tuple[int, ...] = (1,)
@@ -41,7 +41,8 @@ SCHEDULES = {
 }
 """The schedules by name.
 
-Among schedules of equal cost, the first is used. A tensor that is gathered outside of the einsum uses the last.
+Among schedules of equal cost, the first is used. A tensor that is gathered outside of the einsum uses the last
+schedule.
 """
 
 
@@ -50,13 +51,13 @@ class Ring:
     """A ring of permutes that gathers, or reduce-scatters, the shards of one tensor.
 
     Attributes:
-        axes: the mesh axes over which the loop goes, outermost first; if empty, the tensor is gathered before the
-            einsum without a loop.
-        within: the mesh axes whose shards together form one chunk: they are gathered before the loop, or scattered
-            after it.
+        axes: the mesh axes over which the loop goes, from the outermost to the innermost. If there are none, the tensor
+            is gathered before the einsum, or scattered after the einsum, without a loop.
+        within: the mesh axes whose shards together form one chunk. These shards are gathered before the loop, or
+            scattered after the loop.
         schedule: one of `SCHEDULES`.
-        orders: the number of parts into which a shard is cut, each sent through `axes` in a different order, so that
-            the links of all axes are busy.
+        orders: the number of parts into which a shard is cut. Each part is sent through `axes` in a different order, so
+            that the links of all axes are busy.
         split: the dimension along which shards are cut into these parts, and into halves.
     """
 
@@ -69,7 +70,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A dimension that no collective changes, cut into stripes: while one is multiplied, others are being sent.
+    """A dimension that no collective changes, cut into stripes; one stripe is multiplied while others are being sent.
 
     Attributes:
         dim: the dimension.
@@ -82,7 +83,13 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The rings of a routine, by the number of the move or output, and its stripes if there are any."""
+    """The collectives of a routine that overlap with its einsums.
+
+    Attributes:
+        gathers: a mapping from the number of a move to the ring that gathers its operand.
+        scatters: a mapping from the number of an output to the ring that reduce-scatters it.
+        stripes: the stripes in which the routine is computed, or None.
+    """
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
     scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -96,14 +103,17 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """Return the rings and stripes of one output and of the moves that it needs, renumbered from 0."""
+        """Return the rings and stripes of one output and of the moves that this output needs, renumbered from 0."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient; if a ring gathers it, its shard is kept."""
+    """Return the spec in which each moved operand is kept for the gradient.
+
+    If a ring gathers the operand, the operand's shard is kept.
+    """
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

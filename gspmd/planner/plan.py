@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""A function that chooses which collectives of a routine overlap; it returns these and the seconds that they hide."""
+"""A function that chooses the collectives of a routine that overlap with einsums, and predicts the seconds saved."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
-    """Choose no collective to overlap, as under lowering `blocking`."""
+    """Choose no collectives to overlap with einsums, as under lowering `blocking`."""
     return Overlap(), 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The steps that an equation takes on a mesh of a chip, and their costs per device and execution.
+    """The steps that an equation takes on a mesh of chips, with their costs per device and execution.
 
     Attributes:
         equation: the parsed equation.
@@ -38,16 +38,15 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand; every member of a group counts as an operand.
         chip: the chip whose figures determine the seconds.
-        lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; if `"auto"` was requested, the cheaper one
-            of `"blocking"` and `"looped"`.
-        routine: moves, local products and outputs, as `gspmd.einsum` runs them.
-        inputs, outputs: the tensors of the operands and of the results.
-        pinned: the specs of `via`; the gradients of a pinned plan use the same placements.
+        lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. If `"auto"` was requested, this is
+            `"blocking"` or `"looped"`, whichever is cheaper.
+        routine: the moves, the local products and the outputs, as `gspmd.einsum` runs them.
+        inputs, outputs: the operands and the results, as planner tensors.
+        pinned: the specs of `via`, or None. The gradients of a pinned plan use the same placements.
         loops: the gathers and reduce-scatters that run inside an einsum, as rings.
-        hidden_seconds: the seconds that these loops save; negative if they cost time.
-        asked: the lowering that was requested; under `"auto"` each gradient chooses its own.
-        overlapping: the function that chooses the collectives that overlap with einsums; it is also applied to the
-            gradients.
+        hidden_seconds: the seconds that these loops save; negative if the loops cost time.
+        asked: the lowering that was requested. If this is `"auto"`, each gradient chooses its own lowering.
+        overlapping: the function that chooses the collectives that overlap with einsums, here and in the gradients.
         precision: the precision of float32 products, which `Chip.arithmetic` explains.
     """
 
@@ -84,15 +83,15 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds, in which only the collectives in `loops` overlap."""
+        """Predicted seconds; only the collectives in `loops` are assumed to overlap with einsums."""
         return sum(step.seconds for step in self.steps) - self.hidden_seconds
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The peak memory of one device in bytes: operands, results and intermediate buffers.
+        """The peak memory of one device in bytes, for operands, results and intermediate buffers.
 
-        A buffer is counted from the step that makes it to the last step that reads it, as XLA places buffers on host
-        devices. For the chip of the plan this is an estimate; docs/plans.md compares it with compiled programs.
+        A buffer is counted from the step that makes the buffer to the last step that reads it, as XLA places buffers on
+        host devices. For the chip of the plan this is an estimate, which docs/plans.md compares with compiled programs.
         """
         from gspmd.planner.memory import Footprint
 
@@ -100,7 +99,7 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """The sizes, mesh, chip and precision on which the costs depend."""
+        """The sizes, the mesh, the chip and the precision, on which the costs depend."""
         return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip, self.precision)
 
     @cached_property
@@ -113,7 +112,7 @@ class Plan:
 
     @cached_property
     def backward_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The inputs of the backward routine (the cotangents, then the residuals) and its outputs."""
+        """The inputs of the backward routine, which are the cotangents and then the residuals, and its outputs."""
         from gspmd.planner.gradients import backward_tensors
 
         return backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
@@ -135,10 +134,10 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for each operand's cotangent; a step that several plans need is only in the first of these plans.
+        """One plan for the cotangent of each operand; a step that several plans need is only in the first of them.
 
-        The seconds that loops of the backward routine hide are divided among the plans, in proportion to the
-        communication time of each.
+        The seconds that loops of the backward routine save are divided among the plans, in proportion to the
+        communication time of each plan.
         """
         from gspmd.planner.gradients import parts
 
@@ -159,20 +158,22 @@ class Plan:
         )
 
     def alternatives(self, count: int = 8) -> tuple["Plan", ...]:
-        """Return the best plan for each choice that the search compared, cheapest first.
+        """Return the best plan for each choice that the search compared, the cheapest plan first.
 
-        A choice says which dimension, if any, each mesh axis shards while the operands are multiplied. For a group, the
-        choice is about the operand that all members share; for a sum, about the placement in which the products are
-        added; for a move, about the collectives. The first plan is the one that is made without `via`. The search
-        orders plans by their seconds without overlap, so under `"looped"` and `"auto"` a later plan may have fewer
-        `seconds`.
+        A choice says which dimension, if any, each mesh axis shards while the operands are multiplied. If the equation
+        has a group, the choice concerns the operand that all members of the group share. If the equation is a sum, the
+        choice is the placement in which the products are added. If the equation is a move, the choice is the list of
+        collectives.
+
+        The first plan is the one that is made without `via`. The search orders plans by their seconds without overlap,
+        so under `"looped"` and `"auto"` a later plan may have fewer `seconds`.
 
         Args:
             count: the largest number of plans to return.
 
         Returns:
-            Plans of the same equation. To use one of them, pass its `Plan.via` as `via`. The terms of a sum may then
-            still be added in a different placement if this is cheaper.
+            Plans of the same equation. To use one of these plans, pass its `Plan.via` as the argument `via`. The terms
+            of a sum may then still be added in a different placement if that is cheaper.
 
         Raises:
             PlanError: `count` is not a positive whole number, or this is the plan of a gradient.
@@ -198,7 +199,7 @@ class Plan:
         return tuple(map(self._with_routine, ranked))
 
     def _with_routine(self, routine: Routine) -> "Plan":
-        """Return a plan of this equation with another routine, and with `via` set to the routine's operand specs."""
+        """Return a plan of this equation with another routine, and with the specs of its moved operands as `via`."""
         overlap, hidden = self.overlapping(routine, self.inputs, self.outputs, self.environment)
         specs = {move.source: move.spec for move in routine.moves}
         flat = iter(range(len(self.inputs)))
@@ -215,20 +216,23 @@ class Plan:
 
     @property
     def via(self) -> str | None:
-        """The text of `via`, as it was written."""
+        """The text of `via` as it was written, or None."""
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
-        """Write the plan as JSON: every figure, per device and execution, and the plans of the gradients.
+        """Return the plan as JSON, with every figure per device and execution.
+
+        Args:
+            gradients: whether to include the plans of the gradients.
 
         Keys:
-            equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
-                the attributes of the same names.
-            steps: a list in the order of execution; each step has kind, axes, operand, before, other (null except for a
-                product of two), after, wire_bytes, flops, seconds.
-            mesh, sizes, chip, via: the request.
-            gradients: a list with one entry for each operand, empty without `gradients`. Entries have the same keys,
-                except mesh, sizes, chip, via and gradients.
+            equation, lowering, dtypes, wire_bytes, flops, seconds, hidden_seconds, peak_bytes: the attributes of the
+                plan with the same names. The dtypes are those of the operands.
+            steps: a list in the order of execution. Each step has kind, axes, operand, before, other, after,
+                wire_bytes, flops and seconds. The value of other is null unless the step is a product of two operands.
+            mesh, sizes, chip, via: the arguments for which the plan was made.
+            gradients: a list with one entry for each operand, or an empty list without `gradients`. Entries have the
+                same keys, except for mesh, sizes, chip, via and gradients.
         """
         asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
         parts = [_record(each) for each in self.gradients] if gradients else []
@@ -238,10 +242,11 @@ class Plan:
         """Draw the plan: specs in boxes, and a collective on every arrow, with its bytes and seconds.
 
         Args:
-            gradients: whether to draw the plans of the gradients below.
+            gradients: whether to draw the plans of the gradients below the plan.
 
         Returns:
-            A figure, which notebooks show, and `.save("plan.svg")` writes. All numbers in it are figures of the plan.
+            A figure. Notebooks show it, and `.save("plan.svg")` writes it to a file. All its numbers are figures of the
+            plan.
 
         Example:
             >>> import gspmd
@@ -259,7 +264,8 @@ class Plan:
         """Draw the blocks that each device holds before and after every step.
 
         Returns:
-            A figure. On a mesh of more than 64 devices, only the first and the last devices along each axis are drawn.
+            A figure. If the mesh has more than 64 devices, only the first and the last devices along each axis are
+            drawn.
 
         Example:
             >>> import gspmd
@@ -287,7 +293,7 @@ class Plan:
 
 
 def _chosen(asked: str, overlap: Overlap) -> str:
-    """Return the requested lowering or, for `"auto"`, the lowering that was chosen."""
+    """Return the requested lowering, or the lowering that was chosen if `"auto"` was requested."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
@@ -295,7 +301,7 @@ _FIGURES = ("wire_bytes", "flops", "seconds", "hidden_seconds", "peak_bytes")
 
 
 def _record(plan: Plan) -> dict[str, object]:
-    """Return the figures and steps of one plan as plain data, under the keys that `Plan.to_json` documents."""
+    """Return the figures and the steps of one plan as plain data, under the keys that `Plan.to_json` documents."""
     said = {"equation": str(plan.equation), "lowering": plan.lowering, "dtypes": plan.dtypes}
     figures = {name: getattr(plan, name) for name in _FIGURES}
     return {**said, **figures, "steps": [_step_record(step) for step in plan.steps]}
@@ -331,7 +337,11 @@ def plan_equation(
     result_dtype: str | None = None,
     precision: str = "default",
 ) -> Plan:
-    """Plan an equation under a lowering, with the function that chooses what this lowering overlaps."""
+    """Plan an equation under a lowering.
+
+    `overlapping` is the function that chooses which collectives this lowering overlaps with einsums. The other
+    arguments are those of `gspmd.plan`, resolved and hashable.
+    """
     for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
@@ -369,7 +379,10 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return operands and results as planner tensors; each is sent in its own dtype unless `wire_dtype` is given."""
+    """Return the operands and the results of an equation as planner tensors.
+
+    If `wire_dtype` is None, every tensor is sent in its own dtype, or in the dtype that `wire_of` gives for it.
+    """
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
@@ -385,11 +398,11 @@ def tensors(
 
 
 def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec]:
-    """Return the spec to which `via` brings each operand, in the operand's order of dimensions.
+    """Return the spec to which `via` brings each operand, with the dimensions in the operand's order.
 
     Raises:
-        SpecError: the specs do not have the operands' dimensions, or do not fit the sizes.
-        PlanError: a spec leaves a dimension open.
+        SpecError: the specs of `via` do not have the operands' dimensions, or do not fit the sizes.
+        PlanError: a spec leaves a dimension to the compiler.
     """
     flat = [spec for operand in equation.operands for spec in operand.specs]
     pinned = spread_over_groups(equation, via.specs, flat)
@@ -408,7 +421,10 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
 
 def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
-    """Return one spec per operand: a via may give one spec for a group whose members have the same dimensions."""
+    """Return one spec for each operand, where every member of a group is an operand.
+
+    A via may give a single spec for a whole group, if the members of the group have the same dimensions.
+    """
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)
     return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]

@@ -1,4 +1,4 @@
-"""The time for which a plan keeps each resource of a device busy: matrix unit, main memory and links."""
+"""The time for which a plan keeps each resource of a device busy: the matrix unit, main memory and the links."""
 
 from math import prod
 from typing import NamedTuple
@@ -9,12 +9,15 @@ from gspmd.planner.spans import local_shape
 
 
 class Roofline(NamedTuple):
-    """For each resource, the seconds of a plan if only this resource limited it; the largest is the bottleneck.
+    """The seconds that a plan would take if only one resource limited it, for each resource of a device.
+
+    The resource with the most seconds is the bottleneck.
 
     Attributes:
-        compute: the FLOPs of all local einsums, at the chip's peak for their dtypes.
-        memory: reading the operands and writing the results of local einsums once, at main memory's bandwidth.
-        links: the collectives of the plan, one after another.
+        compute: the seconds for the FLOPs of all local einsums, at the chip's peak for their dtypes.
+        memory: the seconds for reading the operands and writing the results of local einsums once, at the bandwidth of
+            main memory.
+        links: the seconds for the collectives of the plan, one after another.
     """
 
     compute: float
@@ -23,7 +26,7 @@ class Roofline(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest: `"compute"`, `"memory"` or `"links"`."""
+        """The resource that takes the longest: `"compute"`, `"memory"` or `"links"`."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
@@ -39,7 +42,8 @@ def roofline(plan: Plan) -> Roofline:
         >>> [f"{seconds * 1e6:.1f} µs" for seconds in roofline(plan)], roofline(plan).bound
         (['124.9 µs', '41.9 µs', '0.0 µs'], 'compute')
 
-    Source: Williams, Waterman and Patterson 2009, *Roofline*; with the links as a third roof, the scaling book, part 1.
+    Source: Williams, Waterman and Patterson 2009, *Roofline*. The links are a third roof, as in the scaling book,
+    part 1.
     """
     routine, chip, precision = plan.routine, plan.environment.chip, plan.precision
     sizes, mesh = dict(plan.environment.sizes), dict(plan.environment.mesh)

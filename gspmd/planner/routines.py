@@ -1,11 +1,12 @@
-"""The routine of an equation: its steps, found by one or several searches.
+"""The routine of an equation, which is all its steps, found by one or several searches.
 
     product   one search
     group     one search for several products of one operand, which is moved once
     sum       one search per product; all products end in the placement in which they are cheapest to add, so that
               partial sums are reduced once
 
-The gradient of a product is a group, the gradient of a sum a larger group, the gradient of a group a sum (`gradients`).
+The gradient of a product is a group. The gradient of a sum is a larger group, and the gradient of a group is a sum
+(`gradients`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,10 +34,10 @@ def plan_routine(
 
     Args:
         equation: the equation to plan.
-        environment: sizes, mesh, chip.
-        inputs: the operands, including every member of a group, in reading order; no spec has a mesh axis of size 1.
+        environment: the sizes, the mesh, the chip and the precision.
+        inputs: the operands in reading order, including every member of a group. No spec has a mesh axis of size 1.
         outputs: the results, with their target specs.
-        via: for each operand, the spec to which it is brought before the local einsum, or None to search for it.
+        via: the spec to which each operand is brought before the local einsum, or None to search for this spec.
 
     Raises:
         PlanError: no assignment of mesh axes gives the outputs.
@@ -67,7 +68,10 @@ def _sum_routine(
 def ranked_routines(
     equation: Equation, environment: Environment, inputs: Sequence[Tensor], outputs: Sequence[Tensor], count: int
 ) -> list[Routine]:
-    """List the cheapest routine for each choice that the search compares, in order of cost: see `Plan.alternatives`."""
+    """List the cheapest routine for each choice that the search compares, in order of cost.
+
+    `Plan.alternatives` says what a choice is.
+    """
     free = [None] * len(inputs)
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
         return list(islice(_ranked_moves(environment, inputs[0], outputs[0]), count))
@@ -90,10 +94,9 @@ class ProductGroup:
     Attributes:
         left: the index of the common operand among the inputs.
         tensor: the common operand.
-        rights: the indices of the operands that the common operand is multiplied by; None where the common operand is
-            only summed.
-        contractions: the operands of `rights` with the results and pins of their products.
-        pinned: the spec to which the common operand is brought, or None to search for it.
+        rights: the index of the other operand of each product, or None if the common operand is only summed.
+        contractions: the other operand of each product, with the product's result and pinned spec.
+        pinned: the spec to which the common operand is brought, or None to search for this spec.
     """
 
     left: int
@@ -111,7 +114,7 @@ class ProductGroup:
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
-        """Return this group, which has one product, with `placement` as the target of its result."""
+        """Return this group, which must have a single product, with `placement` as the target of the product."""
         only = self.contractions[0]
         return replace(self, contractions=(replace(only, target=replace(only.target, spec=placement)),))
 
@@ -119,7 +122,8 @@ class ProductGroup:
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
     """Return a `ProductGroup` for each term of the equation.
 
-    The common operand is the one that multiplies the group, if the term has a group, and otherwise the first.
+    If the term has a group, the common operand is the one by which the group is multiplied. Otherwise it is the first
+    operand.
     """
     groups, start = [], 0
     for term in equation.terms:
@@ -138,9 +142,10 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Find one placement of the common operand for all products or, if none exists, one for each product.
+    """Find one placement of the common operand for all products.
 
-    No placement serves all products if their results are partial sums over different mesh axes.
+    If there is no such placement, find one placement for each product. This happens if the results of the products are
+    partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -152,7 +157,7 @@ def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[P
 
 
 def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
-    """Plan a move as one chain of steps, or as two chains with the pinned spec between them."""
+    """Plan a move as one chain of steps, or as two chains if there is a pinned spec between the chains."""
     arrived = _arrived(source, output)
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
@@ -166,7 +171,10 @@ def _arrived(source: Tensor, output: Tensor) -> Spec:
 
 
 def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
-    """Yield the cheapest move for each list of collectives, through at most one intermediate placement, by cost."""
+    """Yield the cheapest move for each list of collectives, in order of cost.
+
+    A move goes through at most one intermediate placement.
+    """
     dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
     paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
     ends = paths.number(source.spec), paths.number(_arrived(source, output))
@@ -190,8 +198,8 @@ def _collectives(routine: Routine) -> tuple[tuple[str, frozenset[str]], ...]:
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """Find the placement in which it costs least to add the terms and to move the sum to its target.
 
-    The result is None if there is no such placement, or if a term lacks a dimension that other terms have. Each term is
-    then reduced and broadcast separately.
+    The result is None if there is no such placement, or if a term lacks a dimension that other terms have. In these
+    cases, each term is reduced and broadcast separately.
     """
     costs = _costs_of_adding(terms, target)
     if costs is None or not np.isfinite(least := costs.min()):
@@ -201,7 +209,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def _costs_of_adding(terms: Sequence[ResultCosts], target: Tensor) -> np.ndarray | None:
-    """Return the cost of adding the terms in each placement, or None if terms must be reduced before."""
+    """Return the cost of adding the terms in each placement, or None if terms must be reduced before they are added."""
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
@@ -218,7 +226,7 @@ def _ranked_sums(
 ) -> list[Routine]:
     """List the cheapest routine for each placement in which the terms can be added.
 
-    There is one routine if the terms cannot be added before they are reduced.
+    If the terms cannot be added before they are reduced, there is only one routine.
     """
     terms = [group.result_costs(environment) for group in groups]
     costs, dims, paths = _costs_of_adding(terms, output), terms[0].dims, terms[0].paths
@@ -234,7 +242,10 @@ def _ranked_sums(
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """Return the steps from the placement `common`, in which terms are added, to the target before it is broadcast."""
+    """Return the steps from the placement `common`, in which terms are added, to the target.
+
+    Dimensions that the terms lack are left out of the target; the sum is broadcast along these dimensions later.
+    """
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 
@@ -245,7 +256,7 @@ def _chain(environment: Environment, src: Spec, dst: Spec, tensor: Tensor) -> tu
 
 
 class RoutineBuilder:
-    """A routine under construction: moves, each made only once, and the products that use them."""
+    """A routine under construction, with its moves, each of which is made only once, and its products."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.inputs = tuple(inputs)
@@ -254,7 +265,7 @@ class RoutineBuilder:
         self.outputs: list[RoutineOutput] = []
 
     def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
-        """Add the moves and products that the search found for a group; return the indices of the products."""
+        """Add the moves and products that the search found for a group, and return the indices of the products."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
             right = None

@@ -1,4 +1,4 @@
-"""Spans: consecutive gathers, or consecutive reduce-scatters, of a tensor taken as one; and sizes of shards."""
+"""Spans, which are consecutive gathers or reduce-scatters of a tensor, taken as one; and the sizes of shards."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ class CollectiveSpan:
 
     @property
     def changed_axes(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions that change, each with the mesh axes that shard it only in `shard`, major first."""
+        """The dimensions whose sharding changes, each with the mesh axes that shard it in `shard` but not in `whole`.
+
+        The mesh axes are listed from major to minor.
+        """
         pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
         return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
 
@@ -40,15 +43,18 @@ class CollectiveSpan:
 
 
 LONGEST = 96
-"""The largest number of chunks for which a ring is unrolled. Programs and compile times grow with the chunks: with four
-stripes of 255 hops for each weight, Llama 2 70B took 50 s to trace, and over 19 min to compile (docs/looped.md)."""
+"""The largest number of chunks for which a ring is unrolled.
+
+Programs and compile times grow with the number of chunks. With four stripes of 255 hops for each weight, Llama 2 70B
+took 50 s to trace, and over 19 min to compile (docs/looped.md).
+"""
 
 
 def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
-    """Find the collectives that can be looped: gathers of products' operands, and reduce-scatters of products.
+    """Find the collectives that can be looped, which are gathers of products' operands and reduce-scatters of products.
 
     Returns:
-        The gathers by the number of their move, and the reduce-scatters by the number of their output.
+        Two mappings: from the number of a move to its gathers, and from the number of an output to its reduce-scatters.
     """
     gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
     scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
@@ -59,9 +65,9 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
 
 
 def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield every way to divide a collective's axes into those of a ring's loop and those within one chunk of the ring.
+    """Yield every way to divide a collective's axes into the axes of a ring's loop and the axes within one chunk.
 
-    The loop has at least one axis. Of the axes that shard one dimension, it has the major ones.
+    The loop has at least one axis. Of the axes that shard one dimension, the loop has the major ones.
     """
     spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
     for counts in product(*(range(len(axes) + 1) for axes in spans)):
@@ -71,9 +77,9 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 
 
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Return whether every axis is short enough to be unrolled: at most `LONGEST` devices.
+    """Return whether every axis is short enough to be unrolled, with at most `LONGEST` devices.
 
-    A gather along one axis is always short enough, because it becomes a loop in the program.
+    A gather that is looped along a single axis is always short enough, because it becomes a loop in the program.
     """
     long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
     return not long or (long == [*looped] and span.steps[0].kind == "all-gather")
@@ -94,21 +100,21 @@ def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
 
 
 def ring_gather(move: Move) -> CollectiveSpan:
-    """Return the gathers of a move for which an `Overlap` has a ring."""
+    """Return the gathers of a move; an `Overlap` must have a ring for this move."""
     span = gather_of(move)
     assert span is not None, "rings are made of what `loopable` lists, so the move ends in gathers"
     return span
 
 
 def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
-    """Return the reduce-scatters of an output for which an `Overlap` has a ring."""
+    """Return the reduce-scatters of an output; an `Overlap` must have a ring for this output."""
     span = scatter_of(routine, output)
     assert span is not None, "rings are made of what `loopable` lists, so the output settles by reduce-scatters"
     return span
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """Return the steps after the sum of an output's products; there are none if each product is reduced by itself."""
+    """Return the steps after the sum of an output's products; there are none if each product is reduced separately."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)
@@ -125,7 +131,9 @@ def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -
 
 
 def cut(size: int, number: int) -> list[tuple[int, int]]:
-    """Return the start and length of `number` parts of a size, as equal as possible, without empty parts.
+    """Cut a size into `number` parts that are as equal as possible, and return the start and the length of each part.
+
+    Empty parts are left out.
 
     >>> cut(5, 2), cut(1, 2)
     ([(0, 3), (3, 2)], [(0, 1)])

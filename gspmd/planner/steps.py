@@ -14,18 +14,18 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """A step of one device: a collective, a slice, or a local einsum. Its costs are per execution.
+    """A step of one device, which is a collective, a slice, or a local einsum; costs are per execution.
 
     Attributes:
         kind: one of `KINDS`.
-        axes: the mesh axes over which the step runs, major first; empty for an einsum.
+        axes: the mesh axes over which the step runs, from major to minor; empty for an einsum.
         wire_bytes: bytes that one device sends.
         seconds: the time that the step takes, by the chip's figures for links and matrix unit.
         before: the tensor's spec before the step.
         after: the tensor's spec after the step.
-        operand: the name of the tensor that moves: `"operand 1"`, `"result"`, ...
-        flops: floating-point operations of a local einsum; 0 otherwise.
-        other: the spec of a local einsum's second operand.
+        operand: the name of the tensor that moves, such as `"operand 1"` or `"result"`.
+        flops: floating-point operations of a local einsum; 0 for other steps.
+        other: the spec of a local einsum's second operand; None for other steps.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The kind and the mesh axes as text: `all-gather yz`."""
+        """The kind and the mesh axes as text, such as `all-gather yz`."""
         from gspmd.display.units import axes_text
 
         return f"{self.kind} {axes_text(self.axes)}".rstrip()
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def source(self) -> str:
-        """The specs of `sources` as text: `BE_x · E_xF`."""
+        """The specs in `sources` as text, such as `BE_x · E_xF`."""
         return " · ".join(map(str, self.sources))
 
     @property
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Move:
-    """A move: `steps` bring input number `source` to the spec `spec`."""
+    """A move, in which `steps` bring input number `source` to the spec `spec`."""
 
     source: int
     spec: Spec
@@ -86,10 +86,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Product:
-    """The local einsum of one or two moved tensors, then `steps` to bring its result to `spec`.
+    """The local einsum of one or two moved tensors, and the steps that follow it.
 
-    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. A single tensor with nothing to
-    sum is passed on unchanged, and its einsum is not counted as a step.
+    If there is a single tensor with nothing to sum, it is passed on unchanged, and the einsum is not counted as a step.
+
+    Attributes:
+        left: the index of the move of the first operand.
+        right: the index of the move of the second operand, or None if there is none.
+        einsum: the local einsum. `einsum.after` is the spec of its result, which may be a partial sum.
+        steps: the steps that bring the result of the einsum to `spec`.
+        spec: the spec in which the product is added to other products, or leaves the routine.
     """
 
     left: int
@@ -100,12 +106,12 @@ class Product:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The indices of the moves of the one or two operands."""
+        """The indices of the moves of the operands, of which there are one or two."""
         return (self.left,) if self.right is None else (self.left, self.right)
 
     @property
     def passes_through(self) -> bool:
-        """Whether the einsum has nothing to compute: one operand, and no dimension to sum."""
+        """Whether the einsum has nothing to compute, because it has one operand and no dimension to sum."""
         return self.right is None and set(self.einsum.before.dims) == set(self.einsum.after.dims)
 
     @property
@@ -116,7 +122,13 @@ class Product:
 
 @dataclass(frozen=True)
 class RoutineOutput:
-    """An output: the sum of `products`, all of one spec, and the `steps` after it; missing dimensions are broadcast."""
+    """An output of a routine, which is a sum of products.
+
+    Attributes:
+        products: the indices of the products, which are added.
+        spec: the spec of the output. The sum is broadcast along dimensions that it lacks.
+        steps: the steps after the sum.
+    """
 
     products: tuple[int, ...]
     spec: Spec
@@ -125,7 +137,14 @@ class RoutineOutput:
 
 @dataclass(frozen=True, repr=False)
 class Routine:
-    """Moves, then local products, then outputs: everything that runs inside one shard_map."""
+    """Everything that runs inside one shard_map, in this order: the moves, the local products, and the outputs.
+
+    Attributes:
+        inputs: the specs of the tensors that are moved.
+        moves: the moves of the inputs.
+        products: the local einsums of moved tensors.
+        outputs: the sums of products.
+    """
 
     inputs: tuple[Spec, ...]
     moves: tuple[Move, ...]
@@ -144,7 +163,10 @@ class Routine:
 
 
 def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Add up the costs of steps: picoseconds, bytes and count. All are whole numbers, so that ties are exact."""
+    """Return the total picoseconds and bytes of steps, and the number of steps that are not einsums.
+
+    All three are whole numbers, so that ties are exact.
+    """
     return (
         sum(picoseconds(step.seconds) for step in steps),
         sum(step.wire_bytes for step in steps),
@@ -153,13 +175,13 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return seconds as whole picoseconds, rounded up so that splitting a step in two never seems cheaper."""
+    """Return seconds as whole picoseconds, rounded up, so that splitting a step in two never seems cheaper."""
     return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that costs depend on: the sizes, the mesh without axes of size 1, the chip, and the precision."""
+    """Everything on which costs depend: the sizes, the mesh without axes of size 1, the chip, and the precision."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
@@ -174,18 +196,24 @@ class Environment:
         chip: Chip,
         precision: str = "default",
     ) -> "Environment":
-        """Return the environment of a mesh, without its axes of size 1.
+        """Return the environment of a mesh, without the mesh axes of size 1.
 
-        Sharding over these axes costs nothing, and each would multiply the number of placements to search.
+        Sharding over an axis of size 1 costs nothing, and each such axis would multiply the number of placements to
+        search.
         """
         return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip, precision)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An operand or result: its spec, its dtype, its dtype on the wire, and its name in plans and messages.
+    """An operand or a result of an equation.
 
-    Its gradient is a partial sum over the mesh axes `reduced`, which `spec` itself does not list.
+    Attributes:
+        spec: the spec of the tensor.
+        dtype: the dtype of the tensor.
+        wire: the dtype in which the tensor is sent.
+        name: the name of the tensor in plans and messages.
+        reduced: the mesh axes over which the tensor's gradient is a partial sum; `spec` does not list them.
     """
 
     spec: Spec
@@ -202,7 +230,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A product with the left operand: the right operand or None, the result, and the pinned spec or None."""
+    """A product of the left operand with a right operand, or a sum of the left operand alone.
+
+    Attributes:
+        right: the right operand, or None.
+        target: the result, with its target spec.
+        pinned: the spec to which the right operand is brought, or None to search for this spec.
+    """
 
     right: Tensor | None
     target: Tensor
@@ -211,7 +245,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that run one after another; `first` is the number of the first step in its program."""
+    """Steps that run one after another; `first` is the number that the first of these steps has in its program."""
 
     steps: tuple[Step, ...] = ()
     first: int = 0
@@ -219,7 +253,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class RoutineChains:
-    """The chains of a routine, with their numbers in its program.
+    """The steps of a routine as chains, with the numbers that the steps have in a program.
 
     Attributes:
         moves: the chain of each move.
@@ -235,19 +269,25 @@ class RoutineChains:
 
 
 class NumberedSteps:
-    """The steps of a program: each step gets its number here. Its scope, the trace and the ledger use this number."""
+    """The steps of a program, to each of which a number is given here.
+
+    The named scope of a step, the trace and the ledger use this number.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
-        """Append steps as a chain; their costs are scaled to the `share` of the data on which they run."""
+        """Append steps, and return them as a chain.
+
+        `share` is the fraction of the data on which the steps run; the costs of the steps are scaled by this fraction.
+        """
         chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
         self.steps += chain.steps
         return chain
 
     def add_routine(self, routine: Routine) -> RoutineChains:
-        """Append the steps of a routine: its moves, its products, its outputs."""
+        """Append the steps of a routine in the order of its moves, products and outputs, and return their chains."""
         moves = {n: self.add(move.steps) for n, move in enumerate(routine.moves)}
         einsums, products = {}, {}
         for n, product in enumerate(routine.products):
@@ -257,6 +297,6 @@ class NumberedSteps:
 
 
 def scaled(step: Step, share: float) -> Step:
-    """Return a step on a fraction of its tensor: its seconds, bytes and FLOPs are scaled."""
+    """Return a step that runs on a fraction of its tensor; its seconds, bytes and FLOPs are scaled by this fraction."""
     sent, flops = round(step.wire_bytes * share), round(step.flops * share)
     return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)

@@ -1,4 +1,4 @@
-"""The times of a plan's steps on a device's links and matrix unit, as the lowering overlaps them."""
+"""The times at which a plan's steps use the links and the matrix unit of a device, with the overlap of the lowering."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,13 +9,14 @@ from gspmd.planner.steps import Step
 
 
 class Bar(NamedTuple):
-    """A bar of the timetable: one step with its start and duration.
+    """A bar of the timetable, which is one step with its start and its duration.
 
     Attributes:
         number: the step's number in `plan.steps`.
         step: the step.
-        start, seconds: the start and the duration of the step; in a loop, its part of the loop's time.
-        looped: whether the step runs in one loop with an einsum.
+        start: the time at which the bar starts.
+        seconds: the duration of the step. If the step runs in a loop, this is its part of the loop's time.
+        looped: whether the step runs in a loop, which has a collective and an einsum.
     """
 
     number: int
@@ -34,8 +35,8 @@ def bars(plan: Plan) -> list[Bar]:
     """Return the timetable of a plan: a bar for each step.
 
     Steps outside loops run one after another. All loops are drawn as one block, after the moves outside loops. The
-    block has the length that the plan predicts: gathers begin with the block, reduce-scatters end with it, and einsums
-    fill it.
+    block has the length that the plan predicts for the loops. Gathers begin with the block, reduce-scatters end with
+    the block, and einsums fill the block.
 
     Args:
         plan: a `gspmd.Plan`.
@@ -58,7 +59,7 @@ def bars(plan: Plan) -> list[Bar]:
 
 
 def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) -> Iterator[Bar]:
-    """Yield the bars of all steps in loops, as one block of `block` seconds."""
+    """Yield the bars of all steps in loops, as one block that takes `block` seconds from `start` on."""
     sent = sum(step.seconds for _, step in inside if step.is_collective)
     worked = sum(step.seconds for _, step in inside if not step.is_collective)
     scale = min(1.0, block / sent) if sent else 1.0
@@ -77,7 +78,7 @@ def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) ->
 
 
 def _looped(plan: Plan) -> Iterator[int]:
-    """Yield the numbers of the steps that run in loops: collectives, and the einsums that hide them."""
+    """Yield the numbers of the steps that run in loops: collectives, and the einsums with which these overlap."""
     routine, loops, number = plan.routine, plan.loops, 0
     # Rings without axes run before the einsum, unless stripes of the einsum hide them.
     gathers = {at for at, ring in loops.gathers.items() if ring.axes or loops.stripes}

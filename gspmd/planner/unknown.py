@@ -1,9 +1,9 @@
-"""Steps with unknown placements: descriptions of a program's work that hold for any specs of its tensors.
+"""Steps with unknown placements, which describe the work of a program for any specs of its tensors.
 
-A search traces a program once, on an abstract mesh whose axes have size 1 and are placeholders: every dimension of
-every line of a layout is sharded over its own axis, an *unknown*. So all sizes divide, and nothing is sent. Each
-planned step says between which unknown placements it moves a tensor, or in which ones it multiplies. Its cost is known
-once mesh axes replace the unknowns (`gspmd.search`).
+A search traces a program once, on an abstract mesh. The axes of this mesh have size 1 and are placeholders: every
+dimension of every line of a layout is sharded over an axis of its own, an *unknown*. So the axes divide all sizes, and
+nothing is sent. Each planned step says between which unknown placements it moves a tensor, or in which unknown
+placements it multiplies tensors. The cost of the step is known once mesh axes replace the unknowns (`gspmd.search`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ MARK = "gspmd_mark"
 """The name of the primitive that stands in a program for a step with unknown placements."""
 
 Known = Mapping[str, tuple[str, ...]]
-"""The mesh axes that replace each unknown, major first."""
+"""The mesh axes that replace each unknown, from major to minor."""
 
 
 def is_unknown(mesh: Iterable[str]) -> bool:
@@ -30,14 +30,15 @@ def is_unknown(mesh: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class UnknownMove:
-    """A move of a tensor between two placements, or of several tensors to one placement, which are added on the way.
+    """A move of a tensor to another placement, or a move of several tensors that are added on the way.
 
     Attributes:
-        before: the source spec; several for the parts of a gradient, which are added in the cheapest placement.
+        before: the source spec. There are several for the parts of a gradient, which are added in the cheapest
+            placement.
         after: the target spec, with dimensions in any order.
-        shape: the shape of the unsharded tensor, in the order of `before`.
+        shape: the shape of the unsharded tensor, with dimensions in the order of `before`.
         itemsize: bytes of an element on the wire.
-        reduce: how a partial sum is reduced, `"sum"` or `"max"`.
+        reduce: the operation by which a partial sum is reduced, `"sum"` or `"max"`.
     """
 
     before: tuple[Spec, ...]
@@ -49,13 +50,13 @@ class UnknownMove:
 
 @dataclass(frozen=True)
 class UnknownProduct:
-    """A local product of two tensors in the placements that they have.
+    """A local product of two tensors, which are not moved for the product.
 
     Attributes:
-        specs: the specs of both operands and of the result, which may be a partial sum.
-        dtypes: the dtypes in which these three are read or written.
+        specs: the specs of the two operands and of the result. The result may be a partial sum.
+        dtypes: the dtypes in which the two operands are read and the result is written.
         sizes: the sizes of all dimensions.
-        precision: the precision of a product of float32, which `Chip.arithmetic` explains.
+        precision: the precision of a float32 product, which `Chip.arithmetic` explains.
     """
 
     specs: tuple[Spec, Spec, Spec]
@@ -69,10 +70,10 @@ class UnknownSteps:
     """Steps that an operation plans by itself, once the specs of its tensors are known.
 
     Attributes:
-        plan: the function from `arguments` to a mapping from names to steps.
-        arguments: the arguments of `plan`, all hashable; the specs and the context among them have unknowns.
+        plan: a function that takes `arguments` and returns a mapping from names to steps.
+        arguments: the arguments of `plan`, all hashable. Specs and a context among the arguments have unknowns.
         name: the name of these steps in the mapping that `plan` returns.
-        is_product: whether these steps are a local product, whose seconds include reading its operands.
+        is_product: whether these steps are a local product. Its seconds include reading its operands.
     """
 
     plan: Callable[..., Mapping[str, Any]]
@@ -83,11 +84,12 @@ class UnknownSteps:
 
 @dataclass(frozen=True)
 class UnknownMoves(UnknownSteps):
-    """A move that an operation plans by itself, together with its other moves, once its specs are known.
+    """A move that an operation plans by itself, together with its other moves, once the specs are known.
 
     Attributes:
-        before: the source spec of the tensor, or None if other moves of the operation depend on it. If it is given,
-            `plan` is called only once for all source specs, and the source spec in its result is ignored.
+        before: the source spec of the tensor, or None if other moves of the operation depend on this spec. If it is
+            given, `plan` is called only once for all source specs, and the source spec in the result of `plan` is
+            ignored.
     """
 
     before: Spec | None = None
@@ -95,11 +97,13 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """The first steps of a chain that earlier chains of the same tensor have too, so that a program runs them once.
+    """The first steps of a chain, as far as earlier chains of the same tensor begin with the same steps.
+
+    A program runs these steps only once.
 
     Attributes:
         chain: the chain.
-        others: the chains that have run before it.
+        others: the chains that have run before `chain`.
     """
 
     chain: "UnknownMove | UnknownSteps"
@@ -108,11 +112,12 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownReduction:
-    """The last step of a chain, if this step is a reduction that a compiler may remove; otherwise nothing.
+    """The last step of a chain, if this step is a reduction that a compiler may remove; otherwise no step.
 
     Attributes:
         chain: the chain that ends in the reduction.
-        others: chains whose results are only added to that of `chain`; all must end in the same reduction.
+        others: other chains, whose results are only added to the result of `chain`. All chains must end in the same
+            reduction.
         adds_up: whether a loop adds up the results, so that one all-reduce after the loop is enough.
     """
 
@@ -133,7 +138,7 @@ Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownR
 
 @dataclass(frozen=True, repr=False)
 class UnknownStep(Step):
-    """A step that stands for a whole chain, which cannot be planned before the specs are known."""
+    """A step that stands for a whole chain of steps, which cannot be planned before the specs are known."""
 
     what: Unknown | None = None
 
@@ -144,13 +149,17 @@ class UnknownStep(Step):
 
 
 class Mark(str):
-    """The parameter of the primitive that marks an unknown step: a short text, equal for equal steps."""
+    """The parameter of the primitive that marks an unknown step; it is a short text, and equal for equal steps.
+
+    Attributes:
+        what: the unknown step.
+    """
 
     what: Unknown
 
     @classmethod
     def of(cls, what: Unknown, name: str) -> "Mark":
-        """Return the mark of an unknown step; every step has a different `name`."""
+        """Return the mark of an unknown step, with `name` as its text; different steps must have different names."""
         mark = cls(name)
         mark.what = what
         return mark
@@ -161,8 +170,9 @@ def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
 
     Args:
         value: a nested tuple or frozen dataclass that contains specs.
-        known: the mesh axes of each unknown. Unknowns that are missing here shard nothing; other axes stay.
-        others: replacements for values of other types, such as a `Context`.
+        known: the mesh axes that replace each unknown. Unknowns that are missing here shard nothing. Axes that are not
+            unknowns stay.
+        others: a mapping from other types, such as `Context`, to the values that replace values of these types.
 
     >>> str(placed(Spec.parse("B_{unknown1}E_{unknown2}"), {"unknown1": ("x", "y")}))
     'B_xyE'
@@ -184,7 +194,7 @@ def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
 
 
 def unknowns_in(value: Any) -> tuple[str, ...]:
-    """Return the unknowns in the specs of a nested tuple or frozen dataclass, in order of appearance."""
+    """Return the unknowns in the specs of a nested tuple or frozen dataclass, in the order in which they appear."""
     if isinstance(value, Spec):
         named = [axis for axes in (*value.axes, value.partial, value.reduced) for axis in axes]
         return tuple(dict.fromkeys(axis for axis in named if axis.startswith(PREFIX)))

@@ -1,4 +1,7 @@
-"""Rules across lines: tensors that no equation moves must be sharded alike, and a mesh axis has a single purpose."""
+"""Rules that concern several lines of a layout.
+
+Tensors between which no equation moves data must be sharded alike, and a mesh axis has a single purpose.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,10 +26,10 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
     """Yield a fault for every pair of tensors that must be sharded alike but are not.
 
     Args:
-      section: the overriding section of the table; empty for the layout's own table.
+      section: the overriding section whose lines are checked; empty for the layout's own table.
       table: a mapping from key to text.
-        specs: a mapping from key to spec, without lines that cannot be parsed.
-        serves: the phase of the layout; empty for training.
+      specs: a mapping from key to spec, without lines that cannot be parsed.
+      serves: the phase of serving that the layout is for; empty for training.
     """
     specs = with_cross(table, specs)
     for first, second, dims in ALIKE:
@@ -44,7 +47,7 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
 
 
 def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
-    """Add the default spec of cross-attention's queries or keys if the layout writes only one of them."""
+    """Return the specs, completed by a default if the layout writes only one of `cross.query` and `cross.key`."""
     names = ("cross.query", "cross.key")
     if not any(name in specs for name in names):
         return specs
@@ -60,8 +63,9 @@ def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[s
 def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
     """Yield a fault if a device lacks the key heads for its query heads.
 
-    Query head h attends with key head h // (H/K), and the first (major) mesh axes of a dimension cut it into runs. So
-    if K is sharded over the first mesh axes of H, a device has the key heads for its query heads.
+    Query head h attends with key head h // (H/K). The first (major) mesh axes of a dimension cut the dimension into
+    runs of consecutive heads. So a device has the key heads for its query heads if K is sharded over the first mesh
+    axes of H.
     """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
@@ -89,9 +93,9 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: 
 
     Args:
       line: the line of the keys.
-      query, key: the specs of queries and keys; the former is None if there are no queries.
-      length: the dimension of the keys' length; T if keys are computed from the encoder's output.
-      serves: the phase of the layout; empty for training.
+      query, key: the specs of the queries and of the keys; `query` is None if there are no queries.
+      length: the dimension of the keys' length: L, or T if the keys are computed from the encoder's output.
+      serves: the phase of serving that the layout is for; empty for training.
     """
     # Chunks of keys go round a ring of devices, while each device attends with the queries of its own chunk.
     axes, whole = key.axes_of(length), str(key.with_axes(length, ()))
@@ -107,8 +111,8 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault for a length that zigzag order cannot cut into two chunks per device of a ring.
 
-    The first tokens attend to few keys, and the last ones to all. For equal work, device i of n has chunks i and 2n - 1
-    - i of the 2n chunks.
+    The first tokens attend to few keys, and the last tokens attend to all of them. To give n devices equal work, zigzag
+    order cuts the length into 2n chunks, and device i has chunks i and 2n - 1 - i.
 
     Args:
       line: the line of attention.key.
@@ -123,15 +127,15 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
 
 
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault if a device has parts of two groups of query heads with different key heads.
+    """Yield a fault if a device has parts of two groups of query heads.
 
-    A device must have whole groups, or a part of one group: it computes attention as one product of equally large
-    groups of query heads with their key heads.
+    A group is all query heads that share one key head. A device must have whole groups, or a part of one group, because
+    it computes attention as one product of equally large groups of query heads with their key heads.
 
     Args:
       line: the line of the queries.
-      query, key: the specs of queries and keys; K is sharded over the first of the mesh axes of H.
-      given: the sizes and the mesh; if the sizes of H or K are unknown, there is no fault.
+      query, key: the specs of the queries and of the keys; K is sharded over the first of the mesh axes of H.
+      given: the sizes and the mesh. If the size of H or of K is unknown, there is no fault.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
@@ -159,7 +163,10 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if key_via and in_via bring the residual to different specs: one move has to serve both."""
+    """Yield a fault if attention.key_via and attention.in_via bring the residual to different specs.
+
+    The residual is moved only once, for the queries and for the keys.
+    """
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
@@ -170,7 +177,10 @@ def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the activation's spec in a via, or None if the via is absent or unreadable (reported by another rule)."""
+    """Return the activation's spec in a via, or None if the via is absent or unreadable.
+
+    Another rule reports unreadable vias.
+    """
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
@@ -183,15 +193,16 @@ def _pinned_to(via: Any) -> Spec | None:
 def stages_faults(
     section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
 ) -> Iterator[Fault]:
-    """Yield a fault for every tensor sharded over the mesh axis of pipeline stages, or if stages are over several axes.
+    """Yield a fault for every tensor that is sharded over the mesh axis of the pipeline stages.
 
-    Devices along this axis hold different layers, so they cannot hold shards of a tensor of one layer.
+    Devices along this axis hold different layers, so they cannot hold shards of a tensor of one layer. It is also a
+    fault if the stages are sharded over several mesh axes.
 
     Args:
-        section: the overriding section of the table; empty for the layout's own table.
+        section: the overriding section in which the table is written; empty for the layout's own table.
         table: a mapping from key to text.
         specs: a mapping from key to spec, without lines that cannot be parsed.
-        base: the specs of the layout itself, which may have `pipeline.layers`.
+        base: the specs of the layout's own table, which may have `pipeline.layers`.
     """
     layers = base.get(_LAYERS, Spec(("N",), ((),)))
     axes = layers.axes_of("N")
@@ -212,8 +223,8 @@ def stages_faults(
 def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
     """Yield a fault for every line of [moe] that would make a product move rows of tokens under dispatch `dropless`.
 
-    Rows are sorted by expert. The number of rows of an expert is decided by the router, so no collective of a fixed
-    size can move the rows again, and C, the room for rows, must not be sharded.
+    Rows are sorted by expert, and the router decides how many rows an expert gets. So no collective of a fixed size can
+    move the rows again, and C, the dimension for the rows of an expert, must not be sharded.
 
     Args:
         layout: a layout without alternatives and without other faults.
@@ -236,13 +247,19 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
 
 
 def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
-    """Return a spec with its rows sharded as in `wanted`; these mesh axes are removed from the other dimensions."""
+    """Return a spec with the dimensions in `wanted` sharded over the mesh axes given there.
+
+    These mesh axes are removed from all other dimensions of the spec.
+    """
     taken = {axis for dim in spec.dims for axis in wanted.get(dim, ())}
     rest = (tuple(axis for axis in axes if axis not in taken) for axes in spec.axes)
     return Spec(spec.dims, tuple(wanted.get(dim, axes) for dim, axes in zip(spec.dims, rest)))
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that both lists of specs shard differently, ignoring mesh axes of size 1."""
+    """Return those of the dimensions G, X and C that `specs` and `stay` shard differently.
+
+    Mesh axes of size 1 are ignored.
+    """
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

@@ -1,4 +1,7 @@
-"""Keys with alternative specs, one of which fits the sizes and the mesh: a batch over the axes that it fills, say."""
+"""Keys with alternative specs, from which one that fits the sizes and the mesh is chosen.
+
+For example, a batch may be sharded over as many mesh axes as its size allows.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,19 +19,20 @@ Lists = Mapping[str, tuple[str, ...]]
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults in its lists of alternatives.
 
-    All lists of a section have the same length, and the first position at which the mesh divides all sizes is chosen.
-    In an overriding section, this is done separately for the keys of each part of the model. Lists in [prefill] and
-    [decode] are kept: they are resolved in the layout of the phase, for which the sizes are known.
+    All lists of a section must have the same length, and the alternative at the same position is chosen in all of them.
+    This is the first position at which the mesh divides all sizes. In an overriding section, a position is chosen
+    separately for the keys of each part of the model. Lists in [prefill] and [decode] are kept. These lists are
+    resolved in the layout of the phase, for which the sizes are known.
 
     Args:
-      layout: a layout, with lists or without.
-      faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
-            with a `cause` are sizes that mesh axes do not divide; all others are faults of the notation, which no
-            choice can avoid.
+      layout: a layout, with or without lists of alternatives.
+      faults_of: a function that takes the overriding section (empty for the layout's own table), the key and the spec
+        of a line, and returns the faults of the line. A fault with a `cause` is a size that mesh axes do not divide.
+        Any other fault is one of the notation, which is reported whatever alternative is chosen.
 
     Returns:
-      The layout, with the first spec of each list if no alternative fits, and the faults. `chosen` of the layout names
-      the choices.
+      The layout and the faults. If no alternative fits, the layout has the first spec of each list. The property
+      `chosen` of the layout shows the choices.
     """
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
@@ -46,10 +50,11 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 
 
 def singles(layout: OfTable) -> Iterator[OfTable]:
-    """Yield, for every section, the layout with the first alternative of each of its lists, the second, and so on.
+    """Yield a variant of a layout for every section with lists of alternatives and every position in these lists.
 
-    Lists of all other sections are left out, because sizes decide which alternatives of two sections occur together. In
-    an overriding section, other lists are left unchanged.
+    In a variant, each list of the section is replaced by its alternative at this position. The lists of all other
+    sections are removed from the layout's own table, because sizes decide which alternatives of two sections occur
+    together. In overriding sections, these other lists are left unchanged.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -64,11 +69,13 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that agree with no alternative of a line in another section, although they must.
+    """Yield faults for every alternative that disagrees with all alternatives of a line in another section.
+
+    Only pairs of lines that must be sharded alike, according to `ALIKE`, are compared.
 
     Args:
-      layout: a layout, with lists or without.
-      faults_of: a function from the specs of two keys to their faults.
+      layout: a layout, with or without lists of alternatives.
+      faults_of: a function that takes a mapping from two keys to their specs, and returns the faults of this pair.
     """
     for first, second, _ in ALIKE:
         ours, theirs = layout.table.get(first), layout.table.get(second)
@@ -93,7 +100,11 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """Return the first position at which all lists fit, and faults of notation, or of sizes if no position fits."""
+    """Return the first position at which the specs of all lists fit the sizes, and the faults of the lists.
+
+    If no position fits, the position is 0. The faults are those of the notation, or a fault about lists of different
+    lengths. If there are none of these and no position fits, a single fault says why.
+    """
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:

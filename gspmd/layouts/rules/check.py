@@ -53,7 +53,10 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return faults that alternatives have for any sizes: texts that cannot be parsed, and lines that never agree."""
+    """Return the faults that alternatives have whatever the sizes are.
+
+    These are texts that cannot be parsed, and alternatives that agree with no alternative of another line.
+    """
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -64,7 +67,7 @@ def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
 
 
 def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
-    """Return the layout with the alternatives that fit these sizes on this mesh, and the faults of the lists."""
+    """Return the layout with the alternatives that fit these sizes on this mesh, and the faults of its lists."""
     given, more = given_sizes(layout, sizes, mesh), own.keys(layout.own)
 
     def of_line(section: str, key: str, text: str) -> list[Fault]:
@@ -104,7 +107,7 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
 
 
 def has_wrong_types(layout: LayoutTable) -> bool:
-    """Return whether a value of a layout's file is not of the type of its line, for which `faults_of` has a fault."""
+    """Return whether a value in a layout's file has the wrong type; `faults_of` returns a fault for such a value."""
     specs = (text for table in (layout.table, *layout.overrides.values()) for text in table.values())
     texts = (*layout.lowerings.values(), *layout.dimensions.values())
     return (
@@ -115,7 +118,7 @@ def has_wrong_types(layout: LayoutTable) -> bool:
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
-    """Return a fault for every mesh axis that a layout does not declare."""
+    """Return a fault for every axis of a mesh that is not one of the declared `axes`."""
     pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}
     text = ",".join(pieces.values())
     faults = []
@@ -133,7 +136,10 @@ def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
 def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
-    """Return the specs that can be parsed and have the dimensions of their keys, and the faults of every line."""
+    """Return the specs of a table and the faults of all its lines.
+
+    A spec is left out if it cannot be parsed, or does not have the dimensions of its key.
+    """
     specs: dict[str, Spec] = {}
     faults: list[Fault] = []
     for name, text in table.items():
@@ -217,7 +223,10 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 
 
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault unless a via is two specs, with its operands' dimensions, that can be multiplied locally."""
+    """Yield the faults of a via.
+
+    A via must be two specs, which have the dimensions of its operands and can be multiplied locally.
+    """
     try:
         via = parse_via(line.text)
     except SpecError as error:
@@ -237,7 +246,11 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield a fault if a dimension of both specs is sharded differently, or a mesh axis shards two dimensions."""
+    """Yield the faults because of which two tensors cannot be multiplied locally.
+
+    A dimension of both specs must be sharded alike in both specs. A mesh axis must not shard one dimension in one spec
+    and a different dimension in the other spec.
+    """
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):

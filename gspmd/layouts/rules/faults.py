@@ -1,4 +1,4 @@
-"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`; faults with one cause are merged."""
+"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`; faults with the same cause are merged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a layout, with key and text as an error shows them.
+    """A line of a layout, with its key and its text as an error shows them.
 
     Attributes:
       name: the key.
-      text: its spec or via; empty for a missing line.
-      section: the overriding section of the line; empty in the table itself.
+      text: the spec or the via; empty if the line is missing.
+      section: the overriding section in which the line is written; empty for the layout's own table.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The key, preceded by its overriding section in brackets if it has one."""
+        """The key; if the line is in an overriding section, this section comes first, in brackets."""
         return f"[{self.section}] {self.name}" if self.section else self.name
 
     def at_key(self, fact: str, remedy: str = "") -> Fault:
@@ -34,11 +34,11 @@ class Line:
         return Fault(f"{self.label} = {self.text}" if self.text else self.label, 0, len(self.label), fact, remedy)
 
     def at_text(self, fact: str, remedy: str = "") -> Fault:
-        """Return a fault that points at the whole text."""
+        """Return a fault that points at the whole text, or at the key if there is no text."""
         return self.moved(Fault(self.text, 0, len(self.text), fact, remedy)) if self.text else self.at_key(fact, remedy)
 
     def at_dim(self, spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-        """Return a fault that points at one dimension of the spec and its mesh axes.
+        """Return a fault that points at one dimension of the spec, including the mesh axes of the dimension.
 
         >>> print(Line("ffn.w_in", "E_xF_yz").at_dim(Spec.parse("E_xF_yz"), "F", "dimension F is a pity."))
             ffn.w_in = E_xF_yz
@@ -50,13 +50,13 @@ class Line:
         return self.moved(Fault(str(spec), start, end, fact, remedy))
 
     def moved(self, fault: Fault) -> Fault:
-        """Return a fault that points into a spec, moved to where the spec is in this line."""
+        """Return a fault that points into this line, given a fault that points into the line's text alone."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)
 
 
 def over(axes: Sequence[str]) -> str:
-    """Describe by which mesh axes a dimension is sharded, in words that follow "is".
+    """Return words that say over which mesh axes a dimension is sharded, to be put after the word "is".
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'not sharded')
@@ -65,10 +65,11 @@ def over(axes: Sequence[str]) -> str:
 
 
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
-    """Return the first fault of every cause, in order; its remedy ends with number and names of the other lines.
+    """Merge faults with the same cause into the first of these faults, and keep the order.
 
-    For example, a batch that the mesh does not divide is one mistake, however many tensors have a batch. Faults have
-    the same cause if their `Fault.cause` is equal or, if that is None, their `fact`.
+    The remedy of the first fault then ends with the number and the names of the other lines. For example, a batch that
+    the mesh does not divide is one mistake, however many tensors have a batch. Two faults have the same cause if their
+    `Fault.cause` is equal. If `Fault.cause` is None, the `fact` is compared instead.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

@@ -1,4 +1,8 @@
-"""Gradients as partial sums: specs of parameters in a step's loss, and the rows over which gradients are summed."""
+"""Gradients that are partial sums.
+
+The module derives the specs of parameters in the loss of a training step, and checks the rows over which gradients are
+summed.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
@@ -130,9 +134,9 @@ def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
 def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
     """Yield a fault for every via under which a gradient is not the partial sum that a training step adds up.
 
-    The gradient of a weight is summed over rows: the dimensions that only the activation has. It is a partial sum over
-    exactly those mesh axes that shard rows during the product. A via fixes these axes; without a via the planner
-    chooses them.
+    The gradient of a weight is summed over rows, which are the dimensions that the activation has and the weight lacks.
+    The gradient is a partial sum over exactly those mesh axes that shard rows during the product. A via fixes these
+    axes; without a via the planner chooses them.
 
     Args:
         layout: a `Layout` without alternatives or faults.
@@ -161,13 +165,14 @@ def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: i
 def row_faults(
     layout: LayoutTable, mesh: Mapping[str, int], microbatches: int, trained: Collection[str]
 ) -> Iterator[Fault]:
-    """Yield a fault for every gradient written as a partial sum over mesh axes that shard none of its rows.
+    """Yield a fault for every gradient that is written as a partial sum over mesh axes that shard none of its rows.
 
-    A vector is moved to the mesh axes of its activation. A table's rows are looked up with the sharding of the tokens
-    or of the residual.
+    The rows are the dimensions over which the gradient is summed. Only parameters outside einsums are checked. A
+    vector, such as a bias, is moved to the mesh axes of the activation to which it is applied. A table is looked up
+    with the sharding of the tokens or of the residual.
 
     Args:
-        layout, mesh, microbatches: see `partial_faults`.
+        layout, mesh, microbatches: the same as the arguments of `partial_faults`.
         trained: keys of the parameters that have a gradient.
     """
     if _in_stages(layout):
@@ -192,7 +197,7 @@ def row_faults(
 
 
 def _in_stages(layout: LayoutTable) -> bool:
-    """Return whether pipeline stages sum the gradients, by rules of their own (`gspmd.pipeline`)."""
+    """Return whether the layout has pipeline stages, which sum gradients by rules of their own (`gspmd.pipeline`)."""
     layers = layout.get("pipeline.layers")
     return layers is not None and bool(Spec.parse(layers).used)
 

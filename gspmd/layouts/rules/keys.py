@@ -14,7 +14,7 @@ from gspmd.annotate.errors import listed, shown, suggestion
 _NAMED = 4
 
 Text = str | tuple[str, ...]
-"""A spec, or alternatives, one of which is chosen for the sizes and the mesh."""
+"""A spec as text, or a tuple of alternatives, one of which is chosen for the sizes and the mesh."""
 
 #: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
@@ -77,13 +77,14 @@ class Key:
 
     Attributes:
       name: section and key, such as `"ffn.w_in"`.
-      dims: the dimensions of its spec, in this order; for a via, the keys of its two operands.
+      dims: the dimensions of the spec, in their order; for a via, the keys of the two operands.
       kind: `"parameter"`, `"activation"`, `"stack"` (of layers) or `"via"`; `"tensor"` in a user-defined section.
       meaning: the description of the key in docs/layouts.md, on one line.
-      default: the key whose spec, restricted to the dimensions of this key, is used if this key is absent; None if
-        there is no default.
-      local: dimensions that must not be sharded, because the code between einsums needs all of them on each device.
-      optional: whether the key may be absent without a default; the planner then chooses.
+      default: another key. If this key is absent, the spec of `default` is used, restricted to the dimensions of this
+        key. None if there is no default.
+      local: dimensions that must not be sharded, because the code between einsums needs the whole of these dimensions
+        on each device.
+      optional: whether the key may be absent although it has no default. If a via is absent, the planner chooses.
     """
 
     name: str
@@ -376,7 +377,7 @@ ALIKE = (
 
 
 def of_part(section: str) -> tuple[Key, ...]:
-    """Return the keys of one part of the model, which is a section.
+    """Return the keys of the section that describes one part of the model.
 
     >>> [key.name for key in of_part("embedding")][:2]
     ['embedding.table', 'embedding.positions']
@@ -396,7 +397,11 @@ def dims_of(key: str) -> str:
 
 
 def keys_of_override(section: str) -> dict[str, Key]:
-    """Return the keys that an overriding section may have: parameters, keys of the cache, or all.
+    """Return the keys that an overriding section may have.
+
+    For [gradients] and [optimizer] these are the parameters, and for [cache] the keys of the cache. For [encoder] they
+    are all keys except those of cross-attention and those of tensors that both stacks share. Any other section may have
+    all keys.
 
     >>> list(keys_of_override("cache"))
     ['attention.key', 'cross.key']
@@ -421,7 +426,9 @@ def keys_of_override(section: str) -> dict[str, Key]:
 
 
 def is_override(name: str) -> bool:
-    """Return whether a line, named with its section, is an override, as `optimizer.ffn.w_in` is of `ffn.w_in`.
+    """Return whether a line overrides another line, as `optimizer.ffn.w_in` overrides `ffn.w_in`.
+
+    `name` begins with the section of the line.
 
     >>> is_override("encoder.ffn.w_in"), is_override("encoder.stream")  # the latter is a custom model's
     (True, False)
@@ -431,7 +438,7 @@ def is_override(name: str) -> bool:
 
 
 class UnresolvedError(LayoutError):
-    """The error for a key with alternatives, of which none has been chosen yet."""
+    """The error for a key with alternatives from which none has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
@@ -451,7 +458,7 @@ def one_spec(text: Text, key: str) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
-    """Return fact and remedy of the error for a key that a layout does not have.
+    """Return the fact and the remedy that an error states if a layout does not have a key.
 
     Args:
       key: the key.
@@ -481,19 +488,24 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _same_name(section: str, name: str, known: Iterable[str]) -> str:
-    """Return a proposal of a key with this name in another section, if possible a similar one, or an empty string."""
+    """Return a sentence that proposes a key with this name in another section; empty if there is no such key.
+
+    If several sections have such a key, the section with the most similar name is proposed, or the first section if no
+    name is similar.
+    """
     sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
     near = get_close_matches(section, sections, n=1) or sections[:1]
     return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
-    """Return the text of a key or, if the table lacks it, the spec of its default with this key's dimensions.
+    """Return the text of a key, or of its default if the table lacks the key.
 
-    The default of a via is returned as it is. The result is None if the key is optional and has no default.
+    The spec of the default is restricted to the dimensions of the key; a via is returned unchanged. The result is None
+    if the table lacks the key, and the key is optional and has no default.
 
     Raises:
-      LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
+      LayoutError: the key is unknown, or has alternatives, or is required but absent.
     """
     if not isinstance(key, str):
         raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
@@ -513,7 +525,10 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec with the dimensions `dims`, sharded as in `spec`; T is sharded like L, new ones are not sharded."""
+    """Return a spec with the dimensions `dims`, each of which is sharded as in `spec`.
+
+    If `spec` lacks T, then T is sharded like L. Any other dimension that `spec` lacks is not sharded.
+    """
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

@@ -1,4 +1,4 @@
-"""Custom sections, such as `[ssm]`: a key is declared by its first spec, which fixes its dimensions."""
+"""Custom sections, such as `[ssm]`, in which the first spec of a key declares the key and fixes its dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -42,13 +42,14 @@ METHODS = (
 )
 
 Dims = str | tuple[str, ...]
-"""The dimensions of a tensor, `"BSE"`, or of the two operands of a via, `("BSE", "ES")`."""
+"""The dimensions of a tensor, such as `"BSE"`, or of the two operands of a via, such as `("BSE", "ES")`."""
 
 
 def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     """Return the keys of custom sections, with the dimensions of their specs.
 
-    A spec that cannot be parsed has no dimensions. A section that looks like a misspelled known one is left out.
+    A spec that cannot be parsed has no dimensions. A section is left out if its name looks like a misspelling of a
+    known section.
 
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
@@ -66,7 +67,7 @@ def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
     """Return whether a line belongs to a section `[encoder]` of a custom model, not to the overriding section.
 
     The keys of the overriding section have a dot, as in `"attention.w_q"`. A key without a dot is a mistake in a layout
-    that has the sections of a transformer's blocks. In any other layout it is a line of a custom model.
+    that has the sections of a transformer's blocks. In any other layout, such a key is a line of a custom model.
 
     >>> is_own_encoder("encoder", "w_q", ["embedding", "head"]), is_own_encoder("encoder", "w_q", ["attention"])
     (True, False)
@@ -85,11 +86,14 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section of which `section`, with a known key, is a misspelling, or an empty string.
+    """Return the known section of which `section` is a misspelling, or an empty string.
 
     A custom section may have any name. Without this check, a typo such as `[fnn]` would silently declare a section and
-    leave [ffn] as in the base. In a layout without the sections of a transformer's blocks, which is for a custom model,
-    no name counts as a typo of a section of the model, only of another one, such as [optimizer].
+    leave [ffn] as in the base. A name counts as a typo of a section of the model only if `key` resembles a key of that
+    section too.
+
+    A layout without the sections of a transformer's blocks is for a custom model. In such a layout no name counts as a
+    typo of a section of the model. It may still be a typo of another known section, such as [optimizer].
 
     Args:
       section, key: the section and the key of the line.
@@ -115,16 +119,17 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
 
 
 def _one_slip(name: str, known: str) -> bool:
-    """Return whether names differ by one replaced letter or by swapped letters; True if their lengths differ.
+    """Return whether two names differ only by one replaced letter or by the order of their letters.
 
-    `get_close_matches` is not enough: it counts common letters, so it would take `mem` for `moe`.
+    The result is also True if the names have different lengths. `get_close_matches` alone is not enough, because it
+    counts common letters and so would take `mem` for `moe`.
     """
     others = sum(one != other for one, other in zip(name, known))
     return len(name) != len(known) or others <= 1 or sorted(name) == sorted(known)
 
 
 def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield faults in [dimensions], for letters without a meaning, and for lines named like a method."""
+    """Yield the faults in [dimensions], and faults for letters without a meaning and for lines named like a method."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
@@ -154,9 +159,10 @@ def _key(name: str, dims: Dims) -> Key:
 
 
 def _dims(text: Any, *, via: bool) -> Dims:
-    """Return the dimensions of a spec, or of each operand of a via, or none if the text cannot be parsed.
+    """Return the dimensions of a spec, or of each operand of a via.
 
-    If the text is a tuple of alternatives, the first alternative is read.
+    If the text cannot be parsed, there are no dimensions. If the text is a tuple of alternatives, the first alternative
+    is read.
     """
     text = text[0] if isinstance(text, tuple) else text
     try:

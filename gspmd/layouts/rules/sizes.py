@@ -40,9 +40,10 @@ _REFUSED = {
 
 
 def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes with every dimension of `padding` rounded up to its multiple.
+    """Return the sizes, with every dimension in `padding` rounded up to a multiple of the number given there.
 
-    K is rounded up by itself. H is rounded up to a common multiple of its own multiple and K, and H/K never decreases.
+    K is rounded up on its own. H is rounded up to a common multiple of its number in `padding` and of the padded K, so
+    that H/K never decreases.
 
     >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
     {'H': 64, 'K': 1, 'F': 16}
@@ -60,12 +61,14 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
 
 @dataclass(frozen=True)
 class Padded:
-    """A padded dimension: runs of real entries, each at the start of a longer run with padding at its end.
+    """A padded dimension, in which each run of real entries is followed by padding.
+
+    There may also be runs that consist of padding only.
 
     Attributes:
-      runs: the number of runs of real entries: in H one for each key/value head, in other dimensions one.
+      runs: the number of runs of real entries. Dimension H has one for each key/value head, and others have one.
       length: the number of real entries per run.
-      wide_runs, wide_length: the number of runs, and their length, including padding.
+      wide_runs, wide_length: the number and the length of the runs with their padding.
 
     Example:
       >>> Padded(2, 2, 2, 3).origins.tolist()
@@ -89,14 +92,16 @@ class Padded:
 
     @property
     def origins(self) -> np.ndarray:
-        """For each position, the index of its real entry, or -1 for padding."""
+        """The index of the real entry at each position, or -1 where there is padding."""
         places = np.full((self.wide_runs, self.wide_length), -1)
         places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
         return places.reshape(-1)
 
 
 def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Padded]:
-    """Return the padding of each dimension that is longer in `wide`; query heads stay with their key/value heads.
+    """Return the padding of each dimension that is longer in `wide` than in `sizes`.
+
+    Query heads stay with their key/value heads.
 
     >>> paddings({"H": 4, "K": 2, "V": 3}, {"H": 6, "K": 2, "V": 3})
     {'H': Padded(runs=2, length=2, wide_runs=2, wide_length=3)}
@@ -124,7 +129,10 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence proposing a line of [padding] for `parts` shards, or "" if that would double the size."""
+    """Return a sentence that proposes a line of [padding], with which `parts` shards divide the dimension.
+
+    The sentence is empty if the dimension cannot be padded, or if padding would more than double its size.
+    """
     fits = dim in PADDED and _up(size, parts) <= 2 * size
     of_model = f", or vocabulary_multiple = {parts} in [model] (--model.vocabulary-multiple)" if dim == "V" else ""
     return f"Or pad it: {dim} = {parts} in [padding]{of_model}." if fits else ""
@@ -138,12 +146,18 @@ def _up(size: int, multiple: int) -> int:
 
 
 def microbatches(layout: LayoutTable, sizes: Mapping[str, int]) -> int:
-    """Return the number of microbatches, M of `sizes`, or 1 if it is not given or M is a custom dimension."""
+    """Return the number of microbatches, which is M in `sizes`.
+
+    The result is 1 if M is not given, or if M is a custom dimension of the layout.
+    """
     return 1 if "M" in layout.dimensions else sizes.get("M", 1)
 
 
 def of_microbatch(layout: LayoutTable, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes within one microbatch: its part of B, and of G if every sequence is a group."""
+    """Return the sizes of one microbatch: B is divided by the number of microbatches.
+
+    If every sequence is a token group, G is divided by this number too.
+    """
     count, batch = microbatches(layout, sizes), sizes.get("B")
     if count < 2 or batch is None:
         return dict(sizes)
@@ -165,7 +179,10 @@ def microbatch_faults(layout: LayoutTable, sizes: Mapping[str, int]) -> list[Fau
 
 
 class GivenSizes:
-    """The sizes and the mesh that specs are checked against; dimensions without a size count as divisible."""
+    """The sizes and the mesh that specs are checked against.
+
+    A dimension without a size counts as divisible by every number of shards.
+    """
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
         # By default every sequence is a group; a model without experts has no groups.
@@ -179,7 +196,7 @@ class GivenSizes:
         return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
-        """Return the fault of a size that mesh axes do not divide, with a remedy that includes padding."""
+        """Return the fault of a size that mesh axes do not divide, with padding as a further remedy."""
         # G is the batch unless it is given, so if the batch does not divide, both faults have this cause.
         caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
         remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]
@@ -189,10 +206,10 @@ class GivenSizes:
 
 
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
-    """Return the sizes, padded as the layout says, and the mesh, with every axis of the layout.
+    """Return the sizes and the mesh that the specs of a layout are checked against.
 
-    Without a mesh all axes have size 1. If the sizes include a number of microbatches, M, the result has the sizes of
-    one microbatch.
+    The sizes are padded as the layout says. If they include M, the number of microbatches, the result has the sizes of
+    one microbatch. The mesh has every axis of the layout; if no mesh is given, all axes have size 1.
     """
     # Undeclared axes are left out: they are reported once as faults of the mesh, not with every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}

@@ -1,4 +1,4 @@
-"""Planned steps in the body of a shard_map: each becomes JAX collectives, in a scope that names the step."""
+"""Planned steps in the body of a shard_map: each step becomes JAX collectives, in a scope that names the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +16,21 @@ from gspmd.planner.steps import Chain, Step
 from gspmd.planner.unknown import UnknownStep
 
 After = Sequence[jax.Array]
-"""Arrays that must be computed before a gather round each axis of a TPU's torus starts (`blocking.tpu.all_gather`)."""
+"""Arrays that must be computed before a gather starts, if the gather goes round each axis of a TPU's torus.
+
+`blocking.tpu.all_gather` gives the reason.
+"""
 
 
 def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", after: After = ()) -> jax.Array:
     """Run a chain of steps on a device's shard of a tensor, inside a shard_map over the whole mesh.
 
     Args:
-        chain: the steps and their numbers, which name their scopes.
+        chain: the steps and their numbers, which appear in the names of their scopes.
         x: the shard, with its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
         reduce: the operation of an all-reduce, `"sum"` or `"max"`.
-        after: arrays that must be computed before a gather round each axis of a torus may start.
+        after: arrays that must be computed before a gather starts, if the gather goes round each axis of a torus.
     """
     for number, step in enumerate(chain.steps, chain.first):
         with step_scope(number, _as_sent(step, x, mesh)):
@@ -44,7 +47,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return a step as it is sent: a gather that goes round several torus axes becomes collective-permutes."""
+    """Return a step as it is sent; a gather that goes round several torus axes is sent as collective-permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -58,7 +61,7 @@ def _changed_dimension(step: Step) -> int:
 
 
 def _whole_bytes(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> int:
-    """Return the bytes of the whole tensor, given the shard `x` before a step."""
+    """Return the bytes of the whole tensor, of which `x` is the shard before a step."""
     return x.nbytes * prod(mesh[axis] for axes in step.before.axes for axis in axes)
 
 
@@ -130,10 +133,11 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of devices of a permute; each device is source once and target once.
+    """Return the pairs (source, target) of devices of a permute; each device is a source once and a target once.
 
-    A device that already holds its new shard keeps it, and summands of a partial sum stay on their devices. Nothing
-    moves along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.
+    A device that already holds its new shard keeps the shard. Summands of a partial sum stay on their devices. Nothing
+    moves along a mesh axis that shards the same dimension with the same stride before and after, or that shards nothing
+    before and after.
 
     Example:
         >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
@@ -157,7 +161,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the dimension that an axis shards, and the distance in shards between neighbors along the axis."""
+    """Return the dimension that an axis shards, and its stride: the distance in shards between neighbors along it."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
@@ -169,7 +173,11 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return the identity of a device's shard: its index in each dimension, its summand, its position along `still`."""
+    """Return numbers that identify the shard of a device.
+
+    They are the position of the device along the axes `still`, the index of its shard in each dimension, and the index
+    of its summand if the tensor is a partial sum.
+    """
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

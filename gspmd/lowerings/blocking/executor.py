@@ -13,22 +13,25 @@ from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, NumberedSteps, Routine, RoutineChains, Step
 
 Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
-"""Local arrays by number."""
+"""Local arrays, indexed by the number of a tensor, of a move or of a product."""
 
 
 class Executor:
-    """Runs a routine: its moves, then each local einsum with the steps after it, then each sum with the steps after it.
+    """Runs a routine, which is all steps of an equation, on the shards of one device.
 
-    An executor is built once per program, and called while the program's shard_map is traced. Local products accumulate
-    in float32 (or wider), and are sent in the wire dtypes of their tensors.
+    The moves of the operands run first. Then each local einsum runs, with the steps that follow it. Then the products
+    of each output are added, and the steps after the sum run. An executor is built once per program, and called while
+    the program's shard_map is traced. Local products accumulate in float32 (or wider), and are sent in the wire dtypes
+    of their tensors.
 
     Args:
         routine: the routine to run.
         inputs, outputs: the tensors of the routine.
-        sizes, mesh: the sizes of the dimensions of the whole tensors, and of the mesh axes.
-        chains: the routine's steps with their numbers in the program, if it is part of a larger program.
+        sizes: the sizes of the dimensions of the whole tensors.
+        mesh: the sizes of the mesh axes.
+        chains: the routine's steps with their numbers in the program. None if the program consists of this routine.
         precision: the precision of the local products.
-        multiply: a function for local einsums, (step, *local operands) -> local result; by default `local_einsum`.
+        multiply: the function for local einsums, (step, *local operands) -> local result; by default `local_einsum`.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Executor:
     def move_all(
         self, numbers: Iterable[int], pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None
     ) -> list[jax.Array]:
-        """Run the moves with these numbers, each up to but without step `stop(number)`; return their results in order.
+        """Run the moves with these numbers, and return their results in the order of the numbers.
 
-        Gathers over several axes run last. Gathers round each axis of a torus also wait for all moves before them, for
-        the reason that `blocking.tpu.all_gather` gives.
+        Each move stops before step `stop(number)`, or runs to its end if `stop(number)` is None. Moves with a gather
+        over several axes run last. A gather that goes round each axis of a torus also waits for all moves before it, as
+        `blocking.tpu.all_gather` explains.
         """
 
         def comes_last(number: int) -> bool:
@@ -74,18 +78,21 @@ class Executor:
         return [moved[number] for number in numbers]
 
     def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
-        """Run the steps of a move before step `stop`; gathers round each axis of a torus wait for `after`."""
+        """Run the steps of a move that come before step `stop`.
+
+        Gathers that go round each axis of a torus wait for the arrays `after`.
+        """
         source, chain = self.routine.moves[number].source, self.chains.moves[number]
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire, after)
 
     def send(self, chain: Chain, x: jax.Array, wire: str, after: After = ()) -> jax.Array:
-        """Run a chain of steps on a local array, which is sent in the dtype `wire`."""
+        """Run a chain of steps on a local array, which collectives send in the dtype `wire`."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
             return emit(chain, x.astype(wire), self.mesh, after=after).astype(x.dtype)
         return emit(chain, x, self.mesh, after=after)
 
     def product(self, number: int, moved: Pieces) -> jax.Array:
-        """Multiply moved operands, and run the steps after the product, up to the sum of products."""
+        """Multiply moved operands, and run the steps between the product and the sum of products."""
         product = self.routine.products[number]
         return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
@@ -110,7 +117,7 @@ class Executor:
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:
-        """Compute an output: add its products, and run the steps after the sum, such as reductions of partial sums."""
+        """Add the products of an output, and run the steps after the sum, such as reductions of partial sums."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)

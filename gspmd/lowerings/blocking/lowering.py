@@ -1,4 +1,4 @@
-"""Lowering `blocking`: the steps of a plan in one shard_map, and those of its gradient in another."""
+"""Lowering `blocking`: a plan's steps run in one shard_map, and the steps of its gradient run in another."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,14 +19,15 @@ def lower(call: Call) -> Passes:
 
 
 def passes(call: Call, executor: Callable) -> Passes:
-    """Return both passes of a plan, given an executor, which runs a routine on local arrays.
+    """Return the forward and the backward pass of a plan, which run its routines by a given executor.
 
-    Operands that are moved are kept for the backward pass as they are after the move, so that they are not moved again.
-    Other operands are kept as they were given.
+    An operand that is moved is kept for the backward pass as it is after the move, so that it is not moved again. Any
+    other operand is kept as it was given.
 
     Args:
         call: the call whose plan is run.
-        executor: (routine, inputs, outputs, overlap) -> a function of local arrays, such as an `Executor`.
+        executor: a function (routine, inputs, outputs, overlap) -> executor. The executor is a function of local
+            arrays, such as an `Executor`.
     """
     plan, ctx, specs = call.plan, call.context, call.operands
     equation, title, moves = plan.equation, str(plan.equation), plan.routine.moves

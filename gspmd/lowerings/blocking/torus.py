@@ -1,15 +1,16 @@
 """A gather over several axes of a 3D torus, as permutes that keep the links of all these axes busy.
 
 On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, and uses the
-links of one axis only. Here every shard is cut into two parts for each axis. The two parts go round the axis in
-opposite directions: first round one axis, and then, together with the blocks received there, round the next. Different
-parts begin with different axes, so at any time they use different links. Each block that arrives is written to its
-position while the next blocks are sent.
+links of one axis only. Here every shard is cut into two parts for each axis, which are sent in opposite directions. A
+part goes round one axis first. Then, together with the blocks received there, it goes round the next axis. Each
+of these pairs of parts begins with a different axis, so at any time the pairs use different links. Each block that
+arrives is written to its position while the next blocks are sent.
 
-It is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), for these reasons:
+This gather is fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`), for these reasons:
 
 - everything that arrives along one axis is sent round the next axis as one block. If shards were sent separately, there
-  would be more permutes than the compiler runs at a time, and it would not choose permutes that use different links;
+  would be more permutes than the compiler runs at a time, and the compiler would not choose permutes that use different
+  links;
 - all parts have the same size, even if axes have different sizes. If the sizes were chosen to keep all links busy for
   the same time, the permutes would wait for one another (4x4x8: 11.8 ms instead of 9.8);
 - blocks are written directly into the result. If they were stacked and joined at the end, they would be copied twice;
@@ -35,13 +36,15 @@ _COLUMN = 32
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
-    """Return the dimension along which to cut shards for a gather over several axes, or None if they are too small.
+    """Return the dimension along which to cut shards for a gather over several axes.
+
+    The result is None if the shards are too small to be cut.
 
     Args:
         shape: the shape of a shard, without dimensions of size 1.
         itemsize: bytes of an element.
         dimension: the dimension that is gathered.
-        axes: the number of mesh axes of more than one device.
+        axes: the number of mesh axes with more than one device.
 
     Example:
         >>> cut_along((18432, 4608), 2, 1, 2), cut_along((18432, 4608), 2, 0, 2), cut_along((4608,), 2, 0, 2)
@@ -62,10 +65,11 @@ def gather(
     mesh: Mapping[str, int],
     zero: jax.Array | int = 0,
 ) -> jax.Array:
-    """Gather a dimension over mesh axes, given major first; shards are cut into parts along the dimension `along`.
+    """Gather a dimension over mesh axes, which are listed from major to minor.
 
-    Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
-    `zero` is known, which the caller computes from arrays that must be computed first.
+    Shards are cut into parts along the dimension `along`. Shards that are not whole tiles get a separate dimension, and
+    are reordered at the end. Sending starts only once `zero` is known. To make the gather wait for certain arrays, the
+    caller computes `zero` from them (`tpu.zero_after`).
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
@@ -94,11 +98,11 @@ def gather(
 
 @dataclass
 class _Walk:
-    """The walk of one part of every shard round the axes, one axis after another.
+    """The way of one part of every shard round the axes, one axis after another.
 
     Attributes:
         block: the part, gathered over the axes so far, with the shards in their final order.
-        start: the position at which the part begins, along the dimension along which shards are cut.
+        start: the position at which the part begins, in the dimension along which shards are cut.
         axes: the axes in the order in which the part is sent round them.
         sign: the direction, +1 or -1.
     """
@@ -115,7 +119,7 @@ def _round(
     """Send the blocks of all walks at the same time, each round one axis.
 
     Yields:
-        The index of a walk, a position along the gathered dimension, and the piece of a block to be written there.
+        The index of a walk, a piece's position along the gathered dimension, and the piece to be written there.
     """
     blocks = [walk.block for walk in walks]
     for hop in range(max(mesh[walk.axes[stage]] for walk in walks)):
@@ -146,7 +150,10 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of nearly equal parts, in whole tiles if possible; the last part takes the rest."""
+    """Return the start and the length of nearly equal parts of the dimension `along`.
+
+    The parts are whole tiles if possible, except for the last part, which takes the rest.
+    """
     size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
     unit = tile if size // tile >= parts else 1
     starts = [start * unit for start, _ in cut(size // unit, parts)]

@@ -4,29 +4,33 @@ These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42
 benchmarks/ledgers.py` shows the differences that remain. Each rule says what the compiler does, and what is written
 instead:
 
-- it turns many gathers and reduce-scatters over all devices of a slice into all-reduces, with twice the bytes
+- The compiler turns many gathers and reduce-scatters over all devices of a slice into all-reduces, with twice the bytes
   (`hardware.links.stays_whole`). Two collectives, one over some of the devices and one over the rest, send the planned
-  bytes and are compiled as written;
-- it sends a collective over several torus axes round a single ring through all their devices. Axis by axis the same
-  bytes take fewer hops, which is faster for few bytes; for many bytes, putting the parts in order costs more. A gather
-  of many bytes is emitted as permutes round all axes at the same time (`blocking.torus`);
-- it keeps a reduce-scatter of two-byte elements along the last dimension if its shards are multiples of 256, two rows
-  of lanes, and turns other multiples of 128 into an all-reduce. With the scattered dimension first and the other
-  dimensions flattened it keeps these too; the transpose takes about as long as the additional bytes of an all-reduce
-  would. It keeps narrower shards if another dimension fills the lanes;
-- it pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by permutes.
-  If the shards have a separate dimension, it keeps the collective, at no cost. But then it also rewrites a product
-  whose rows are split in this way: if the rows fill the lanes and the columns do not (16 columns of keys), it
-  transposes the other operand first, of any size. A barrier between the product and the shards prevents this;
-- it decomposes an all-to-all that cuts one dimension and joins the parts along another, but only after it has chosen
-  the order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the
+  bytes and are compiled as written.
+- The compiler sends a collective over several torus axes round a single ring through all their devices. If few bytes
+  are sent, one collective per axis is faster, because the same bytes take fewer hops. If many bytes are sent, putting
+  the parts in order costs more than that saves. A gather of many bytes is emitted as permutes round all axes at the
+  same time (`blocking.torus`).
+- A reduce-scatter of two-byte elements along the last dimension is kept if the size of its shards is a multiple of 256,
+  two rows of lanes. If the size is any other multiple of 128, the compiler uses an all-reduce. If the scattered
+  dimension is first and the other dimensions are flattened, the compiler keeps the reduce-scatter for these sizes too.
+  The transpose takes about as long as the additional bytes of an all-reduce would. Narrower shards are kept if another
+  dimension fills the lanes.
+- The compiler pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by
+  permutes. If the shards have a separate dimension, the collective is kept, at no cost. But then the compiler also
+  rewrites a product whose rows are split in this way. If the rows fill the lanes and the columns do not (16 columns of
+  keys), it first transposes the other operand, of any size. A barrier between the product and the shards prevents this.
+- The compiler decomposes an all-to-all that cuts one dimension and joins the parts along another, but only after it has
+  chosen the order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the
   padding by sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads
-  nothing;
-- rows of several experts arrive from one device after the other. If they are transposed, it copies them twice, since
-  the rows of one expert from one device do not fill a tile. A gather of rows by constant indices moves each row once;
-- dimensions of size 1 (`L` of `[B, 1, E]`) prevent it from keeping any of these forms, so they are dropped in between;
-- if the shards of a gather along the last dimension are not multiples of 128, it reorders the result. This costs less
-  if the shards have a separate dimension, unless another dimension fills the lanes.
+  nothing.
+- Rows of several experts arrive from one device after the other. If these rows are transposed, the compiler copies them
+  twice, since the rows of one expert from one device do not fill a tile. A gather of rows by constant indices moves
+  each row once.
+- Dimensions of size 1 (`L` of `[B, 1, E]`) prevent the compiler from keeping any of these forms. So these dimensions
+  are dropped before a collective and added again after it.
+- If the size of the shards of a gather along the last dimension is not a multiple of 128, the compiler reorders the
+  result. This costs less if the shards have a separate dimension, unless another dimension fills the lanes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,14 +52,17 @@ _PACKED = 16  # Rows of a tile of two-byte numbers.
 SMALL = 2**20  # Bytes that two links of a v4 send in about the time of 12 hops.
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
-"""Mesh axes, the number of devices in a group, and the groups of positions if groups do not span the axis."""
+"""One of the parts into which a collective is split: its mesh axes, the number of devices in a group, and the groups.
+
+The groups are lists of positions along the axis, or None if each group has all positions along the axes.
+"""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """Return a zero that is computed from `x`: an operation whose index includes this zero waits for `x`.
+    """Return a zero that is computed from `x`; an operation that adds this zero to an index waits for `x`.
 
-    A barrier would not work, because the compiler drops barriers before it orders instructions. It does not notice that
-    the bits of this number are always zero.
+    A barrier would not work, because the compiler drops barriers before it orders instructions. But the compiler does
+    not notice that the bits of this number are always zero. On devices other than TPUs the result is a constant.
     """
     if not in_force.is_tpu():
         return 0
@@ -74,13 +81,13 @@ def zero_after(x: jax.Array) -> jax.Array | int:
 
 
 class OverSlices(NamedTuple):
-    """The parts of a collective over several slices: one over the network, others within a slice.
+    """The parts of a collective over several slices: one part over the network, and the other parts within a slice.
 
     Attributes:
         between: the part over the network, or None if all devices of a group are in one slice.
-        inside: the parts within a slice, major first.
-        sizes: for each axis, the number of slices along it, and the number of devices along it within a slice. For
-            example ((2, 4), (1, 8)) for two axes, the first of which spans two slices.
+        inside: the parts within a slice, from major to minor.
+        sizes: a pair for each axis: the number of slices along the axis, and the number of devices along the axis
+            within a slice. For example, ((2, 4), (1, 8)) is for two axes, the first of which spans two slices.
     """
 
     between: CollectivePart | None
@@ -89,12 +96,15 @@ class OverSlices(NamedTuple):
 
     @property
     def parts(self) -> list[CollectivePart]:
-        """All parts in the order of a reduce-scatter: the network comes last, when the fewest bytes are left."""
+        """All parts in the order of a reduce-scatter.
+
+        The part over the network comes last, because the fewest bytes are left then.
+        """
         return [*self.inside, *([self.between] if self.between else [])]
 
     @property
     def in_order(self) -> bool:
-        """Whether the axes over slices are the minor axes, so that shards arrive in their final order."""
+        """Whether the axes that span several slices are the minor axes, so that shards arrive in their final order."""
         away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
         near = [number for number, (_, inner) in enumerate(self.sizes) if inner > 1]
         return not away or not near or max(near) < min(away)
@@ -108,21 +118,27 @@ def all_gather(
     whole_bytes: int = 0,
     after: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Gather a dimension over mesh axes, which are listed major first.
+    """Gather a dimension over mesh axes, which are listed from major to minor.
 
-    A gather that is split runs over the minor axes first. A large gather sends permutes round each axis of a 3D torus
-    (`blocking.torus`) where that is allowed, and waits until all arrays in `after` are computed. Without this wait the
-    compiler would start permutes as early as possible: the permutes of several gathers would share the
-    links, and the blocks of all gathers would be held at the same time. A layer of PaLM 540B, for 256 prompts on 64 TPU
-    v4, then waited 147 ms for links instead of 33.
+    A gather that is split into several collectives runs over the minor axes first.
+
+    A large gather sends permutes round each axis of a 3D torus (`blocking.torus`) where that is allowed. Such a gather
+    waits until all arrays in `after` are computed. Without this wait the compiler would start permutes as early as
+    possible. The permutes of several gathers would then share the links, and the blocks of all gathers would be held at
+    the same time. In this way a layer of PaLM 540B, for 256 prompts on 64 TPU v4, waited 147 ms for links instead of
+    33 ms.
 
     Over several slices the gather runs over the network first, so that the network carries each byte once, and then
-    within the slices. If the axes over slices are not the minor axes, the shards are put in order at the end.
+    within the slices. If the axes that span several slices are not the minor axes, the shards are put in order at the
+    end.
 
     Args:
-        x, axes, dimension, mesh: the shard, the mesh axes, the gathered dimension, and the sizes of all mesh axes.
-        whole_bytes: bytes of the whole tensor, if only part of it is gathered (`gathers_round_each_axis`).
-        after: arrays that must be computed before the gather starts.
+        x: the shard.
+        axes: the mesh axes.
+        dimension: the dimension to gather.
+        mesh: the sizes of all mesh axes.
+        whole_bytes: bytes of the whole tensor, if only part of the tensor is gathered (`gathers_round_each_axis`).
+        after: arrays that must be computed before the gather starts, if it goes round each axis of a torus.
     """
     along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:
@@ -146,10 +162,10 @@ def all_gather(
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter a dimension over mesh axes, given major first; of several parts, the major one runs first.
+    """Reduce-scatter a dimension over mesh axes, which are listed from major to minor.
 
-    Over several slices it is the reverse of a gather: the shards are put in order, and scattered within the slices and
-    then over the network.
+    A reduce-scatter that is split into several collectives runs over the major axes first. Over several slices it is
+    the reverse of a gather: the shards are put in order, and scattered within the slices and then over the network.
     """
     kind = "reduce-scatter"
     over = _over_slices(axes, mesh, kind, x.nbytes)
@@ -170,8 +186,8 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
 def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> jax.Array:
     """All-reduce over mesh axes.
 
-    Over several slices, many bytes are reduce-scattered within each slice, reduced over the network, and gathered. The
-    compiler would do the same, but would pad the shards, and would reduce a whole slice twice.
+    Over several slices, a large array is reduce-scattered within each slice, reduced over the network, and gathered
+    within each slice. The compiler would do the same, but would pad the shards, and would reduce a whole slice twice.
     """
     over = _over_slices(axes, mesh, "reduce-scatter", x.nbytes)
     if over is None or over.between is None or not over.inside or x.nbytes < SMALL:
@@ -198,7 +214,10 @@ def goes_round_each_axis(
 def _cut_along(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> int | None:
-    """Return the dimension along which a gather round each axis cuts its shards, or None for any other gather."""
+    """Return the dimension along which a gather round each axis of a torus cuts its shards.
+
+    The result is None for a gather that does not go round each axis.
+    """
     chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
     if chip is None or in_force.slices() > 1:
         return None
@@ -227,7 +246,7 @@ def _gather_round_each_axis(
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
-    """Gather by one collective for each of `parts`, which are listed major first and run in the opposite order."""
+    """Gather by one collective for each of `parts`, which are listed from major to minor; the minor part runs first."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -250,14 +269,15 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices, or None if the collective is not split.
 
-    A collective on one slice is not split. It is also not split if one axis lies both over slices and within them, and
-    another axis over slices too: JAX cannot name such groups, so the compiler decides.
+    A collective on one slice is not split. The same holds if one axis of the collective extends both over slices and
+    within each slice, and another axis extends over slices too. JAX cannot name the groups of such parts, so the
+    compiler decides.
 
     Args:
-        axes: mesh axes of the collective, major first.
+        axes: mesh axes of the collective, from major to minor.
         mesh: sizes of all mesh axes.
         kind: `"all-gather"` or `"reduce-scatter"`.
-        size: bytes per device of the larger of input and output.
+        size: bytes per device of the input or of the output, whichever is larger.
     """
     across = in_force.across_slices()
     wide = [axis for axis in axes if mesh[axis] > 1]
@@ -288,7 +308,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
 
 
 def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
-    """Return groups of `parts` positions along an axis, `stride` apart.
+    """Cut the positions along an axis into groups of `parts` positions that are `stride` apart.
 
     >>> _groups(8, 2, 2)
     [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -300,16 +320,17 @@ def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Exchange parts of a dimension over mesh axes: an all-to-all with `tiled=True`.
+    """Exchange parts of a dimension over mesh axes, like `jax.lax.all_to_all` with `tiled=True`.
 
-    The parts get a separate first dimension, and are exchanged row by row. libtpu 0.0.42 itself would reorder parts of
-    the last dimension: on a v5e, bfloat16 [4, 8, 8192] would take 107 µs, and takes 8 µs in rows. Parts that are not
-    whole rows of lanes, and parts that arrive along the last dimension, are left to libtpu, which is as fast there.
+    The parts get a separate first dimension, and are exchanged row by row. libtpu 0.0.42 by itself would reorder parts
+    of the last dimension: on a v5e, bfloat16 [4, 8, 8192] would take 107 µs, and takes 8 µs in rows. Two kinds of parts
+    are left to libtpu, which is as fast for them: parts that are not whole rows of lanes, and parts that arrive along
+    the last dimension.
 
-    For slots, whose dimensions are GXCE, the memory order is known on both sides (`slots_to_all`). If only two
-    dimensions are longer than 1, as in the residual of a decoding step, a matrix is exchanged. With more long
-    dimensions, dropping those of size 1 gains nothing: [16, 1, 64, 128], cut along the last, takes 17.2 µs, and [16,
-    64, 128] 20.6.
+    For slots of experts, whose dimensions are GXCE, the memory order is known on both sides (`slots_to_all`). If only
+    two dimensions are longer than 1, as in the residual of a decoding step, the array is exchanged as a matrix. If more
+    dimensions are longer than 1, dropping dimensions of size 1 gains nothing: cut along the last dimension, [16, 1, 64,
+    128] takes 17.2 µs, and [16, 64, 128] takes 20.6 µs.
     """
     if dims == tuple("GXCE") and {split, concat} == {0, 1}:
         return slots_to_all(x, axes, split, mesh)
@@ -328,9 +349,10 @@ def all_to_all(
 
 
 def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Exchange slots `[G, X, C, E]`: send them to their experts (`split` is 1), or send results back (`split` is 0).
+    """Exchange slots of experts, `[G, X, C, E]`.
 
-    On both sides slots are stored expert by expert, as dispatch gathers them and as products read them.
+    If `split` is 1, slots are sent to their experts; if `split` is 0, the experts' results are sent back. Before and
+    after the exchange, slots are stored expert by expert, as dispatch gathers them and as products read them.
     """
     parts, (groups, experts, *rest) = prod(mesh[axis] for axis in axes), x.shape
     x = x.swapaxes(0, 1)
@@ -342,7 +364,7 @@ def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[
 
 
 def _exchanged(pieces: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Send part i of `[parts, ..., E]` to device i, and replace it by the part from device i."""
+    """Send part i of `[parts, ..., E]` to device i, and replace this part by the one that device i sends."""
     rows = pieces.reshape(-1, pieces.shape[-1])
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True).reshape(pieces.shape)
 
@@ -358,10 +380,10 @@ def _reordered(pieces: jax.Array) -> jax.Array:
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> list[CollectivePart]:
-    """Return the parts of a collective on one slice, major first.
+    """Return the parts of a collective on one slice, from major to minor.
 
-    A collective over all devices has two parts (unless it may stay whole), a small collective has one part for each
-    axis, and every other collective has one part.
+    A collective over all devices has two parts, unless the compiler keeps it whole. A small collective over some of the
+    devices has one part for each axis. Every other collective has one part.
     """
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
@@ -384,7 +406,10 @@ def _stays_whole(kind: str, group: int, size: int) -> bool:
 
 
 def _ring(devices: int) -> int:
-    """Return the likely size of one ring of the torus: a divisor of `devices` near its square or cube root."""
+    """Return the likely size of one ring of the torus, a divisor of `devices`.
+
+    It is the divisor nearest to the square root on a 2D torus, and nearest to the cube root on a 3D torus.
+    """
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
@@ -409,7 +434,7 @@ def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
 
 
 def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
-    """Reduce-scatter along the first dimension, with the shards in a dimension of their own, as whole tiles."""
+    """Reduce-scatter along the first dimension, for which the shards get a separate dimension and fill whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
     if x.ndim > 2 and x.shape[-2] % _TILE:  # otherwise the compiler makes it an all-reduce and slices
@@ -422,7 +447,10 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Return whether the scattered dimension must go first: it is last, and the compiler would use an all-reduce."""
+    """Return whether the scattered dimension must be moved to the front.
+
+    That is so if the dimension is the last one and the compiler would replace the reduce-scatter by an all-reduce.
+    """
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

@@ -1,4 +1,4 @@
-"""A product with an operand whose chunks arrive round a ring: each chunk gives a part or a summand of the result."""
+"""A product with an operand that arrives in chunks round a ring; each chunk gives a part or a summand of the result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +15,17 @@ class Accumulator:
     """One product that is computed while the chunks of one of its operands arrive.
 
     The effect of a chunk depends on the dimension along which chunks are cut. A chunk of a free dimension gives a part
-    of the result, and a chunk of a contracted dimension a summand. A chunk of a batch dimension gives a part of the
-    result, and needs only a part of the other operand.
+    of the result. A chunk of a contracted dimension gives a summand of the result. A chunk of a batch dimension gives a
+    part of the result, and needs only a part of the other operand.
 
     Args:
         transfer: the transfer of the operand that arrives in chunks.
-        other: the whole other operand, or None if there is no other.
-        other_dims, dims: the dimensions of the other operand, and of the product.
-        multiply: a function (chunk, part of the other operand) -> their local einsum.
-        stored: the dtype of finished parts; None for float32, if parts will still be sent or added.
+        other: the whole other operand, or None if the product has only one operand.
+        other_dims: the dimensions of the other operand.
+        dims: the dimensions of the product.
+        multiply: a function, (chunk, part of the other operand) -> the local einsum of these arrays.
+        stored: the dtype in which finished parts are stored. None keeps the dtype of the products, float32, because
+            parts will still be sent or added.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class Accumulator:
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
         """Multiply chunks that arrived together, in one product if all need the same part of the other operand.
 
-        Host devices multiply chunks one by one: they have no matrix unit to fill, and would hold the chunks twice.
+        Host devices multiply chunks one by one, because they have no matrix unit to fill, and would hold the chunks
+        twice.
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
@@ -83,7 +86,7 @@ class Accumulator:
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:
-        """Restore the partial result from the carry of a loop."""
+        """Restore the partial result, which a loop has carried."""
         if self.placed:
             self.result = state
         else:

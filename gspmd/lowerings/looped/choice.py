@@ -1,16 +1,16 @@
 """The choice of the gathers and reduce-scatters that run inside a routine's einsums, and of their schedules.
 
-A gather as a ring is worth it if
+A gather is worth running as a ring if
 
     inner gather + max(chunked products, permutes) + first chunk  <  whole product + collective
 
-Rings differ in three choices: the mesh axes over which the loop goes, while the tensor's other axes form one chunk (so
-that chunks are not too thin for the matrix unit); the schedule; and whether parts of the shards are sent round the axes
-in different orders (so that the links of all axes are busy).
+Rings differ in three choices. The first is the mesh axes over which the loop goes; shards along the tensor's other axes
+together form one chunk, so that chunks are not too thin for the matrix unit. The second is the schedule. The third is
+whether parts of the shards are sent round the axes in different orders, so that the links of all axes are busy.
 
-Instead of rings, a dimension that no collective changes, such as the batch, can be cut into stripes: while one stripe
-is multiplied, the next is gathered and the previous one is reduce-scattered. Products then keep their whole contracted
-dimension, and both operands and results can be sent during products.
+Instead of using rings, one can cut a dimension that no collective changes, such as the batch, into stripes. While one
+stripe is multiplied, the next stripe is gathered and the previous one is reduce-scattered. Products then keep their
+whole contracted dimension, and both operands and results can be sent during products.
 
 Source: Wang et al. 2023 (ASPLOS), §5.5, for the condition.
 """
@@ -28,16 +28,18 @@ from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, lo
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
-"""The median relative error of the product model: loops and stripes are not chosen for a smaller gain.
+"""The median relative error of the model of products; loops and stripes are not chosen for a smaller gain.
 
-For Llama 2 70B's feed-forward layer under zero-3 on 256 TPU v5p the model predicts a gain of 1.9% by stripes; in the
-compiled program they cost 18% of a step.
+For example, the model predicts that stripes gain 1.9% for the feed-forward layer of Llama 2 70B under zero-3 on 256 TPU
+v5p. In the compiled program, the stripes cost 18% of a step.
 """
 
 SUMMED_MARGIN = 0.12
-"""The same margin for rings whose chunks are cut along a contracted dimension. Nothing makes the permutes wait for the
-sums of these chunks, so the TPU compiler may send every chunk before it multiplies the first (second product of PaLM
-with 512 tokens: a predicted gain of 10%, and none in the compiled program).
+"""The smallest gain for which a ring is chosen if its chunks are cut along a contracted dimension.
+
+Nothing makes the permutes wait for the sums of such chunks, so the TPU compiler may send every chunk before it
+multiplies the first. For the second product of PaLM with 512 tokens, the predicted gain is 10%, and the compiled
+program gains nothing.
 """
 
 
@@ -50,7 +52,10 @@ class OverlapChoice:
 
     @property
     def rank(self) -> float:
-        """The seconds by which choices are compared; those of `halves`, with twice the products, include a margin."""
+        """The seconds by which choices are compared.
+
+        The seconds of a choice with schedule `halves`, which has twice as many products, include a margin.
+        """
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -62,13 +67,13 @@ def plan_overlap(
 
     Args:
         routine: the routine to run.
-        inputs, outputs: its tensors.
-        environment: sizes, mesh, chip.
-        lowering: `"looped"` loops every collective that can be looped, each by its cheapest schedule;
-            `"looped:<schedule>"` uses this schedule; `"auto"` loops only where this is cheaper.
+        inputs, outputs: the tensors of the routine.
+        environment: the sizes of the dimensions, the mesh and the chip.
+        lowering: `"looped"` loops every collective that can be looped, each by its cheapest schedule.
+            `"looped:<schedule>"` uses this schedule for all loops. `"auto"` uses loops only where they are cheaper.
 
     Returns:
-        The overlap, and the seconds that it saves over `blocking`.
+        The rings and stripes, and the seconds that they save over `blocking`.
     """
     chooser = _Chooser(routine, environment, Costs(routine, inputs, outputs, environment), lowering)
     if not chooser.gathers and not chooser.scatters:
@@ -97,18 +102,20 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds of all products and of all loopable collectives if no collective is looped."""
+        """Return the seconds of all products and of all collectives that can be looped, if none of them is looped."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds of `blocking`, if its looped collectives used the links of all their axes.
+        """Return the seconds that a loop has to beat, which may be less than those of `blocking`.
 
-        On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all
-        axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14
-        products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains
-        of 9 to 29% of `blocking`. In compiled programs four of them gain 5 to 15%, and the others lose 3 to 85%.
+        This is the time of `blocking` if the collectives that would be looped used the links of all their axes. On v4
+        and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all axes,
+        and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14 products with
+        gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains of 9 to 29%
+        of the time of `blocking`. In compiled programs four of these products gain 5 to 15%, and the others lose 3 to
+        85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -134,8 +141,8 @@ class _Chooser:
     def choices(self) -> Iterator[OverlapChoice]:
         """Yield the choice with the best rings, and a choice for every number of stripes.
 
-        Under `looped` no operand may be gathered completely before its product. If both operands of a product are
-        gathered, and a ring can loop over only one of them, stripes are used, even thin ones.
+        Under `looped` no operand may be gathered completely before its product. But a ring can loop over only one
+        operand of a product. So if both operands of a product are gathered, stripes are used, even thin stripes.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         spans = (*self.gathers.values(), *self.scatters.values())
@@ -183,14 +190,20 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return a tensor's best ring, or None if it gains nothing, with the seconds of collectives and products."""
+        """Return the best ring for a tensor, and the seconds of its collectives and products with this ring.
+
+        The ring is None if no ring is faster than the collectives and the lowering does not require one.
+        """
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Yield the rings for every choice of looped axes, schedule and axis orders; under `auto` only short ones."""
+        """Yield a ring for every choice of looped axes, schedule and number of axis orders.
+
+        Under `auto`, rings that are too long are left out (`is_short`).
+        """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):
@@ -203,9 +216,9 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """Return a ring that gathers a tensor by permutes before its products, or scatters it after them.
+        """Return a ring that gathers a tensor by permutes before its products, or scatters it after its products.
 
-        By default its schedule is the requested one, or else the last of `SCHEDULES`.
+        By default, the schedule is the one that the lowering names, or else the last of `SCHEDULES`.
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
@@ -224,7 +237,10 @@ class _Chooser:
             yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """Return the ring that scatters a stripe's result, inside the products unless they would become too thin."""
+        """Return the ring that scatters the result of a stripe.
+
+        The ring runs inside the stripe's products, unless these would become too thin.
+        """
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))
@@ -232,7 +248,10 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts, if possible a free one that no collective changes."""
+    """Return the dimension along which shards are cut into parts, or None if there is none.
+
+    If possible, this is a free dimension that no collective changes.
+    """
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

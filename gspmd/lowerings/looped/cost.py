@@ -1,6 +1,7 @@
-"""The cost of rings and stripes: products in chunks, the busiest link, and the time when these do not overlap.
+"""The cost of rings and stripes, from the time of products in chunks and the time of the busiest link.
 
-Not modeled: other equations that use the links at the same time, and overlap that the compiler's scheduler misses.
+Time in which these do not overlap is included. Two effects are not modeled: other equations may use the links at the
+same time, and the compiler's scheduler may miss an overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +16,33 @@ from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 CUT_COPIES, LANE_COPIES = 8, 6
-"""Passes over main memory in compiled programs, to cut data and add up the parts, or to join parts along the lanes."""
+"""Numbers of passes over main memory in compiled programs.
+
+The first is for cutting data and adding up the parts, and the second is for joining parts along the lanes.
+"""
 
 NESTED_WAVE = 3e-6
-"""Additional seconds of a wave of a ring over several axes, besides products and permutes, as compiled for TPU v4."""
+"""Seconds that a wave of a ring over several axes takes besides its products and permutes, as compiled for TPU v4."""
 
 REORDERED_PASSES = 8
 """Passes over main memory to reorder an operand of one-byte elements on a TPU, before parts are cut out of it.
 
-In memory a tile has 32 rows of one-byte elements, but a part whose position is known only when the program runs can be
-cut only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192,2048]` takes as long as 8.0 passes
-(v4), 5.7 (v6e), 4.9 (v5e) and 4.5 (v5p).
+In memory a tile has 32 rows of one-byte elements. But a part whose position is known only when the program runs can be
+cut only out of tiles of 8 rows. In compiled programs one reordering of `s8[8192,2048]` takes as long as 8.0 passes on
+v4, 5.7 on v6e, 4.9 on v5e and 4.5 on v5p.
 """
 
 NEAR = 64e6
-"""A float32 sum stays in a TPU's VMEM if at most this many bytes are read and written; with twice as many it does
-not."""
+"""A float32 sum stays in a TPU's VMEM if at most this many bytes of the sum are read and written.
+
+With twice as many bytes, the sum does not stay there.
+"""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
-"""A collective, its ring, and the products with which it overlaps."""
+"""A collective, its ring, and the products with which the collective overlaps."""
 
 Sent = tuple[float, Mapping[Link, int]]
-"""The bytes of each hop of a walk, and the number of hops over each link."""
+"""The bytes that each hop sends, and the number of hops over each link."""
 
 
 class Costs:
@@ -53,13 +59,16 @@ class Costs:
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
     def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a gather by a ring with its products: inner gather + max(communication, compute)."""
+        """Return the seconds of a gather by a ring together with its products.
+
+        This is the time of the gather within a chunk, plus max(communication, compute) for the loop.
+        """
         before, loop, compute = self._ring(span, ring, products)
         inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a reduce-scatter by a ring, with those `products` that no other ring overlaps."""
+        """Return the seconds of a reduce-scatter by a ring together with `products`, which no other ring overlaps."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
@@ -85,9 +94,10 @@ class Costs:
     def _reordered(
         self, span: CollectiveSpan, ring: Ring, products: Sequence[Product], stripe: Mapping[str, int] | None = None
     ) -> float:
-        """Return the seconds of reordering operands of one-byte elements, or their stripes, before the ring cuts them.
+        """Return the seconds of reordering operands of one-byte elements before the ring cuts them.
 
-        The operand that the ring gathers is not cut, as it arrives in chunks.
+        If `stripe` is given, these are the seconds for one stripe of each operand. The operand that the ring gathers is
+        not cut, because it arrives in chunks.
         """
         if self.chip.is_switch:  # only TPUs store tiles
             return 0.0
@@ -103,7 +113,10 @@ class Costs:
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Return the transfers within a chunk, axis by axis, minor first; the arrays grow from one to the next."""
+        """Return the transfers within a chunk, one for each axis, from minor to major.
+
+        The array that is sent grows from one transfer to the next.
+        """
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))
@@ -125,7 +138,10 @@ class Costs:
         return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if SCHEDULES[ring.schedule].both_ways else 1))
 
     def _cut(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Return the local sizes of a chunk (or part) in the dimensions that are cut, and the number of chunks."""
+        """Return the sizes of a chunk in the dimensions that are cut, on one device, and the number of chunks.
+
+        If shards are cut into parts, these are the sizes and the number of the parts.
+        """
         inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
         cut = {dim: axes for dim, axes in span.changed_axes.items() if any(axis in ring.axes for axis in axes)}
         chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
@@ -139,12 +155,13 @@ class Costs:
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
         """Return the seconds of all stripes, each of which is gathered, multiplied and scattered.
 
-        Stripes of a contracted dimension are summands: they are added up, and only their sum is scattered.
+        If the stripes cut a contracted dimension, their results are summands. These are added up, and only the sum is
+        scattered.
 
         Args:
-            stripes: the stripes of the dimension.
-            gathers: the transfers before the products.
-            scatters: the transfers after the products.
+            stripes: the dimension and the sizes of the stripes.
+            gathers: the gathers before the products.
+            scatters: the reduce-scatters after the products.
         """
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
@@ -171,7 +188,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Return the seconds of one stripe's products, if a ring scatters them while they are computed."""
+        """Return the seconds of one stripe's products, if a ring scatters the products while they are computed."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -186,19 +203,25 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Return the seconds of joining gathered parts, which is slower along the last dimension (the lanes)."""
+        """Return the seconds of joining gathered parts; this is slower along the last dimension, that of the lanes."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Return the seconds of adding sums that arrive along several axes; along a single axis, products add them."""
+        """Return the seconds of adding the sums that arrive along several axes.
+
+        Sums that arrive along a single axis cost nothing, because they are added inside the products.
+        """
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
         return whole * 4 * itemsize("float32") / self.chip.stream_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
-        """Return the seconds of one product, with the dimensions of a chunk cut to its sizes."""
+        """Return the seconds of one product whose dimensions have the sizes given in `chunk`.
+
+        Dimensions that `chunk` lacks have their whole size on one device.
+        """
         if found.passes_through:
             return 0.0
         left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
@@ -214,10 +237,10 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product: to multiply, or to read its operands if that takes longer.
+        """Return the seconds of a product: the time to multiply, or the time to read the operands if that is longer.
 
-        A TPU reads operands ahead while it multiplies earlier ones, and keeps a small accumulator on the chip. On a GPU
-        cuBLAS does neither, so products take the same time as under `blocking`.
+        A TPU reads operands ahead while it multiplies earlier operands, and keeps a small accumulator on the chip. On a
+        GPU cuBLAS does not do so, and products take the same time as under `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
@@ -237,7 +260,10 @@ class Costs:
         return multiplying if self.chip.is_switch else max(multiplying, read / self.chip.stream_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
-        """Return the seconds of transfers that run together: the busiest link's bytes, and the latency of its hops."""
+        """Return the seconds of transfers that run together.
+
+        This is the time for the bytes of the busiest link, plus the latency of the hops over this link.
+        """
         chip = self.chip
         busy: dict[Link, float] = {}
         hops: dict[Link, int] = {}
@@ -256,5 +282,9 @@ class Costs:
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """Return max(compute, communication + one product): nothing is sent during the first, or the last, product."""
+    """Return max(compute, communication + one product).
+
+    One product does not overlap, because nothing is sent during the last product of a gather or during the first
+    product of a reduce-scatter.
+    """
     return max(compute, loop + compute / steps)

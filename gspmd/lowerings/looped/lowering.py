@@ -1,11 +1,11 @@
-"""Lowering `looped`: a plan whose gathers and reduce-scatters run inside its einsums, as permutes to neighbors.
+"""Lowering `looped`: gathers and reduce-scatters of a plan run inside its einsums, as permutes to neighbors.
 
-    all-gather, then einsum      shards go round a ring; each chunk is multiplied while permutes bring the next
+    all-gather, then einsum      shards go round a ring; each chunk is multiplied while permutes bring the next chunk
     einsum, then reduce-scatter  partial sums go round a ring; each device adds its product for the sum's target device
 
 Several products of one operand share the ring of the operand, and several products of one sum share the ring of the
-sum. If a dimension is cut into stripes, one stripe is multiplied while the next is gathered and the previous one is
-scattered.
+sum. If a dimension is cut into stripes, one stripe is multiplied while the next stripe is gathered and the previous
+stripe is scattered.
 
 Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5; Pope et al.
 2022 (arXiv 2211.05102), §3.5.
@@ -33,11 +33,14 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A function that returns a region of a product: it slices the finished product, or computes the region when called."""
+"""A function that returns a region of a product.
+
+The function either slices the finished product, or computes the region when it is called.
+"""
 
 
 def lower(call: Call) -> Passes:
-    """Return the passes that run the steps of a plan, in which overlapping steps run chunk by chunk."""
+    """Return the passes that run the steps of a plan; collectives that overlap with einsums run chunk by chunk."""
     plan = call.plan
 
     def executor(routine, inputs, outputs, overlap):
@@ -60,7 +63,10 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the outputs, and the operands for the gradient; those that a ring gathers are shards."""
+        """Return the shards of the outputs, and the moved operands, which are kept for the gradient.
+
+        Operands that a ring gathers are kept as shards.
+        """
         shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -69,7 +75,10 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return the value of every product, by its number; `shards` may also be stripes of the operands' shards."""
+        """Return the value of every product, by the product's number.
+
+        `shards` has the operands' shards, or one stripe of each shard.
+        """
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:
@@ -96,7 +105,10 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Compute the outputs stripe by stripe; an output's stripes are joined, or added up and then reduced.
+        """Compute the outputs stripe by stripe.
+
+        The stripes of an output are joined if the output has the striped dimension. Otherwise they are added up, and
+        the sum is reduced.
 
         If nothing is scattered, every stripe waits for the stripe two before it, because a compiler would otherwise
         send all stripes at once. Scattered stripes are ordered by their own permutes.
@@ -131,7 +143,7 @@ class LoopedExecutor(Executor):
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
-        """Return the transfer that gathers a move's operand from `shard`, which may also be a stripe of the shard."""
+        """Return the transfer that gathers the operand of a move from its shard, or from a stripe of its shard."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
         before = len(self.routine.moves[number].steps) - len(span.steps)
         first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
@@ -153,7 +165,7 @@ class LoopedExecutor(Executor):
         return whole
 
     def _in_ring(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> dict[int, Value]:
-        """Multiply an operand chunk by chunk while it goes round a ring; return the products."""
+        """Multiply an operand chunk by chunk while it goes round a ring, and return the products with this operand."""
         transfer, products = self._transfer(number, shard), self._products_of(number)
         accumulators = [self._accumulator(product, number, transfer, held) for product in products]
         streams = self._streams(transfer, shard)
@@ -184,7 +196,10 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply whole operands; if a ring scatters the product's sum, parts of it are computed later."""
+        """Return a product of whole operands.
+
+        If a ring scatters the sum of this product, each part of the product is computed only when the ring needs it.
+        """
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -198,13 +213,16 @@ class LoopedExecutor(Executor):
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:
-        """Return a finished product as a function from a region to that part of it."""
+        """Return a function that slices regions out of a finished product."""
         return partial(part_of, value, self.routine.products[number].einsum.after.dims)
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
     def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Compute an output, or a stripe of it if `stripe` gives the size of the striped dimension."""
+        """Compute an output from the values of its products.
+
+        If `stripe` gives the size of the striped dimension, only a stripe of the output is computed.
+        """
         output = self.routine.outputs[number]
         if number in self.overlap.scatters:
             total = self._scattered(number, [values[product] for product in output.products], stripe)
@@ -217,7 +235,7 @@ class LoopedExecutor(Executor):
         return self.output(number, whole)
 
     def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Reduce-scatter products by a ring, and run the steps after the reduce-scatter."""
+        """Reduce-scatter the sum of products by a ring, and run the steps after the reduce-scatter."""
         span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps

@@ -1,4 +1,4 @@
-"""A ring along one mesh axis as a loop of the program: in every iteration the same permutes send the next chunks."""
+"""A ring along one mesh axis as a loop of the program, in which the same permutes send the next chunks every time."""
 
 from collections.abc import Sequence
 
@@ -12,22 +12,23 @@ from gspmd.lowerings.looped.stream import ChunkStream
 from gspmd.planner.overlap import SCHEDULES
 
 UNROLLED = 2
-"""Number of waves in one iteration: with two, one buffer is multiplied while the other is filled.
+"""Number of waves in one iteration; with two waves, one buffer is multiplied while another buffer is filled.
 
-Host devices use one wave: permutes are copies there, nothing overlaps, and every further wave would hold another chunk.
+Host devices use one wave. Permutes are copies there, so that nothing overlaps, and every further wave would hold
+another chunk in memory.
 """
 
 
 class RingLoop:
-    """The chunks of one operand, sent round one axis and multiplied as they arrive.
+    """A loop that sends the chunks of one operand round one axis, and multiplies them as they arrive.
 
-    Its hops are those of `rings.walk` for the same `RingSchedule`: every stream is sent in its own direction, or in
-    both.
+    Its hops are the hops of `rings.walk` for the same `RingSchedule`. Every stream of chunks is sent in its own
+    direction, or in both directions if the schedule says so.
 
     Attributes:
-        streams: the streams of chunks with their directions; a stream sent in both directions is listed twice.
-        waves: the number of waves in which chunks arrive. On a ring of even size, the last chunk, which comes from one
-            side only, is not counted.
+        streams: the streams of chunks with their directions. A stream that is sent in both directions is listed twice.
+        waves: the number of waves in which chunks arrive. If chunks are sent in both directions round a ring of even
+            size, the last chunk comes from one side only, and is not counted.
     """
 
     def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
@@ -41,7 +42,7 @@ class RingLoop:
         self.waves = (self.size - 1) // (2 if self.both_ways else 1)
 
     def run(self) -> None:
-        """Multiply every chunk: the device's own, those of every wave, and any that comes from one side only."""
+        """Multiply the device's own chunks, the chunks of every wave, and any chunk that comes from one side only."""
         own = [stream.arrived[0] for stream, _ in self.streams]
         chunks = self._send(own)
         for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.both_ways else None]:
@@ -91,7 +92,7 @@ class RingLoop:
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply the chunks that come from `wave` devices away; those from both sides are multiplied together."""
+        """Multiply the chunks that come from `wave` devices away; chunks from both sides are multiplied together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

@@ -19,19 +19,23 @@ Link = tuple[str, int]
 """A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
-"""The distance to a device behind this one, in devices by mesh axis, modulo the size; 0 for missing axes."""
+"""The distance from this device to a device behind it: the number of devices along each mesh axis.
+
+The numbers are modulo the size of the axis, and 0 for mesh axes that are missing.
+"""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One permute: a shard that arrived by hop `source` (0 for the device's own) moves on by `by` along `axis`.
+    """One permute, which sends a shard on to the next device along one mesh axis.
 
     Attributes:
-        source: the number of the hop before this one; hops are numbered from 1.
+        source: the number of the hop by which the shard arrived, counted from 1, or 0 if the shard is the device's own.
         axis: the mesh axis along which the hop goes.
         by: the direction, +1 or -1.
-        places: where the shard comes from, as pairs (mesh axis, number of devices behind this one).
-        wave: the number of the wave to which the hop belongs; hops of one wave arrive together, from both sides.
+        places: the distance to the device from which the shard comes, as pairs (mesh axis, number of devices behind
+            this one).
+        wave: the number of the wave to which the hop belongs. Hops of one wave arrive together, from both sides.
     """
 
     source: int
@@ -42,18 +46,19 @@ class Hop:
 
     @property
     def offset(self) -> dict[str, int]:
-        """The distance from this device back to the shard's origin, as mesh axis -> number of devices."""
+        """The distance from this device back to the shard's origin, a mapping from mesh axis to number of devices."""
         return dict(self.places)
 
 
 def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way", sign: int = 1) -> tuple[Hop, ...]:
-    """List the hops that bring every shard of a group of devices to each of its devices, without a detour.
+    """List the hops that bring every shard of a group of devices to each device of the group, without a detour.
 
     Args:
-        axes: the group's mesh axes, outermost first: shards that arrive along an axis are sent round all later axes.
+        axes: the group's mesh axes, from the outermost to the innermost. Shards that arrive along an axis are sent
+            round all later axes.
         mesh: mesh axis sizes.
-        schedule: one of `SCHEDULES`; each half of `"halves"` is sent in one direction.
-        sign: the direction, +1 or -1, of a schedule that has only one.
+        schedule: one of `SCHEDULES`. With `"halves"`, these are the hops of one half, which is sent in one direction.
+        sign: the direction, +1 or -1, if a schedule sends in only one direction.
 
     Returns:
         The hops in order; there is one hop fewer than devices in the group.
@@ -69,7 +74,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` in each direction of each mesh axis; its time depends only on these counts.
+    """Count the hops of a `walk` in each direction of each mesh axis; the time of a walk depends only on these counts.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]
@@ -111,7 +116,10 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Yield, for each wave of a ring, the distances behind this device from which its shards come, as in `RingLoop`."""
+    """Yield the distances from which shards arrive in each wave of a ring, as in `RingLoop`.
+
+    A distance is a number of devices behind this one.
+    """
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -121,7 +129,13 @@ def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """One of the parts into which every shard is cut: the order of axes round which it is sent, and its direction."""
+    """One of the parts into which every shard is cut.
+
+    Attributes:
+        axes: the mesh axes round which the part is sent, in this order.
+        schedule: one of `SCHEDULES`.
+        sign: the direction, +1 or -1, in which the part is sent.
+    """
 
     axes: tuple[str, ...]
     schedule: str
@@ -132,9 +146,9 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
     """List the parts into which shards are cut.
 
     Args:
-        axes: the group's mesh axes, outermost first.
+        axes: the group's mesh axes, from the outermost to the innermost.
         schedule: one of `SCHEDULES`; `"halves"` cuts each part in two.
-        orders: the number of different orders of the axes, to keep the links of all axes equally busy.
+        orders: the number of different orders of the axes. Several orders keep the links of all axes equally busy.
 
     Example:
         >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]
@@ -146,6 +160,9 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Sh
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[ShardPart, int, int]]:
-    """Cut a shard of length `size` along the ring's `split`: return its parts, each with its start and length."""
+    """Return the parts of a shard, each with its start and its length.
+
+    `size` is the length of the shard along the dimension `ring.split`, along which the shard is cut.
+    """
     parts = shard_parts(ring.axes, ring.schedule, ring.orders)
     return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

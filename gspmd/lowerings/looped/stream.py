@@ -19,8 +19,8 @@ class ChunkStream:
         transfer: the transfer of the operand.
         shard: this device's shard, in the dtype in which it is sent.
         dtype: the dtype of the operand.
-        part: the part of every shard that is sent: its order of mesh axes and its direction.
-        start, size: start and length of the part along the dimension along which shards are cut.
+        part: the part of every shard that is sent, with its order of mesh axes and its direction.
+        start, size: the start and the length of the part, along the dimension along which shards are cut.
     """
 
     def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: ShardPart, start: int, size: int):
@@ -30,7 +30,7 @@ class ChunkStream:
         self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
 
     def region(self, offset: Offset) -> Region:
-        """Return the region, in the whole operand, of the chunk that comes from the device at distance `offset`."""
+        """Return the region of the whole operand that is the chunk from the device at distance `offset`."""
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ class ChunkStream:
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
-        """Send the chunks of a wave once everything in `before` is computed."""
+        """Send the chunks of a wave once all arrays in `before` are computed."""
         for number in self.waves[wave] if wave < len(self.waves) else ():
             hop = self.hops[number - 1]
             chunk = self.arrived[hop.source]
@@ -46,9 +46,10 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """Return the regions and the chunks of a wave once everything in `before` is computed.
+        """Return the regions and the chunks of a wave; the chunks wait until all arrays in `before` are computed.
 
-        Without this wait, the compiler would multiply all chunks first, hold all products, and add them at the end.
+        Without this wait, the compiler would multiply all chunks first, hold all products, and add the products at the
+        end.
         """
         hops = self.waves[number] if number < len(self.waves) else []
         regions = [self.region(self.hops[hop - 1].offset if hop else {}) for hop in hops]
@@ -58,9 +59,9 @@ class ChunkStream:
 
 
 def multiply_wave_by_wave(streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]) -> None:
-    """Multiply the chunks of all streams as they arrive, with every hop written out.
+    """Multiply the chunks of all streams as they arrive; the program has every hop written out, and no loop.
 
-    The permutes of the next wave wait for the products of the previous wave; otherwise the compiler might send all
+    The permutes of the next wave wait for the products of the previous wave. Otherwise the compiler might send all
     chunks first, and multiply afterwards.
     """
     for wave in range(max(len(stream.waves) for stream in streams)):

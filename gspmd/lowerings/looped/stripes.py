@@ -1,4 +1,4 @@
-"""Stripes of a routine: the dimension that is cut, and the possible sizes. Their costs are in `cost`."""
+"""Stripes of a routine: the dimension that is cut, and the possible sizes. `cost` has the costs of stripes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gspmd.planner.steps import Routine, Step
 STRIPES = (2, 4)
 
 FULL_STRIPE = 128
-"""The minimum size of a stripe: the number of rows that fill the lanes of a vector register."""
+"""The minimum size of a stripe, which is the number of rows that fill the lanes of a vector register."""
 
 
 def stripe_dim(
@@ -18,13 +18,15 @@ def stripe_dim(
     scatters: Mapping[int, CollectiveSpan],
     local: Callable[[str], int],
 ) -> str | None:
-    """Find the longest dimension that can be cut into stripes, if all collectives of the routine can be looped.
+    """Return the longest dimension that can be cut into stripes, or None.
+
+    All collectives of the routine on tensors with this dimension must be ones that can be looped.
 
     Args:
         routine: the routine to run.
         gathers: the gathers that can run stripe by stripe, by the number of their move.
         scatters: the reduce-scatters that can run stripe by stripe, by the number of their output.
-        local: a function from a dimension to its size on one device.
+        local: a function that returns the size of a dimension on one device.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
     dims = dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ())))
@@ -32,9 +34,10 @@ def stripe_dim(
 
 
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
-    """Yield ways to cut a dimension into equal stripes.
+    """Yield ways to cut a dimension of size `size` into equal stripes, each way as the sizes of its stripes.
 
-    With thinner first and last stripes more could overlap, but compilers do not schedule it that way.
+    Stripes have at least the size `FULL_STRIPE`, unless `thin` is set. If the first and the last stripe were thinner
+    than the others, more could overlap, but compilers do not schedule programs that way.
     """
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
@@ -48,7 +51,10 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Return whether a dimension can be cut: no collective changes it, and every sent tensor and product has it."""
+        """Return whether a dimension can be cut into stripes.
+
+        No collective may change its sharding, and every sent tensor and every product must have the dimension.
+        """
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
@@ -68,9 +74,10 @@ class _Striping:
     def _everywhere(self, dim: str) -> bool:
         """Return whether stripes of the dimension can be computed one by one.
 
-        All gathered operands and products must have it, sharded alike. An output that sums several products may have
-        no steps after them. An output without the dimension may have no collective after its product, unless it is
-        scattered. An output with the dimension must have the same dimensions as its products.
+        All gathered operands and all products must have the dimension, sharded alike. If an output is a sum of several
+        products, no steps may follow these products. If an output lacks the dimension, no collective may follow its
+        product, except for a reduce-scatter that can be looped. If an output has the dimension, it must have the same
+        dimensions as its products.
         """
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs

@@ -1,12 +1,12 @@
-"""A function with a planned gradient, made from its two passes, and rules for JAX's transformations of it.
+"""A function with a planned gradient, made from a forward and a backward pass, under JAX's transformations.
 
-JAX 0.10.2 wrongly batches a `jax.custom_vjp` with several results if only some of them have a batch dimension: the
-cotangent of a result without a batch dimension is summed over the batch before the backward pass, which broadcasts the
-sum over the batch and adds it up again (N times the gradient for a batch of N). So either all results of a planned
-program get the batch dimension, or none.
+JAX 0.10.2 wrongly batches a `jax.custom_vjp` with several results if only some of the results have a batch dimension.
+The cotangent of a result without a batch dimension is summed over the batch before the backward pass. The backward pass
+then broadcasts this sum over the batch and adds it up again, which gives N times the gradient for a batch of N. So
+either all results of a planned program get the batch dimension, or none of them does.
 
 A `jax.custom_vjp` cannot be differentiated in forward mode. JAX notices this only when it evaluates a tangent, after
-the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
+the call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains this.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,19 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     """Return a function whose gradient JAX computes by the given backward pass.
 
     Args:
-        forward: (form, *arrays) -> (results, residuals): an array or a tuple of arrays, and the values that the
-            backward pass needs.
-        backward: (form, residuals, cotangents) -> a tuple with the cotangent of every array, or None for an array
-            without a cotangent.
-        title: a function from a form to its name in error messages.
+        forward: a function, (form, *arrays) -> (results, residuals). The results are an array or a tuple of arrays. The
+            residuals are the values that the backward pass needs.
+        backward: a function, (form, residuals, cotangents) -> cotangents of the arrays. It returns a tuple, with None
+            for an array without a cotangent.
+        title: a function that returns the name of a form for error messages.
 
     Returns:
-        A function (form, *arrays) -> results. The form is hashable and contains no arrays. It has everything on which
-        both passes depend, except the mesh: the backward pass reads the mesh in force, but not the lowering in force.
+        A function, (form, *arrays) -> results. The form is hashable and contains no arrays. It must have everything on
+        which the two passes depend, except the mesh. The backward pass reads the mesh in force, but not the lowering in
+        force.
 
     Raises:
-        PlanError: the returned function raises it under forward-mode differentiation.
+        PlanError: raised by the returned function, if it is differentiated in forward mode.
 
     Example:
         >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, residuals, g: (by * g,))
@@ -70,7 +71,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """Return the results unchanged; under `jax.vmap` all get the batch dimension if one of them has it."""
+    """Return the results unchanged; under `jax.vmap`, all of them get the batch dimension if one of them has it."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
@@ -92,7 +93,10 @@ batching.fancy_primitive_batchers[_together] = _batch_of_all
 
 
 _tangent = Primitive("gspmd_tangent")
-"""The primitive for tangents, which can only be batched and transposed: reverse mode transposes it before it runs."""
+"""The primitive through which tangents pass, which can only be batched and transposed.
+
+Reverse mode transposes the primitive before it would run.
+"""
 
 ENTERING = "gspmd_entering"
 _entering = passing(ENTERING)  # One primitive takes all arrays of a program; one for each array would slow down JAX.

@@ -1,7 +1,7 @@
-"""Workarounds for partial sums that JAX cannot handle, and errors where there is none.
+"""Workarounds for partial sums that JAX cannot handle, and errors where there is no workaround.
 
-JAX 0.10.2 cannot stack an unreduced array, so a loop cannot keep one as a residual, and `vmap` fails on its type
-(docs/compiler.md). As a constant of a loop such an array is counted wrongly, which `hoisting` prevents.
+JAX 0.10.2 cannot stack an unreduced array. So a loop cannot keep such an array as a residual, and `vmap` fails on its
+type (docs/compiler.md). If such an array is a constant of a loop, it is summed wrongly, which `hoisting` prevents.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,23 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """A partial sum stored as an ordinary array, with a further dimension of summands for each axis of the sum."""
+    """A partial sum that is stored as an ordinary array.
+
+    Attributes:
+        lifted: the array, which has a further dimension of summands for each mesh axis of the sum.
+        partition: the partition spec of the partial sum.
+    """
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
 
 
 def storable(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """Return both rules of a `jax.custom_vjp`, changed so that a loop can stack the residuals.
+    """Return the forward and the backward rule of a `jax.custom_vjp`, changed so that a loop can stack the residuals.
 
     Args:
-        forward: arrays -> (results, residuals).
-        backward: (residuals, cotangents) -> cotangents.
+        forward: the forward rule, arrays -> (results, residuals).
+        backward: the backward rule, (residuals, cotangents) -> cotangents.
     """
 
     def storing(*arrays):
@@ -73,7 +78,12 @@ def _restored(x: Any) -> jax.Array:
 
 
 def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
-    """Return `f`, a shard_map of partial sums, with an error under `vmap` that says what to write instead."""
+    """Return a shard_map of partial sums that raises an error under `vmap`, which says what to write instead.
+
+    Args:
+        f: the shard_map.
+        ins, outs: the partition specs of the operands and of the results of `f`.
+    """
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
@@ -110,7 +120,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Return cotangents times the number of summands of their partial sums, to the `power` of 1 or -1."""
+    """Multiply cotangents by the number of summands of a partial sum, or divide by this number if `power` is -1."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

@@ -1,4 +1,4 @@
-"""Primitives that return their operands unchanged; they exist for their rules under JAX's transformations."""
+"""Primitives that return their operands unchanged, and that are used only for their rules under transformations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gspmd.jax_internals import set_dce_rule
 
 
 def passing(name: str) -> Primitive:
-    """Return a new primitive that takes any number of arrays and returns them; it compiles to nothing."""
+    """Return a new primitive that takes any number of arrays and returns them unchanged, and compiles to nothing."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *arrays, **_: list(arrays))
@@ -20,7 +20,10 @@ def passing(name: str) -> Primitive:
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """Drop the unused results of the primitive; otherwise its other results keep them alive in `gspmd.trace`."""
+    """Drop the unused results of the primitive, and the operands of these results.
+
+    Otherwise the results that are used would keep the unused ones alive in `gspmd.trace`.
+    """
     if not any(used):
         return used, None
     invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))

@@ -1,1 +1,1 @@
-"""Lowering `xla`: annotations on plain einsums; the compiler inserts the collectives."""
+"""Lowering `xla`: plain einsums with annotations, from which the compiler chooses the collectives."""

@@ -16,14 +16,15 @@ from gspmd.lowerings.scopes import program_scope
 def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
-    """Run plain code on placed arrays: the compiler inserts the collectives, and JAX differentiates the code.
+    """Run plain code on placed arrays; the compiler inserts the collectives, and JAX differentiates the code.
 
     Args:
         ctx: the context of the call.
-        f: plain jax.numpy code.
-        in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit axes.
+        f: a function of plain jax.numpy code.
+        in_specs, out_specs: one Spec per array. The specs are constraints under Auto axes, and types under Explicit
+            axes.
         arrays: the arrays, sharded as `in_specs` say.
-        name: the computation in notation, for the ledger; None if a surrounding scope names it already.
+        name: the computation in notation, for the ledger; empty if a surrounding scope names the computation already.
 
     Raises:
         PlanError: the call is in a shard_map under Auto axes.

@@ -1,4 +1,4 @@
-"""Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives."""
+"""Lowering `xla`: an equation becomes plain einsums between annotations, and the compiler inserts the collectives."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,10 +67,11 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """Define the gradient of an equation with partial sums as operands or result, by einsums without partial sums.
+    """Return a program whose gradient consists of einsums without partial sums.
 
-    Without this, JAX would differentiate the step that turns a partial sum into an array with one more dimension, which
-    has an entry for each summand. The partitioner sometimes sums the cotangent of that step over too few devices.
+    `program` computes an equation with partial sums as operands or result. Without this gradient, JAX would
+    differentiate the step that turns a partial sum into an array with one more dimension, which has an entry for each
+    summand. The partitioner sometimes sums the cotangent of that step over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
     # The gradient of a partial sum is replicated, and the gradient of a `reduced` array is a partial sum; both are
@@ -118,7 +119,10 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: ProductPlaces, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """Multiply in float32; operands are first cut along the dimensions of summands that only the result has."""
+    """Multiply operands in float32, after bringing them to their placement in the product.
+
+    If the result has dimensions of summands that no operand has, the operands are first cut into these summands.
+    """
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)

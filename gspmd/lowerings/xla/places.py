@@ -2,9 +2,9 @@
 
 XLA's partitioner multiplies operands correctly if each dimension has the same placement in all operands. If placements
 differ, it sometimes forgets one of two sums (docs/compiler.md). So operands are constrained to the placements of the
-plan before they are multiplied. The compiler chooses the collectives that bring operands there and that reduce the
-result. But on a mesh where this choice may end the process (`splits_badly`), an array is constrained after each step of
-the plan.
+plan before they are multiplied. The compiler chooses the collectives that bring the operands to these placements and
+that reduce the result. On a mesh where such a choice may end the process (`splits_badly`), an array is constrained
+after each step of the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Step
 
 Route = tuple[Spec, ...]
-"""The specs to which an array is constrained, one after the other."""
+"""The specs to which an array is constrained, in this order."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class ProductPlaces:
     """The placements of one product.
 
     Attributes:
-        operands: for each operand, by its number in the equation, the specs through which it reaches its placement in
-            the product. Without a plan some operands may be missing.
-        result: the specs of the result, from the placement in which the local einsum leaves it to that in which
-            products are added. Empty without a plan.
-        output: the specs from the sum of the products to the output.
+        operands: a mapping from an operand's number in the equation to the specs through which the operand reaches its
+            placement in the product. If the equation has no plan, some operands may be missing.
+        result: the specs of the result, from the placement in which the local einsum leaves the result to the placement
+            in which products are added. Empty if the equation has no plan.
+        output: the specs through which the sum of the products reaches the placement of the output.
     """
 
     operands: Mapping[int, Route]
@@ -42,16 +42,23 @@ class ProductPlaces:
 
 @dataclass(frozen=True)
 class Lift:
-    """The letters of the dimensions of summands that stand for the partial sums of an equation, by mesh axis.
+    """The dimensions of summands that stand for the partial sums of an equation.
 
     An array is *lifted* if its partial sums have been turned into dimensions of summands (see `summands`).
+
+    Attributes:
+        letters: a mapping from mesh axis to the letter of its dimension of summands.
+        mesh: mesh axis sizes.
     """
 
     letters: Mapping[str, str]
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """Bring a lifted operand to its product; partial sums that the plan reduces on the way are added up first."""
+        """Bring a lifted operand to its placement in a product, and return its spec and the operand.
+
+        Partial sums that the plan reduces on the route to the product are added up first.
+        """
         if not route:
             return spec, x
         settled = [
@@ -64,19 +71,22 @@ class Lift:
         return self.placed(spec.dims, route[-1]), self.along(spec.dims, x, route)
 
     def along(self, dims: Sequence[str], x: jax.Array, route: Iterable[Spec]) -> jax.Array:
-        """Constrain an array to each spec of a route, one after another; `dims` are the array's dimensions."""
+        """Constrain an array with the dimensions `dims` to each spec of a route, in the order of the route."""
         for place in route:
             x = jax.lax.with_sharding_constraint(x, self.placed(dims, place).partition_spec())
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """Return the spec of an array in placement `place`, with each summand on its own devices."""
+        """Return the spec of a lifted array with the dimensions `dims` in placement `place`.
+
+        Each summand is on its own devices.
+        """
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
 
 def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
-    """Return, for each term, the operands of each of its products, as their numbers in the equation.
+    """Return the numbers of the operands of each product, as a list of products for each term of the equation.
 
     >>> from gspmd.annotate import parse_equation
     >>> pairs(parse_equation("BE, (EF, EF) -> (BF, BF)"))
@@ -108,6 +118,13 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
-    """Return the placements that `via` fixes in an equation that has no plan, since it has an open dimension."""
+    """Return the placements of an equation without a plan, as far as `via` fixes them.
+
+    An equation has no plan if one of its dimensions is left to the compiler.
+
+    Args:
+        equation: the equation.
+        pinned: for each operand, the spec that `via` fixes, or None.
+    """
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

@@ -1,8 +1,8 @@
-"""Partial sums as dimensions of summands, because annotations cannot express the partial sums of lowering `xla`.
+"""Partial sums as dimensions of summands, because the annotations of lowering `xla` cannot express partial sums.
 
 A partial sum over mesh axis x becomes an array with a further dimension, which has one summand per device along x. This
-conversion sends nothing, and surrounds ordinary einsums. Gradients are ordinary einsums too, of cotangents without
-partial sums.
+conversion sends nothing. Ordinary einsums run between this conversion and the reverse one. Gradients are ordinary
+einsums too, of cotangents without partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +19,21 @@ from gspmd.lowerings.program import mapped
 from gspmd.lowerings.xla.places import Lift, ProductPlaces, pairs
 
 Located = list[tuple[Spec, jax.Array]]
-"""Operands of a product, each with the spec that it has."""
+"""The operands of a product, each with its spec."""
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """Return an unused letter for every mesh axis over which an array or its gradient is a partial sum."""
+    """Return an unused letter for every mesh axis over which an array or its gradient is a partial sum.
+
+    Args:
+        specs: the specs of all arrays; letters of their dimensions are not used.
+    """
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
     return {axis: next(free) for axis in sorted({axis for spec in specs for axis in (*spec.partial, *spec.reduced)})}
 
 
 def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """Return the spec with its partial sums as leading dimensions of summands, and without `reduced`.
+    """Return a spec in which partial sums are leading dimensions of summands, and `reduced` is dropped.
 
     >>> str(lifted(Spec.parse("BF_y partialsum-x"), {"x": "A"}))
     'A_xBF_y'
@@ -40,19 +44,22 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """Turn a partial sum into an array without partial sums, with a dimension of summands for each mesh axis."""
+    """Turn a partial sum into an array with a dimension of summands for each mesh axis of the sum."""
     typed = spec.partial or spec.reduced
     return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if typed else x
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """Turn an array with a dimension of summands for each mesh axis into a partial sum; undo `to_dimensions`."""
+    """Turn an array with a dimension of summands for each mesh axis into a partial sum, and so undo `to_dimensions`."""
     typed = spec.partial or spec.reduced
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if typed else x
 
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
-    """Add or drop leading dimensions of size 1 in every device's shard, without communication."""
+    """Return a function that adds or drops leading dimensions of size 1 in every device's shard.
+
+    Nothing is sent. A negative number `added` of dimensions is dropped.
+    """
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
     return lambda x: mapped(body, here, there)(x)  # made at each call, for the mesh in force
 
@@ -66,16 +73,18 @@ def gradients(
     arrays: Sequence,
     cotangents: Located,
 ) -> tuple[jax.Array, ...]:
-    """Return the cotangents of an equation's operands, with their shapes, from the cotangents of its results.
+    """Return the cotangents of an equation's operands, from the cotangents of its results.
+
+    All arrays and specs here are *lifted*, which means that they have dimensions of summands instead of partial sums.
 
     Args:
         equation: the equation to differentiate.
-        ins: the specs of the operands, lifted, that is with dimensions of summands.
+        ins: the specs of the operands.
         places: the placements of the products' operands and results.
         lift: the letters of the dimensions of summands.
-        outs: the specs of the operands' cotangents, lifted.
-        arrays: the operands, lifted.
-        cotangents: the cotangents of the results, lifted; the cotangent of a partial sum is the same for each summand.
+        outs: the specs of the operands' cotangents.
+        arrays: the operands.
+        cotangents: the cotangents of the results. The cotangent of a partial sum is the same for each summand.
 
     Returns:
         The cotangents in the order of the operands. They are computed outside of a shard_map, so the compiler inserts
@@ -100,7 +109,10 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """Multiply the operands `held` and sum to the dimensions of `spec`; missing dimensions are broadcast."""
+    """Multiply the operands `held`, and sum all dimensions that `spec` lacks.
+
+    The result is broadcast along dimensions of `spec` that no operand has.
+    """
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))
@@ -109,7 +121,7 @@ def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[s
 
 
 def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
-    """Give the operands those dimensions of summands of `output` that their product would lack."""
+    """Add dimensions of summands to the operands, if `output` has such dimensions and no operand has them."""
     for axis, letter in lift.letters.items():
         if letter in output.dims and not any(letter in spec.dims for spec, _ in pair):
             summed = _summed_over(axis, pair, output)
@@ -118,13 +130,16 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """Add a first dimension of size 1 to the first operand: the only summand over a mesh axis of size 1."""
+    """Add a first dimension of size 1 to the first operand, which has the only summand over a mesh axis of size 1."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 
 
 def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any summed dimension."""
+    """Return the summed dimension that a mesh axis shards in the plan, or any summed dimension for an axis of size 1.
+
+    The result is None if no dimension is summed.
+    """
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
     return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
@@ -132,8 +147,8 @@ def _summed_over(axis: str, pair, output: Spec) -> str | None:
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
     """Cut a summed dimension of both operands along one of its mesh axes, into one part per device.
 
-    For example E_yx, whose minor axis is x, is cut into [y, x, rest], and x becomes the first dimension. Nothing is
-    sent.
+    For example, E_yx, whose minor axis is x, is cut into [y, x, rest], and x becomes a dimension of its own before the
+    rest. Nothing is sent.
     """
     cut = []
     for spec, x in pair:

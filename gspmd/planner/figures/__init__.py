@@ -1,1 +1,1 @@
-"""Pictures of plans: their steps, on a mesh, in time, and by the resource that limits them."""
+"""Pictures of plans: the steps as a chain, on a mesh and in time, and the resource that limits a plan."""

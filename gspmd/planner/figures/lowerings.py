@@ -15,14 +15,14 @@ def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
     """Draw the plans of one equation under several lowerings, all on the same time scale.
 
     Args:
-        plans: the plans, by the name of the lowering.
+        plans: a mapping from the name of a lowering to its plan.
 
     Returns:
-        The figure. Every lowering is a group with `data-lowering` and `data-seconds`; every bar in it is a group with
-        `data-step` and `data-kind`.
+        The figure. Every lowering is a group with the attributes `data-lowering` and `data-seconds`. Every bar in this
+        group is a group with `data-step` and `data-kind`.
 
     Raises:
-        ValueError: there are no plans, or their equations differ.
+        ValueError: there are no plans, or the plans have different equations.
     """
     equations = sorted({str(plan.equation) for plan in plans.values()})
     if len(equations) != 1:

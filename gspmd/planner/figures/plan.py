@@ -26,18 +26,22 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
 
 _BOX, _NODE, _LINE, _GAP, _PAD = 26.0, 40.0, 15.0, 26.0, 12.0
-"""Heights of a box, of the node of an einsum and of a line of text; space between lanes; margin inside boxes."""
+"""Three heights, a space and a margin.
+
+They are the heights of a box, of the node of an einsum and of a line of text, the space between lanes, and the margin
+inside boxes.
+"""
 _STEP = 62.0
-"""Height of a step: a line, two lines of text, an arrow."""
+"""Height of a step, which has a line, two lines of text and an arrow."""
 _HEAD = 16.0
-"""Height of an operand's name above its first box."""
+"""Height of an operand's name, which is above the operand's first box."""
 _NARROW = 330.0
 """Minimum width for the lines of the heading."""
 
 
 @dataclass
 class _Chain:
-    """A column of the figure: a spec in its box, then steps, each with its number and the spec after it."""
+    """A column of the figure: a spec in a box, then steps, each with its number and the spec after the step."""
 
     start: Spec
     steps: Sequence[tuple[int, Step]]
@@ -51,7 +55,7 @@ class _Chain:
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
-        """Draw the chain from y downward, centered at x; return the y at which it ends."""
+        """Draw the chain with its top at `y` and its center at `x`, and return the y of its bottom."""
         if self.title:
             canvas.text(x, y + 11, self.title, "small soft", "middle")
             y += _HEAD
@@ -84,15 +88,16 @@ def _box(canvas: Canvas, x: float, y: float, spec: Spec) -> float:
 
 
 def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
-    """Draw a plan: the steps of every operand up to the local einsum, and the steps of the result after it.
+    """Draw a plan: the steps of every operand up to the local einsum, and the steps of the result after the einsum.
 
     Args:
         plan: the plan.
-        gradients: whether to draw the plans of the gradients below it.
+        gradients: whether to draw the plans of the gradients below the plan.
 
     Returns:
-        The figure. Every step is a group with `data-step` (its number in `plan.steps`), `data-kind` and `data-operand`;
-        every spec is a group with `data-spec`. Each gradient is a group with `data-gradient`, counted from 1.
+        The figure. Every step is a group with the attributes `data-step` (the step's number in `plan.steps`),
+        `data-kind` and `data-operand`. Every spec is a group with `data-spec`. Each gradient is a group with
+        `data-gradient`, a number counted from 1.
     """
     canvas = Canvas()
     y = _one(canvas, plan, 0.0, setting(plan))
@@ -107,7 +112,7 @@ def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
 
 
 def as_html(plan: Plan) -> str:
-    """Return the steps as a table, and the picture, for a notebook."""
+    """Return HTML for a notebook, with the steps of a plan as a table and the figure of the plan."""
     rows = [
         (
             " · ".join(runs_html(spec.runs()) for spec in step.sources),
@@ -124,7 +129,7 @@ def as_html(plan: Plan) -> str:
 
 
 def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
-    """Draw one plan from y downward, with its heading at the left; return the y at which the drawing ends."""
+    """Draw one plan with its top at `y` and its heading at the left, and return the y of its bottom."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
@@ -219,7 +224,7 @@ class _Routine:
                 ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
 
     def draw(self, canvas: Canvas, left: float, y: float) -> float:
-        """Draw the whole routine from y downward; return the y at which it ends."""
+        """Draw the whole routine with its top at `y`, and return the y of its bottom."""
         ends = [lane.draw(canvas, left + x, y) for lane, x in zip(self.lanes, self.middles)]
         met = max(ends) + 24
         for lanes, products in self._nodes():
@@ -237,7 +242,7 @@ class _Routine:
         return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield, for each node, the chains and products it joins: products that share an operand are one node."""
+        """Yield the chains and the products that each node joins; products that share an operand are one node."""
         left = [number for number, einsum in enumerate(self.einsums) if einsum is not None]
         while left:
             together, lanes = [left[0]], set(self.routine.products[left[0]].operands)
@@ -261,7 +266,7 @@ class _Routine:
                     canvas.text(x, y + 17 + row * (_LINE + 0.5), runs, kind, "middle")
 
     def _draw_output(self, canvas: Canvas, left: float, number: int, done: Sequence[float], settled: float) -> float:
-        """Draw the sum of an output's products, and the steps after it."""
+        """Draw the sum of an output's products, and the steps after this sum."""
         output, x = self.routine.outputs[number], left + self.below[number]
         if len(output.products) == 1:
             y = done[output.products[0]]

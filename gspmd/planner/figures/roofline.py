@@ -17,7 +17,7 @@ def roofline_figure(plan: Plan) -> Figure:
         plan: the plan.
 
     Returns:
-        The figure. Every bar is a rectangle with `data-resource` and `data-seconds`.
+        The figure. Every bar is a rectangle with the attributes `data-resource` and `data-seconds`.
     """
     canvas, bounds = Canvas(), roofline(plan)
     most = max(plan.seconds, *(getattr(bounds, name) for name, _ in _BARS)) or 1.0

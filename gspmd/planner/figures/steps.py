@@ -27,9 +27,9 @@ def steps_figure(plan: Plan) -> Figure:
         plan: the plan.
 
     Returns:
-        The figure. Every step is a group with `data-step`, `data-kind` and `data-operand`. Every tensor in it is a
-        group with `data-tensor` (`"before"`, `"other"` or `"after"`) and `data-spec`; its devices have the attributes
-        that `blocks_figure` describes.
+        The figure. Every step is a group with the attributes `data-step`, `data-kind` and `data-operand`. Every tensor
+        in this group is a group with `data-tensor` (`"before"`, `"other"` or `"after"`) and `data-spec`. The devices of
+        the tensor have the attributes that `blocks_figure` describes.
     """
     canvas, grid = Canvas(), MeshGrid(plan.mesh)
     size = _FEW if grid.drawn <= 4 else _SOME if grid.drawn <= 16 else _MANY
@@ -48,7 +48,10 @@ def steps_figure(plan: Plan) -> Figure:
 
 
 def _draw_step(canvas: Canvas, y: float, plan: Plan, number: int, step: Step, size: CellSize) -> float:
-    """Draw one step as a row: the tensors before it, an arrow, the tensor after it; return the y where it ends."""
+    """Draw one step as a row with its top at `y`, and return the y of its bottom.
+
+    A row has the tensors before the step, an arrow, and the tensor after the step.
+    """
     tensors = [("before", step.before), *([("other", step.other)] if step.other is not None else [])]
     head = canvas.text(0, y + 12, f"{number + 1}  {step.name}", f"strong {step.kind}")
     moved = "" if step.kind == "einsum" else step.operand
@@ -72,7 +75,7 @@ def _draw_step(canvas: Canvas, y: float, plan: Plan, number: int, step: Step, si
 def _draw_tensor(
     canvas: Canvas, x: float, y: float, plan: Plan, role: str, spec: Spec, size: CellSize
 ) -> tuple[float, float]:
-    """Draw a tensor on the mesh, and its spec below; return the width of the drawing, and the y at which it ends."""
+    """Draw a tensor on the mesh with its spec below, and return the drawing's width and the y of its bottom."""
     held, runs = Ownership(spec, tuple(plan.sizes[dim] for dim in spec.dims), plan.mesh), spec.runs()
     with canvas.group(data_tensor=role, data_spec=spec):
         wide, high = extent(plan.mesh, size)

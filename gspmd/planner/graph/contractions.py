@@ -1,9 +1,9 @@
 """All joint placements in which two operands can be multiplied, and their costs, as numpy arrays.
 
-In a joint placement each mesh axis shards a dimension of either operand, or nothing, or belongs to the partial sum of
-one of them (a product is linear in each factor, so only one may be partial over an axis). Dimensions that both operands
-have are sharded alike. This determines the placement of the result: it is a partial sum over the mesh axes of the
-operands' partial sums and of contracted dimensions.
+In a joint placement each mesh axis has one of three roles. It shards a dimension of the operands, or it belongs to the
+partial sum of one operand, or it is unused. Only one operand may be a partial sum over an axis, because a product is
+linear in each factor. Dimensions that both operands have are sharded alike. All this determines the placement of the
+result, which is a partial sum over the mesh axes of the operands' partial sums and of contracted dimensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,15 @@ joint = lru_cache(maxsize=16)(placements)
 
 @dataclass(frozen=True)
 class ContractionChoice:
-    """One way to run a contraction: the right operand's moves, the local einsum, its result, and the reduction."""
+    """One way to run a contraction.
+
+    Attributes:
+        right: the spec in which the right operand is multiplied, or None without a right operand.
+        right_steps: the steps that bring the right operand to this spec.
+        einsum: the local einsum.
+        result: the spec in which the local einsum leaves the result.
+        settle_steps: the steps that bring the result to its target, such as a reduction.
+    """
 
     right: Spec | None
     right_steps: tuple[Step, ...]
@@ -39,9 +47,9 @@ class PlacedTensor:
     """An operand or the result of a contraction, with its placement in each row of a `ContractionTable`.
 
     Attributes:
-        tensor: the operand as given, or the result as requested.
-        paths: the shortest paths between its placements.
-        nodes: the index of its placement in each row of the table.
+        tensor: the operand in its given spec, or the result in its requested spec.
+        paths: the shortest paths between the tensor's placements.
+        nodes: the index of the tensor's placement in each row of the table.
     """
 
     tensor: Tensor
@@ -49,7 +57,7 @@ class PlacedTensor:
     nodes: np.ndarray
 
     def costs(self) -> np.ndarray:
-        """Return, for each row, the cost of bringing an operand to its placement."""
+        """Return the cost of bringing an operand to its placement, for each row."""
         return self.paths.costs_from(self.paths.number(self.tensor.spec))[self.nodes]
 
     def spec(self, row: int) -> Spec:
@@ -63,14 +71,17 @@ class PlacedTensor:
 
 
 class ContractionTable:
-    """A table of all joint placements for a contraction with the left operand: one row for each.
+    """A table with a row for each joint placement in which a contraction can run.
 
     Args:
-        added: whether the result will be added to other results, which may be partial sums over other axes too.
+        environment: everything on which costs depend.
+        left: the left operand.
+        contraction: the right operand and the result.
+        added: whether the result will be added to other results. These may be partial sums over other axes.
 
     Attributes:
         dims: the dimensions of the result in the target's order, except dimensions that no operand has.
-        left, right, result: the three tensors and their placements; right is None if the left operand is alone.
+        left, right, result: the three tensors and their placements. `right` is None if there is only a left operand.
     """
 
     def __init__(self, environment: Environment, left: Tensor, contraction: Contraction, added: bool = False):
@@ -102,7 +113,11 @@ class ContractionTable:
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:
-        """Return a tensor with its placements by row; `partial` has the axes, out of `over`, of its partial sum."""
+        """Return a tensor with its placement in each row.
+
+        `partial` has the mesh axes of the tensor's partial sum in each row, as bit masks; `over` lists the axes that
+        may occur there.
+        """
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
@@ -110,12 +125,15 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each row, the same for rows that differ only in the order of a dimension's axes."""
+        """A number for each row; rows that differ only in the order of a dimension's axes have the same number."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Cost of moving the right operand plus the local einsum, by row; infinite for rows that a pin rules out."""
+        """The cost of moving the right operand and of the local einsum, for each row.
+
+        It is infinite in rows in which the right operand is not in its pinned spec, if it has one.
+        """
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]
         shapes = numbered([np.zeros(len(levels), int), *levels.T])
@@ -131,7 +149,10 @@ class ContractionTable:
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Cost of everything but moving the left operand, by row: `costs`, plus moving the result to its target."""
+        """The cost of everything except moving the left operand, for each row.
+
+        This is `costs`, plus the cost of moving the result to its target.
+        """
         number = self._target_number
         return self.costs + (self.result.paths.costs_to(number)[self.result.nodes] if number >= 0 else FAR)
 
@@ -142,7 +163,11 @@ class ContractionTable:
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand in spec `held`; of equally cheap `rows`, the first by spec text."""
+        """Return the choice in which the left operand has the spec `held`.
+
+        All `rows` have this spec and are equally cheap. The row is chosen in which the text of the right operand's spec
+        comes first.
+        """
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
             row = min(rows, key=lambda row: str(right.spec(row)))  # the rule of `search` for the left operand

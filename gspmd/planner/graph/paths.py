@@ -1,15 +1,15 @@
-"""Shortest paths between the placements of one tensor: from one to all others, or from all to one.
+"""Shortest paths between the placements of one tensor: from one placement to all others, or from all to one.
 
     cost(head) = min over arcs of cost(tail) + price(arc)
 
-The algorithm is a vectorized Bellman-Ford: each round relaxes, with one addition and one minimum, all arcs out of nodes
+The algorithm is a vectorized Bellman-Ford. Each round relaxes, with one addition and one minimum, all arcs out of nodes
 that became cheaper in the round before. Paths have few steps, so few rounds are enough. Permutes, which are most of the
 arcs, are relaxed only when the other arcs no longer change anything.
 
-Costs are ordered by seconds, then bytes, then steps. They are complex numbers, picoseconds + i · (bytes · 2⁶ + steps),
-which numpy compares by the real part and then by the imaginary part. Both parts are whole numbers that floats represent
-exactly, so ties are exact. A step that costs more than a quarter of 2⁵³ is left out, and a tensor that needs such a
-step is refused.
+Costs are ordered by seconds, then by bytes, then by the number of steps. A cost is a complex number, picoseconds +
+i · (bytes · 2⁶ + steps), because numpy compares complex numbers by the real part and then by the imaginary part. The
+two parts are whole numbers that floats represent exactly, so ties are exact. A step is left out if one of its parts is
+more than a quarter of 2⁵³, and a tensor that needs such a step is refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,10 +28,13 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
-"""A number above the number of steps of any path; bytes are multiplied by it to leave room for the number of steps."""
+"""A number that is larger than the number of steps of any path.
+
+Bytes are multiplied by this number, to leave room for the number of steps.
+"""
 
 LARGEST = 2**53 // 4
-"""The largest price of a step (of either part): sums of a few such prices are still exact, below 2⁵³."""
+"""The largest real or imaginary part of a step's price; sums of a few such prices stay exact, below 2⁵³."""
 
 FAR = complex(np.inf, 0)
 
@@ -81,7 +84,7 @@ class ShortestPaths:
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """Return the index of a placement, or -1 if its mesh axes do not divide the sizes."""
+        """Return the index of a placement, or -1 if the placement's mesh axes do not divide the sizes."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )
@@ -94,18 +97,18 @@ class ShortestPaths:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each placement, the same for placements that differ only in the order of axes."""
+        """A number for each placement; placements that differ only in the order of axes have the same number."""
         nodes = self.nodes
         return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def costs_from(self, number: int) -> np.ndarray:
-        """Return the costs from one placement to all placements: a cached, read-only array."""
+        """Return the costs from one placement to all placements, as a cached, read-only array."""
         return self._costs("from", number, self.graph.coming)
 
     def costs_to(self, number: int) -> np.ndarray:
-        """Return the costs from all placements to one placement: a cached, read-only array."""
+        """Return the costs from all placements to one placement, as a cached, read-only array."""
         return self._costs("to", number, self.graph.going)
 
     def _costs(self, side: str, number: int, arcs: Arcs) -> np.ndarray:
@@ -117,7 +120,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Relax the costs in place: every placement may also be reached by steps from other placements."""
+        """Lower the costs in place, for placements that are reached more cheaply by steps from other placements."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -133,10 +136,14 @@ class ShortestPaths:
     # -- paths ---------------------------------------------------------------------------------------------------------
 
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
+        """Yield the arcs (code, tail, head) of a shortest path from a placement.
 
-        Among paths of equal cost, the first step is one that sends the fewest bytes, and so on for each step. Further
-        ties are decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
+        If several paths have the least cost, the first step is one that sends the fewest bytes, and so is each later
+        step. Further ties are decided by the order of KINDS, of the tensor's dimensions and of the mesh axes.
+
+        Args:
+            rest: the cost from each placement to the end of the path.
+            number: the placement at which the path starts.
         """
         rows = self.nodes.rows
         while rest[number] != 0:
@@ -161,13 +168,13 @@ class ShortestPaths:
         return self.path(rest, start)
 
     def _arcs(self, arcs: Arcs, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the arcs at one placement: their codes, and the placements at their other ends."""
+        """Return the codes of the arcs at one placement, and the placements at the other ends of these arcs."""
         some, permutes = arcs.of(number), self.graph.permutes.of(number)
         code = np.concatenate([arcs.code[some], self.graph.permutes.code[permutes]])
         return code, np.concatenate([arcs.tail[some], self.graph.permutes.tail[permutes]])
 
     def steps(self, path: Iterable[tuple[int, int, int]], dims: tuple[str, ...], operand: str) -> tuple[Step, ...]:
-        """Return a path as the steps of a plan."""
+        """Return the steps of a plan that follow a path."""
         steps = []
         for code, *ends in path:
             kind, mask, parts = self.graph.meaning(code)
@@ -184,13 +191,16 @@ class ShortestPaths:
         return tuple(axis for number, axis in enumerate(self.axes) if mask >> number & 1)
 
     def _figures(self, kind: str, mask: int, parts: int) -> tuple[float, int]:
-        """Return the seconds of a step, and the bytes that one device sends in it."""
+        """Return the seconds of a step, and the bytes that one device sends in this step."""
         buffer = self._whole // parts
         seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip, self._whole)
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Raise an error if a tensor has no path, but might have one with steps that were left out as too large."""
+        """Raise an error if steps were left out because they cost too much.
+
+        This is called for a tensor without a path, which might have a path with these steps.
+        """
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(
@@ -224,5 +234,5 @@ def shortest_paths(
 
 
 def forget() -> None:
-    """Empty the cache, for benchmarks."""
+    """Empty the cache of `shortest_paths`, for benchmarks."""
     _kept.clear()

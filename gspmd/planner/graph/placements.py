@@ -1,10 +1,10 @@
 """Every placement of a tensor on a mesh, as rows of numpy arrays: the nodes of the planner's graph.
 
-A placement gives each mesh axis a role: it shards a dimension, at some position in the order of that dimension's axes,
-or belongs to a partial sum, or does nothing. The axes of one dimension, major first, are a *sequence*. Sequences are
-numbered, and a placement is a row of numbers, one sequence for each dimension. Sets of axes are bit masks. For n axes
-and d dimensions there are at most (n + d)! / d! placements without a partial sum: 210 for 3 axes and 4 dimensions,
-15,120 for 5 axes.
+A placement gives each mesh axis a role. The axis shards a dimension, at some position in the order of that dimension's
+axes, or belongs to a partial sum, or does nothing. The axes of one dimension, from major to minor, are a *sequence*.
+Sequences are numbered, and a placement is a row of numbers, one sequence for each dimension. Sets of axes are bit
+masks. For n axes and d dimensions there are at most (n + d)! / d! placements without a partial sum. For 4 dimensions
+these are 210 with 3 axes, and 15,120 with 5 axes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,20 +20,21 @@ from gspmd.annotate.errors import PlanError
 Axes = tuple[int, ...]
 
 MOST_AXES = 8
-"""The largest number of mesh axes that are planned; 8 axes have 109,601 sequences, and 10 have 9,864,101."""
+"""The largest number of mesh axes that are planned; 8 axes have 109,601 sequences, and 10 axes have 9,864,101."""
 MOST_PERMUTES = 1 << 26
-"""The largest number of permutes that are compared for a tensor; they take about 1 GB of memory."""
+"""The largest number of permutes that are compared for a tensor; so many permutes take about 1 GB of memory."""
 
 
 class Sequences:
-    """All ordered subsets of `count` axes, the shortest first; number 0 is empty.
+    """All ordered subsets of `count` axes, numbered from the shortest to the longest; number 0 is empty.
 
     Attributes:
-        axes: the axes of each sequence, major first.
+        axes: the axes of each sequence, from major to minor.
         mask: the set of axes of each sequence, as a bit mask.
-        rank: [sequence, axis] the number of axes before this axis; -1 if the sequence lacks the axis.
-        append: [sequence, axis] the sequence with this axis added at its end; -1 if it already has this axis.
-        prefix, suffix: [sequence, j] the sequence without its last j axes, and the sequence of its last j axes.
+        rank: [sequence, axis], the number of axes before this axis; -1 if the sequence lacks the axis.
+        append: [sequence, axis], the sequence with this axis added at the end; -1 if the sequence already has the axis.
+        prefix: [sequence, j], the sequence without its last j axes.
+        suffix: [sequence, j], the sequence of its last j axes.
     """
 
     def __init__(self, count: int):
@@ -48,7 +49,7 @@ class Sequences:
         self._padded = np.array([(*axes, *[-1] * (count - len(axes))) for axes in self.axes])
 
     def joined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the sequences `left` with the axes of `right` appended; they must have no axis in common."""
+        """Return the sequences `left` with the axes of `right` appended; `left` and `right` must share no axis."""
         for axis in self._padded[right].T:
             left = np.where(axis < 0, left, self.append[left, axis])
         return left
@@ -58,7 +59,7 @@ sequences = lru_cache(maxsize=16)(Sequences)
 
 
 def parts_of(sizes: Sequence[int]) -> list[int]:
-    """Return, for each set of axes by its bit mask, the number of parts into which it cuts a dimension."""
+    """Return the number of parts into which each set of axes cuts a dimension, indexed by the set's bit mask."""
     parts = [1]
     for size in sizes:
         parts += [count * size for count in parts]
@@ -66,7 +67,7 @@ def parts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
-    """Return the sets of mesh axes that divide a dimension of this size.
+    """Return the sets of mesh axes that divide a dimension of this size, as bit masks.
 
     Raises:
         PlanError: there are more mesh axes than can be planned.
@@ -77,22 +78,22 @@ def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
 
 
 def too_many(mesh_sizes: Axes, fact: str) -> PlanError:
-    """Return the error for mesh axes whose placements are too many; `fact` ends its first sentence."""
+    """Return the error for mesh axes with too many placements; `fact` ends the first sentence of the error."""
     axes = f"{len(mesh_sizes)} mesh axes (of sizes {', '.join(map(str, mesh_sizes))})"
     return PlanError(f"cannot plan on {axes}{fact}\n  Merge mesh axes that are always used together.")
 
 
 def check_permutes(mesh_sizes: Axes, allowed: Sequence[frozenset[int]], partial: int) -> None:
-    """Refuse a tensor with too many permutes: this check comes first, since listing the placements may take minutes.
+    """Refuse a tensor with too many permutes, before its placements are listed, which may take minutes.
 
-    Placements are counted by the set of axes that they use. With n placements of s shapes there are at least n² / s
-    permutes between placements of one shape.
+    Placements are counted by the set of axes that they use. If n placements have s different shapes, there are at least
+    n² / s permutes between placements of the same shape.
 
     Args:
-        mesh_sizes, allowed, partial: as in `Nodes`.
+        mesh_sizes, allowed, partial: the same as the arguments `sizes`, `allowed` and `partial` of `Nodes`.
 
     Raises:
-        PlanError: there are too many.
+        PlanError: there are too many permutes.
     """
     subsets, parts = np.arange(1 << len(mesh_sizes)), parts_of(mesh_sizes)
     ways = (subsets == 0).astype(float)
@@ -121,8 +122,8 @@ def placements(
         partial: for each partial sum, the bit mask of the axes over which it may extend.
 
     Returns:
-        Three arrays: [placement, dimension] the sequence; [placement] the axes that shard any dimension; and
-        [placement, sum] the axes of each partial sum.
+        Three arrays. The first, [placement, dimension], has the sequence of each dimension. The second, [placement],
+        has the axes that shard any dimension. The third, [placement, sum], has the axes of each partial sum.
     """
     subsets, masks = np.arange(1 << count), sequences(count).mask
     table, taken = np.zeros((1, 0), int), np.zeros(1, int)
@@ -136,7 +137,11 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by every choice of one more column that reuses no axis; return rows and their used axes."""
+    """Extend every row by one more column, in every way that uses no axis again.
+
+    Returns:
+        The extended rows, and the axes that each row uses.
+    """
     free = (subsets[:, None] & masks == 0) & fits  # for each set of taken axes and each choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -147,7 +152,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers, column by column, so that 64 bits are enough."""
+    """Number the distinct rows of a table of small numbers, one column after another, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
@@ -157,9 +162,9 @@ def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
 class Nodes:
     """The placements of one tensor, numbered in the order of their keys.
 
-    A key is a number with a digit for each mesh axis: 0 if the axis is unused, 1 if it is in the partial sum, 2 + count
-    · d + r if it shards dimension d after r other axes. So a step changes the key by differences of entries of `on` and
-    `partial_keys`.
+    A key is a number with a digit for each mesh axis. The digit is 0 if the axis is unused, 1 if the axis is in the
+    partial sum, and 2 + count · d + r if the axis shards dimension d after r other axes. So a step changes the key by
+    differences of entries of `on` and `partial_keys`.
 
     Args:
         sizes: the sizes of the mesh axes, all above 1.
@@ -167,11 +172,11 @@ class Nodes:
         partial: the bit mask of the axes over which the tensor may be a partial sum.
 
     Attributes:
-        rows, used, partial: the results of `placements`, by node.
+        rows, used, partial: the three results of `placements`, in the order of the nodes.
         keys: the key of each node.
-        on: [dimension, sequence] the number that the sequence adds to the key.
-        partial_keys: by bit mask, the number that the axes of the partial sum add to the key.
-        parts: by bit mask, the number of parts into which a set of axes cuts a dimension.
+        on: [dimension, sequence], the number that the sequence adds to the key.
+        partial_keys: [bit mask], the number that the axes of the partial sum add to the key.
+        parts: [bit mask], the number of parts into which a set of axes cuts a dimension.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
@@ -199,11 +204,14 @@ class Nodes:
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return a placement's index, or -1 if its axes do not divide the sizes or its partial sum is not allowed."""
+        """Return the index of a placement, or -1 if there is no such placement.
+
+        There is none if the axes do not divide the sizes, or if the partial sum is not allowed.
+        """
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 
     def placement(self, number: int) -> tuple[tuple[Axes, ...], Axes]:
-        """Return the axes of every dimension, and the axes of the partial sum."""
+        """Return the axes of every dimension of a placement, and the axes of its partial sum."""
         axes = tuple(self.sequences.axes[row] for row in self.rows[number])
         return axes, tuple(axis for axis in range(self.count) if self.partial[number] >> axis & 1)

@@ -1,6 +1,6 @@
 """The cheapest chain of collectives from one spec of a tensor to another, found as a shortest path.
 
-Nodes of the graph are all placements of the tensor, and arcs are all slices and collectives between them
+The nodes of the graph are all placements of the tensor. Its arcs are all slices and collectives between placements
 (`transitions`). So the path contains a slice, a scatter or a detour wherever this makes the chain cheaper.
 """
 
@@ -29,24 +29,27 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two moves through a third placement, nor more than the same move of a larger tensor
-    whose dimensions the same mesh axes divide.
+    A move never costs more than two moves through a third placement. Neither does it cost more than the same move of a
+    larger tensor whose dimensions the same mesh axes divide.
 
     Args:
-        src, dst: the current spec of the tensor, and the target spec. Both have the same dimensions, and `dst` may be a
-            partial sum only over axes over which `src` is one.
-        sizes, mesh: the size of each dimension of the whole tensor, and of each mesh axis.
+        src: the current spec of the tensor.
+        dst: the target spec, with the same dimensions. It may be a partial sum only over mesh axes over which `src` is
+            a partial sum too.
+        sizes: the size of each dimension of the whole tensor.
+        mesh: the size of each mesh axis.
         itemsize: bytes per element on the wire.
         chip: the chip whose links determine the seconds.
         operand: the name of the tensor in the steps.
         reduce: how a partial sum is reduced, `"sum"` or `"max"`; a reduce-scatter cannot take a maximum.
 
     Returns:
-        The chain with the fewest seconds (in whole picoseconds), then bytes, then steps.
+        The chain with the fewest seconds, in whole picoseconds. Of several such chains, it is the one with the fewest
+        bytes, and then with the fewest steps.
 
     Raises:
-        PlanError: the target is a partial sum over an axis that the source is not, or the mesh axes of a spec do not
-            divide the sizes.
+        PlanError: the target is a partial sum over a mesh axis over which the source is no partial sum, or the mesh
+            axes of a spec do not divide the sizes.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -66,10 +69,13 @@ def move(
 def cost(
     src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, *, by: str
 ) -> complex:
-    """Return the cost of `move` in the units of `paths`, infinite if there is no move, without its steps.
+    """Return the cost of a `move` in the units of `paths`, without the steps of the move.
+
+    The cost is infinite if there is no such move.
 
     Args:
-        by: `"source"` or `"target"`: the end that is the same in most calls, from which paths are searched once.
+        src, dst, sizes, mesh, itemsize, chip: the same as the arguments of `move`.
+        by: `"source"` or `"target"`, the end that is the same in most calls. Paths are searched once from this end.
     """
     src, target, shape, real = _on_mesh(src, dst, sizes, mesh)
     if not set(target.partial) <= set(src.partial):
@@ -84,7 +90,10 @@ def cost(
 def _on_mesh(
     src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> tuple[Spec, Spec, tuple[int, ...], tuple[tuple[str, int], ...]]:
-    """Return both specs without mesh axes of size 1, with the dimensions of `src`; its shape; and the mesh likewise."""
+    """Return the specs of a move, the tensor's shape, and the mesh, all without mesh axes of size 1.
+
+    The two specs have their dimensions in the order of `src`.
+    """
     src, dst = src.without_trivial(mesh), dst.without_trivial(mesh)
     target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
     real = tuple((axis, size) for axis, size in mesh.items() if size > 1)
@@ -93,7 +102,10 @@ def _on_mesh(
 
 @lru_cache(maxsize=1 << 14)
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
-    """Plan a move from hashable arguments: `dst` has the dimension order of `src`, and no mesh axis has size 1."""
+    """Plan a move from hashable arguments.
+
+    The dimensions of `dst` must be in the order of `src`, and no mesh axis may have size 1.
+    """
     if not set(dst.partial) <= set(src.partial):
         missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  the source is not a partial sum over mesh axis {missing}.")

@@ -1,13 +1,14 @@
-"""The exact search behind every plan: it chooses the dimension that each mesh axis shards during an einsum.
+"""The exact search behind every plan, which chooses the dimension that each mesh axis shards during an einsum.
 
 One left operand is contracted with one or several right operands. If d is the cost of a shortest path (`paths`), the
 plan has the least value, over all placements p of the left operand, of
 
     d(left → p) + Σ over contractions  min over q  d(right → q) + einsum(p, q) + d(result of (p, q) → target)
 
-where q runs over the placements of the right operand that shard the common dimensions as p does. All d of a tensor come
-from one shortest-path computation, so the cost of a joint placement (p, q) is the sum of three looked-up numbers, and
-the search is linear in the number of joint placements (`contractions`). If no steps overlap, the search is exact.
+where q runs over the placements of the right operand that shard the common dimensions as p does. All values d of a
+tensor come from one shortest-path computation. So the cost of a joint placement (p, q) is the sum of three looked-up
+numbers, and the search is linear in the number of joint placements (`contractions`). If no steps overlap, the search is
+exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,13 @@ from gspmd.planner.steps import Contraction, Environment, Step, Tensor
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """Result of the search: the left operand's spec, the steps that bring it there, a choice for each contraction."""
+    """The result of the search.
+
+    Attributes:
+        left: the spec in which the left operand is multiplied.
+        left_steps: the steps that bring the left operand to this spec.
+        choices: the choice for each contraction.
+    """
 
     left: Spec
     left_steps: tuple[Step, ...]
@@ -35,7 +42,15 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """Costs of a group of contractions by placement of one result; the other results are moved to their targets."""
+    """The costs of a group of contractions for every placement of one of the results.
+
+    All other results are moved to their targets.
+
+    Attributes:
+        dims: the dimensions of this result.
+        paths: the shortest paths between the placements of this result.
+        costs: the cost for each placement.
+    """
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -53,7 +68,10 @@ def search(
     """Find the cheapest way to bring the operands together, contract them, and bring the results to their targets.
 
     Args:
-        pinned: the spec to which the left operand is brought; None to search for it.
+        environment: everything on which costs depend.
+        left: the left operand, which all contractions share.
+        contractions: the right operand and the result of each contraction.
+        pinned: the spec to which the left operand is brought, or None to search for this spec.
 
     Raises:
         NoPlacement: no placement of the operands leads to the targets, for example if a target is a partial sum that no
@@ -75,7 +93,7 @@ def search(
 def ranked(
     environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], count: int
 ) -> tuple[PlacedGroup, ...]:
-    """Find the cheapest plan for each choice that `search` compares, and return the `count` cheapest, in order.
+    """Return the cheapest plan for each choice that `search` compares, at most `count` plans, the cheapest first.
 
     A choice says which dimension each mesh axis shards during the einsums, regardless of the order of axes in a
     dimension. With several contractions, a choice concerns only the left operand, which they share.
@@ -106,13 +124,16 @@ def ranked(
 
 
 def _cheapest_rows(tables: Sequence[ContractionTable], best: Sequence[np.ndarray], number: int) -> list[list[int]]:
-    """Return, for each table, the cheapest rows with the left operand at placement `number`."""
+    """Return the cheapest rows of each table in which the left operand is at placement `number`."""
     rows = [(table.left.nodes == number) & (table.totals == each[number]) for table, each in zip(tables, best)]
     return [np.flatnonzero(each).tolist() for each in rows]
 
 
 def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequence[int]]) -> PlacedGroup:
-    """Return the group with the left operand at placement `number`, and the best of some rows of each table."""
+    """Return the group in which the left operand is at placement `number`, with one row chosen from each table.
+
+    `rows` has the equally cheap rows of each table.
+    """
     left = tables[0].left
     dims, paths = left.tensor.spec.dims, left.paths
     held, path = paths.spec(dims, number), paths.path_between(paths.number(left.tensor.spec), number)
@@ -123,7 +144,7 @@ def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequ
 def result_costs(
     environment: Environment, left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, aimed: int = 0
 ) -> ResultCosts:
-    """Find the cost of the cheapest group for every placement of the result of contraction `aimed`."""
+    """Return the cost of the cheapest group for every placement of one result, that of contraction `aimed`."""
     tables = [ContractionTable(environment, left, each, n == aimed) for n, each in enumerate(contractions)]
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):
@@ -141,7 +162,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """Return the lowest cost for each index from 0 to `count` - 1, where `at` has the index of each cost."""
+    """Return the lowest cost for each index from 0 to `count` - 1; `at` has the index to which each cost belongs."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))

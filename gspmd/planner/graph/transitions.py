@@ -1,4 +1,4 @@
-"""Every single step between the placements of a tensor: the arcs of the planner's graph, without their costs.
+"""All single steps between the placements of a tensor, which are the arcs of the planner's graph, without costs.
 
     slice               F     -> F_yz              adds axes to the minor end of a dimension
     all-gather          F_xyz -> F_x               removes minor axes from a dimension
@@ -22,7 +22,10 @@ _CHUNK = 1 << 21  # arcs that are processed together, to bound the memory that a
 
 
 class Arcs:
-    """Arcs grouped by head, with the tail and the price code of each; a reversed graph swaps head and tail."""
+    """Arcs, grouped by the node at their head, with the tail and the price code of each arc.
+
+    In a reversed graph, head and tail are swapped.
+    """
 
     def __init__(self, tail: np.ndarray, head: np.ndarray, code: np.ndarray, nodes: int, in_order: bool = False):
         if not in_order:
@@ -38,12 +41,12 @@ class Arcs:
         self._row[self._heads] = np.arange(len(self._heads))
 
     def of(self, head: int) -> slice:
-        """Return the arcs that end in a node."""
+        """Return the slice of the arcs that end in a node."""
         row = self._row[head]
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower the costs in place by all arcs out of the changed nodes; return a mask of the cheaper nodes.
+        """Lower the costs in place along all arcs out of the changed nodes, and return which nodes became cheaper.
 
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
@@ -68,15 +71,16 @@ class Arcs:
 
 
 class Graph:
-    """The placements of a tensor and the steps between them; the arguments are those of `Nodes`.
+    """The placements of a tensor and the steps between them; the arguments are the same as the arguments of `Nodes`.
 
     Attributes:
         nodes: the placements.
-        coming, going: all arcs except permutes, grouped by their end node, and by their start node.
-        permutes: the permutes; they are the same in both directions, since every permute has an inverse.
+        coming: all arcs except permutes, grouped by the node at which they end.
+        going: all arcs except permutes, grouped by the node at which they start.
+        permutes: the permutes. They are the same in both directions, since every permute has an inverse.
         arcs: the number of arcs.
-        codes: the steps to be priced: code, kind, axes as a bit mask, and the number of parts into which the tensor is
-            cut before or after the step, whichever is smaller.
+        codes: the steps to be priced, as tuples of four: the code, the kind, the axes as a bit mask, and a number of
+            parts. This is the number into which the tensor is cut before or after the step, whichever is smaller.
         size: a number above all codes.
     """
 
@@ -94,21 +98,30 @@ class Graph:
         self.arcs = 2 * len(code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
-        """Return the kind, the axes as a bit mask, and the number of parts, as in `codes`."""
+        """Return what a code stands for: the kind, the axes as a bit mask, and the number of parts, as in `codes`."""
         step, level = divmod(code, len(self._parts))
         kind, mask = divmod(step, self._masks)
         return KINDS[kind], mask, int(self._parts[level])
 
     def kinds(self, codes: np.ndarray) -> np.ndarray:
-        """Return, for each price code, the index in KINDS of the kind of step that it stands for."""
+        """Return the kind of step that each price code stands for, as an index in KINDS."""
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:
-        """Return the codes of steps; `holder` is the placement, before or after the step, with the larger shards."""
+        """Return the codes of steps.
+
+        Args:
+            kind: the kind of all steps.
+            mask: the mesh axes of each step, as a bit mask.
+            holder: the placement before or after each step, whichever has the larger shards.
+        """
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Yield the steps that add minor axes to a dimension or remove them; `full` has the axes, `bare` does not."""
+        """Yield the tails, heads and codes of all steps that add minor axes to a dimension or remove minor axes.
+
+        `full` are the placements with these axes, and `bare` are the placements without them.
+        """
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))
@@ -130,14 +143,14 @@ class Graph:
             yield start[some], end[some], self._code("all-to-all", mask[apart][some], start[some])
 
     def _all_reduces(self):
-        """Yield the all-reduces over any axes of a partial sum."""
+        """Return the tails, heads and codes of all all-reduces, each over some or all axes of a partial sum."""
         nodes, masks = self.nodes, np.arange(self._masks)
         node, mask = np.nonzero((nodes.partial[:, None] & masks == masks) & (masks > 0))
         settled = nodes.find(nodes.keys[node] - nodes.partial_keys[mask])
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
-        """Return the permutes: arcs between placements with the same local shape and the same partial sum."""
+        """Return the permutes, which are arcs between placements with the same local shape and the same partial sum."""
         nodes, sequences = self.nodes, self.nodes.sequences
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # puts placements of the same shape together
@@ -169,8 +182,8 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
     """Return the graph of a tensor.
 
-    The graph depends on the sizes of a tensor only through the sets of mesh axes that divide them, so tensors of
-    different sizes share it.
+    The graph depends on the sizes of a tensor only through the sets of mesh axes that divide each size. So tensors of
+    different sizes can share a graph.
     """
     key = sizes, allowed, partial
     found = _graphs.get(key)
