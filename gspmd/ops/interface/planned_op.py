@@ -132,7 +132,7 @@ def settle(
 
 
 def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
-    """Return the steps of a move whose specs are known by now; `name` is the name of the tensor in the plan."""
+    """Return the steps of a move whose specs have no unknowns; `name` is the name of the tensor in the plan."""
     (before,) = what.before
     sizes = sizes_of(before, what.shape)
     return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)
