@@ -55,7 +55,7 @@ class Blocks:
         limits: Limits = UNLIMITED,
         ahead: jax.Array | None = None,
     ) -> np.ndarray | jax.Array:
-        """Return the starts of n blocks, [n, 4]: the row, the query, the key, and the first key that no block had yet.
+        """Return the starts of n blocks, [n, 4]: row, query, key, and the first key that no earlier block has.
 
         Keys vary fastest. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves out
         blocks whose keys all come before the window or the chunk of every query in the block. Queries that see no key

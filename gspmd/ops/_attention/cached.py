@@ -312,7 +312,8 @@ class _CachedAttention:
         Args:
             q: [B, L, H, D].
             new: keys [B, L, K, D], and values if they are a separate array.
-            terms: the result of `terms_of_new` for these queries and keys.
+            terms: the terms of the logits, from `terms_of_new`. They have the mask of the new keys that are real, the
+                position of the first query minus the position of the first new key, the soft cap, and the biases.
             shards: the number of shards of each dimension if the arrays are those of all devices; None for one device.
         """
         k, v = new[0], new[-1]
