@@ -273,7 +273,7 @@ class _Embed:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Return the specs of the operands."""
+        """The specs of the operands."""
         operands = self.given.ids, self.given.table
         return operands if self.scaled is None else (*operands, self.given.scales)
 

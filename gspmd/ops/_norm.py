@@ -127,7 +127,7 @@ class _Norm:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The indices of the dimensions over which the mean is taken, counted from the end: -1 is the last."""
+        """The indices of the dimensions over which the mean is taken, counted from the end, so that -1 is the last."""
         return tuple(range(-len(self.scale.dims), 0))
 
     @property

@@ -1,4 +1,4 @@
-"""`gspmd.plan`: the steps of an equation on a mesh, and their costs, before anything runs."""
+"""`gspmd.plan`, which finds the steps of an equation on a mesh, and their costs, before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

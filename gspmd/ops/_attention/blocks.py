@@ -19,7 +19,7 @@ LARGEST = 2**25
 _BLOCK = 2**24
 """Number of logits in a block, which is small enough for a TPU v4 to keep the logits on the chip."""
 _LENGTHS = 512, 2048
-"""The minimum number of keys in a block, and the maximum number of queries or keys.
+"""Two numbers: the minimum number of keys in a block, and the maximum number of queries or of keys in a block.
 
 With fewer keys, rescaling the running sums of values takes more time than the products.
 """
@@ -93,7 +93,7 @@ class Blocks:
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
 
     def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
-        """Return the start of the first block of keys for the block of queries that begins at `query`."""
+        """Return the index at which the first block of keys starts, for the block of queries that begins at `query`."""
         if limits.reach is None:
             return 0
         last = (keys - 1) // self.keys
@@ -207,7 +207,11 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
-    """Return the tangent of the output; the probabilities of each block are recomputed from its logits."""
+    """Return the tangent of the output, from the tangents of queries, keys, values and the operands in `learned`.
+
+    `learned` has the tangents of the bias and of the sinks, if there are any. The probabilities of each block are
+    recomputed from the logits of the block.
+    """
     q, k, v, terms, sinks, out, top, total = kept
     d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 

@@ -38,7 +38,16 @@ class Gathered:
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices and their chunks."""
+        """Fold a function over all other devices and their chunks.
+
+        Args:
+            f: a function (state, device, *chunks of that device) -> new state.
+            state: the state of the first call.
+            chunks: this device's own chunks, one for each sharded operand.
+
+        Returns:
+            The state after the last call.
+        """
         whole = [self.chains.send(name, x) for name, x in zip(self.names, chunks)]
 
         def step(place, state):
@@ -89,7 +98,7 @@ class RingOfChunks(Gathered):
     """
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices and their chunks."""
+        """Fold a function over all other devices and their chunks, as `Gathered.visit` does."""
         last, chunks = self.devices - 1, self._send(self.names, chunks)
 
         def step(place, carry):

@@ -45,7 +45,7 @@ class Attended(NamedTuple):
         return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
 
     def by_query(self) -> "Attended":
-        """Return the result with heads in the order of the queries: statistics [B, L, H] and values [B, L, H, D]."""
+        """Return the result with the dimensions of queries: statistics [B, L, H] and values [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -57,7 +57,10 @@ class Attended(NamedTuple):
 def sink_statistics(
     sinks: jax.Array, shape: tuple[int, ...], counted: jax.Array | bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the largest logit and the denominator of the sinks [..., H] alone, broadcast to `shape`."""
+    """Return the largest logit and the denominator of the sinks [..., H] alone, broadcast to `shape`.
+
+    The denominator is 0 where `counted` is False.
+    """
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
     top = jax.lax.stop_gradient(jnp.maximum(sinks, LOW))  # finite, whatever a sink is
     return top, jnp.exp(sinks - top) * counted

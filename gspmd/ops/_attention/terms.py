@@ -118,7 +118,7 @@ class Terms(NamedTuple):
     """The terms that the logits of some queries and keys have besides the products: mask, soft cap and biases."""
 
     seen: jax.Array | None = None
-    """[B, T] booleans: the keys that are not padding."""
+    """[B, T] booleans, which are True for the keys that are not padding."""
     ahead: jax.Array | None = None
     """int32 scalar for causal attention, the position of the first query minus the position of the first key.
 
@@ -211,7 +211,7 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality, a window and chunks restrict the keys, and no bias is added to the logits."""
+        """Whether nothing but causality, a window or chunks restricts the keys, and no bias is added to the logits."""
         return self.seen is None and self.segments is None and not self.adds
 
     @property

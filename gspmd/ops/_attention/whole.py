@@ -246,7 +246,7 @@ class _Core:
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
     def kernel_form(self, q: jax.Array) -> splash.Form:
-        """Return the options of the TPU's kernel."""
+        """Return the options of the TPU's kernel for the queries `q`."""
         return splash.Form(q.shape[3] ** -0.5 if self.scale is None else self.scale, self.extras.limits)
 
 

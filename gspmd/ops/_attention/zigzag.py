@@ -98,12 +98,12 @@ class ZigzagPairs:
         self.earlier = earlier
 
     def queries(self, x: jax.Array) -> jax.Array:
-        """Return this device's queries [B, L, ...] as [2B, L/2, ...]."""
+        """Return the halves of this device's queries [B, L, ...] that the two products use, as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([late, jnp.where(self.earlier, early, late)])
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """Return the other device's keys [B, L, ...] as [2B, L/2, ...]."""
+        """Return the halves of the other device's keys [B, L, ...] that the two products use, as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 

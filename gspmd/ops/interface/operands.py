@@ -1,4 +1,4 @@
-"""The operands of a planned operation: arrays, converted to their joint dtype."""
+"""The operands of a planned operation, as arrays that are converted to their joint dtype."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -178,9 +178,9 @@ class Chains:
         self.steps = tuple(program.steps)
 
     def send(self, name: str, x: jax.Array, *, reduce: str = "sum") -> jax.Array:
-        """Run one chain on this device's shard, inside a shard_map.
+        """Run one chain on this device's shard, and return the result.
 
-        Each chain must be run once, in the order in which the chains were given.
+        The call must be inside a shard_map. Each chain must be run once, in the order in which the chains were given.
 
         Args:
             name: the name of the chain.
