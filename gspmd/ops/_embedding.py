@@ -166,7 +166,7 @@ def _wide(ids: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Route:
-    """The route of a lookup, which is the specs during the lookup and the steps to and from these specs.
+    """The route of a lookup, which consists of the specs during the lookup and the steps to and from these specs.
 
     The specs are in `lookup`, and the steps of each tensor are in the field with its name. In a gradient, `rows` has
     the steps that move the cotangent to the placement in which its rows are summed, and `table` has the steps that move
@@ -266,7 +266,7 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """The shape of the table; besides it and `dtype`, the gradient needs nothing from the table."""
+    """The shape of the table; apart from this shape and `dtype`, the gradient needs nothing from the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
     """The dtype of the rows if they are multiplied by scales, or None if there are no scales."""

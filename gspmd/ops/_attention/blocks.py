@@ -125,7 +125,7 @@ class Form:
     width: int | None = None
     """Number of leading entries of a key that `key_scales` apply to.
 
-    The other entries have `rest_scales`, as in `online.attend`. None if there are no `rest_scales`.
+    The other entries have `rest_scales`, as in `online.attend`.
     """
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
@@ -238,7 +238,7 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
 
 
 def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
-    """Return the float32 gradients of queries, keys, values and, if there is a bias, of its table [R, H].
+    """Return the float32 gradients of queries, keys, values and, if there is one, of the table [R, H] of the bias.
 
     The gradients are computed block by block, and the probabilities of each block are recomputed from its logits. So
     `kept` may have only some of the keys to which the queries attended. The result is then the contribution of these

@@ -1,6 +1,6 @@
 """Attention to keys that are all on the device.
 
-If there are few logits, JAX's function computes it. Otherwise a kernel does, or it is computed in blocks.
+If there are few logits, JAX's function computes the attention. Otherwise a kernel computes it, or it runs in blocks.
 """
 
 from collections.abc import Callable

@@ -107,7 +107,8 @@ def attend(
             probabilities, which have fewer elements than the keys.
         rest_scales: [B, T, K] float32 scales for the entries of a key after the first `width`. If they are given,
             `key_scales` are for the first `width` entries only.
-        width: the number of entries of a key that `key_scales` are for. It is given together with `rest_scales`.
+        width: the number of leading entries of a key that `key_scales` are for. It must be given with `rest_scales`,
+            and has no effect without them.
         again: booleans in a shape like that of `seen`, which are True for keys that an earlier part has counted
             already; these are never all of the keys.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.

@@ -13,7 +13,7 @@ _OPEN = ("?",)
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
-    """Find which dimensions of a cache are batch, length, heads and head size, by the letters of the keys for it.
+    """Find which dimensions of a cache are batch, length, heads and head size, by the letters of the new keys.
 
     Args:
         doing: what is being done, for the first line of an error.

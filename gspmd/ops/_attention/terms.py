@@ -297,7 +297,7 @@ class Extras:
     buckets: Buckets | None = None
     limits: Limits = UNLIMITED
     alike: bool = False
-    """Whether the segments of queries and keys are one array, so that each query attends at least to its own key."""
+    """Whether queries and keys have the same array of segments, so that each query attends at least to its own key."""
 
     @property
     def _given(self) -> tuple[bool, ...]:
@@ -549,7 +549,7 @@ def read_slopes(
     The slopes have no gradient. Without a spec they are unsharded.
 
     Raises:
-        SpecError: as for `read_of_heads`.
+        SpecError: the slopes or their spec are wrong in one of the ways that `read_of_heads` lists.
         PlanError: a slope in a tuple or list is not a finite Python number.
     """
     if isinstance(slopes, (tuple, list)):

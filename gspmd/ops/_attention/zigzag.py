@@ -53,7 +53,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def ring_size(key: Spec) -> int:
-    """Return over how many devices of the current mesh a sequence is sharded, which the spec of the keys says."""
+    """Return the number of devices of the current mesh over which the spec `key` of the keys shards a sequence."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
 
@@ -89,9 +89,9 @@ class ZigzagPairs:
 
     The early half of a device's tokens is its first chunk, and the late half is its second chunk. In one product, the
     late queries of this device attend to the early keys of the other device. The second product depends on `earlier`,
-    which is whether the other device is before this one. If it is before, the early queries also attend to its early
-    keys. If it is after, the late queries also attend to its late keys. Both products are computed as one product with
-    twice the rows.
+    which is True if the other device is before this one. The early queries then attend to the same early keys. If
+    `earlier` is False, the late queries attend to the late keys of the other device. Both products are computed as one
+    product with twice the rows.
     """
 
     def __init__(self, earlier: jax.Array):

@@ -1,6 +1,6 @@
 """The work of a Pallas kernel, written into the named scope in which the kernel is called.
 
-HLO shows neither the matrix products of a kernel nor the kernel's estimated cycles. The name of the scope does:
+HLO shows neither the matrix products of a kernel nor the kernel's estimated cycles, so the scope states its work:
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """

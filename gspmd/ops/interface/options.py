@@ -90,7 +90,7 @@ def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype
     """Return the name of the dtype in which everything is sent, or None if each array is sent in its own dtype.
 
     Raises:
-        PlanError: an operand or the result has another dtype than `wire_dtype`, and one of these two dtypes is not
+        PlanError: an operand or the result has a dtype other than `wire_dtype`, and one of these two dtypes is not
             floating-point; or `wire_dtype` is a floating-point dtype without negative numbers or with less than a byte;
             or it has 64 bits, and JAX is not configured to use such dtypes.
     """
@@ -121,7 +121,7 @@ def _numbers(dtype: str) -> str:
 def _travels(dtype: str) -> bool:
     """Return whether a floating-point dtype has whole bytes, a sign and a zero.
 
-    The dtype float8_e8m0fnu does not, because its numbers consist of an exponent only.
+    For example, float8_e8m0fnu has neither a sign nor a zero, because its numbers consist of an exponent only.
     """
     return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
 

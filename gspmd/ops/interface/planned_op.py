@@ -142,8 +142,8 @@ def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str
     """Make an operation whose gradient is planned.
 
     The backward pass has the context of the forward pass. Everything else that a pass needs besides arrays, namely
-    specs and options, is in one argument, the form. It has nothing traced and is hashable, so that each pass can cache
-    its steps and its body by the form, and `run` finds the compiled program.
+    specs and options, is in one argument, the form. The form holds nothing traced and is hashable. So each pass can
+    cache its steps and its body by the form, and `run` finds the compiled program.
 
     Args:
         forward: (form, ctx, *arrays) -> (results, residuals).

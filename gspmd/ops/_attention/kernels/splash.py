@@ -32,9 +32,9 @@ _LONGEST = 1024, 512
 They are the fastest ones according to the compiler's schedules for v5p and v6e.
 """
 _WIDEST = 512
-"""The largest number of bytes of a head for which blocks have this length.
+"""The largest number of bytes of a head for which blocks may be as long as `_LONGEST` says.
 
-Blocks of wider heads are half as long, so that they fit into the memory of the core.
+Blocks of wider heads may be half as long, so that they fit into the memory of the core.
 """
 _STEP = 2**17
 """The fixed cost of a step of the grid, given as the number of logits that take the same time.
