@@ -21,22 +21,22 @@ PADDING = -1e30
 def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Return the position of the largest element along one dimension; ties go to the lowest position.
 
-    NaN counts as -inf, and so does -1e30, the logit of tokens that pad a vocabulary. Since padding is at the end, the
-    result is never a position of padding, even if all other elements of a row are -inf.
+    NaN counts as -inf, and so does -1e30, the logit of tokens that pad a vocabulary. Padding is at the end of the
+    vocabulary, so the result is never a position of padding, even if all other elements of a row are -inf.
 
-    Communication: two all-reduces of [B, L] over the mesh axes of the dimension, for the maximum and for its lowest
-    position.
+    Communication: two all-reduces of [B, L] over the mesh axes of `dim`, one for the maximum and one for the lowest
+    position of the maximum.
 
     Args:
         logits: [B, L, V], or any shape.
-        spec: the spec of `logits`, `"BLV_x"`.
-        dim: the dimension searched, `"V"`.
+        spec: the spec of `logits`, such as `"BLV_x"`.
+        dim: the dimension to search, such as `"V"`.
 
     Returns:
         [B, L] int32 positions in the unsharded dimension, with the spec of `logits` without `dim`.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or the dimension has size 0.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; or the dimension has size 0.
         PlanError: `logits` are a partial sum.
 
     Example:
@@ -45,7 +45,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         ...     print(argmax(gspmd.annotate(jnp.array([[0.0, 2.0, 2.0]]), "BV_x"), "BV_x", "V"))
         [1]
 
-    Differs: `jnp.argmax` finds the first NaN.
+    Differs: `jnp.argmax` returns the position of the first NaN.
     """
     ctx = context()
     doing = f"cannot take the argmax of '{spec}' over {shown(dim)}"
@@ -65,7 +65,7 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Return the values to compare, in which NaN and padding are -inf."""
+    """Return the logits with -inf in place of NaN and of padding, so that they can be compared."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
     padding = jnp.asarray(PADDING, logits.dtype)  # rounded as in padded logits, to the logits' dtype
@@ -93,10 +93,10 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """Return the largest value along dimension `at` and its lowest position; for use inside a shard_map.
+    """Return the largest value along dimension `at`, and the lowest position that has this value.
 
-    The dimension is sharded over `axes`. `chains` has two all-reduces over these axes: `biggest` for the value,
-    `lowest` for its int32 position.
+    The call must be inside a shard_map. The dimension is sharded over the mesh axes `axes`. `chains` must have two
+    all-reduces over these axes: `biggest` for the value and `lowest` for the int32 position.
     """
     position = jnp.argmax(x, axis=at).astype(_POSITION.dtype) + shard_index(axes) * x.shape[at]
     mine = jnp.max(x, axis=at)

@@ -1,4 +1,4 @@
-"""The addition of a bias over some dimensions of a tensor, for any specs of both."""
+"""The addition of a bias over some dimensions of a tensor, for any spec of the bias and any spec of the tensor."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,24 +16,24 @@ from gspmd.planner.graph.resharding import move
 
 
 def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | Spec) -> jax.Array:
-    """Add a bias over some dimensions of a tensor: x + bias, the same at every index of its other dimensions.
+    """Add a bias over some dimensions of a tensor: x + bias, the same at every index of the tensor's other dimensions.
 
-    The forward pass sends nothing if the bias is already sharded like its dimensions in `x`. The gradient of the bias
-    is summed over the mesh axes of the other dimensions and gets the spec of the bias.
+    The forward pass sends nothing if the bias is already sharded like the same dimensions of `x`. The gradient of the
+    bias is summed over the mesh axes of the other dimensions and gets the spec of the bias.
 
     Args:
-        x: [B, L, F], [B, L, H, D], or experts' slots [G, X, C, F].
-        bias: [F], [H, D], or [X, F]: dimensions of `x`, in the order of `x`. If it is not sharded like these dimensions
-            in `x`, it is moved.
-        spec: the spec of `x` and of the result, `"B_xLH_yD"`.
-        bias_spec: the spec of `bias`, `"H_yD"`.
+        x: [B, L, F], [B, L, H, D], or the slots of experts [G, X, C, F].
+        bias: [F], [H, D], or [X, F]. The dimensions of the bias are dimensions of `x`, in the order of `x`. If the bias
+            is not sharded like these dimensions of `x`, it is moved.
+        spec: the spec of `x` and of the result, such as `"B_xLH_yD"`.
+        bias_spec: the spec of `bias`, such as `"H_yD"`.
 
     Returns:
-        [B, L, F] in x's dtype, which is also the dtype of the addition.
+        [B, L, F], the shape of `x`, in x's dtype. The addition is in this dtype too.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the bias is not over dimensions of x in their order, or
-            the bias is floating-point and x has integers.
+        SpecError: a spec does not fit its array or the mesh; or the dimensions of the bias are not dimensions of `x` in
+            the order of `x`; or the bias is floating-point and `x` holds integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -79,13 +79,13 @@ class _Bias:
 
     @property
     def partial_bias(self) -> Spec:
-        """The spec of the bias's gradient before it is summed over devices."""
+        """The spec that the bias's gradient has before this gradient is summed over devices."""
         return self.used.with_partial(tuple(axis for at in self.others for axis in self.x.axes[at]))
 
 
 @lru_cache
 def _adding(others: tuple[int, ...]):
-    """Return a function that adds to x a bias that lacks the dimensions of x at the indices `others`."""
+    """Return a function (x, bias) -> x + bias, for a bias without the dimensions of `x` at the indices `others`."""
     return lambda x, bias: x + jnp.expand_dims(bias.astype(x.dtype), others)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is sharded, without gathering them."""
+"""Cross-entropy of logits whose vocabulary is sharded, without gathering the logits."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,22 +27,22 @@ def cross_entropy(
     """Compute the loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
 
     Communication: three all-reduces of [B, L] float32 over the mesh axes of V, for the maximum, the sum and the label's
-    logit. The gradient, softmax(logits) − onehot(label), is computed shard by shard, and sends nothing.
+    logit. The gradient, softmax(logits) − onehot(label), is computed shard by shard and sends nothing.
 
     Args:
         logits: [B, L, V]; the vocabulary is the last dimension.
-        labels: [B, L] integers, with the spec of the logits without V. A label outside [0, V) counts as a logit of 0,
-            so mask such tokens.
-        spec: the spec of `logits`, `"BLV_x"`.
-        mask: [B, L], sharded like the labels; the loss is multiplied by it. The mask has no gradient. Where it is 0,
-            loss and gradient are 0, whatever the logits are.
+        labels: [B, L] integers, with the spec of the logits without V. A label outside [0, V) is treated as if its
+            logit were 0, so mask such tokens.
+        spec: the spec of `logits`, such as `"BLV_x"`.
+        mask: [B, L], sharded like the labels. The loss of each token is multiplied by the token's mask. Where the mask
+            is 0, the loss and its gradient are 0, whatever the logits are. The mask has no gradient.
         z_loss: the weight of the squared log-normalizer, (log Σ exp(logits))².
 
     Returns:
-        [B, L] float32 losses in nats, sharded like the labels; the caller takes their sum or mean.
+        [B, L] float32 losses in nats, sharded like the labels. The caller takes their sum or mean.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or the shape of labels or mask is wrong.
+        SpecError: the spec does not fit the array or the mesh, or `labels` or `mask` has the wrong shape.
         PlanError: `logits` are a partial sum.
 
     Example:
@@ -91,7 +91,10 @@ class _Loss:
         return self.normaliser.statistic
 
     def hits(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """Return one-hot rows of the labels in this device's part of the vocabulary; zeros for labels elsewhere."""
+        """Return this device's part of the labels' one-hot rows, as booleans.
+
+        The row of a label is all False if the label is not in this device's part of the vocabulary.
+        """
         here = labels - shard_index(self.logits.axes[-1]) * logits.shape[-1]
         return here[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
@@ -114,7 +117,10 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
 
 
 def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return logits in float32, with zeros in masked rows, because infinity or NaN times a mask of 0 is NaN."""
+    """Return the logits in float32, with zeros in the rows whose mask is 0.
+
+    Without the zeros, an infinity or a NaN in such a row would make the loss NaN, even after it is multiplied by 0.
+    """
     return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
 
 

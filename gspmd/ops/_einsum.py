@@ -1,4 +1,4 @@
-"""`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
+"""`gspmd.einsum` and `gspmd.reshard`, which run an equation as a program, and its gradient as two more equations."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -24,31 +24,33 @@ def einsum(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Any:
-    """Compute an equation on the current mesh, with its plan's collectives.
+    """Compute an equation on the current mesh, with the collectives of the equation's plan.
 
     Args:
-        equation: specs of the operands and of the result; see docs/notation.md.
+        equation: the specs of the operands and of the result; see docs/notation.md.
         operands: arrays with the ranks and placements of the specs; a group is a tuple of arrays.
-        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`, explained at `gspmd.lowering`;
-            by default the lowering that this context manager has set.
-        via: the specs to which the operands are brought before the local einsum.
-        wire_dtype: the dtype in which everything is sent; by default the dtype of each operand or result. Only
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`, which are explained at the
+            context manager `gspmd.lowering`. The default is the lowering that the context manager has set.
+        via: the specs to which the operands are moved before the local einsum. If it is None, the planner searches for
+            these specs.
+        wire_dtype: the dtype in which everything is sent; by default each array is sent in its own dtype. Only
             floating-point numbers may be sent in a different dtype, which must be floating-point too. Narrower dtypes
             round: float16 overflows above 65504, float8_e4m3fn above 448, and 8-bit dtypes keep a mantissa of two or
-            three bits. Not available under lowering `"xla"`.
-        precision: the precision of the local products, as in `jax.lax.dot`; by default that of
-            `jax.default_matmul_precision`.
+            three bits. This argument is not available under lowering `"xla"`.
+        precision: the precision of the local products, as in `jax.lax.dot`; by default the precision that
+            `jax.default_matmul_precision` has set.
         preferred_element_type: the dtype of the result; by default the dtype to which JAX promotes the operands. In
-            either case local products accumulate in float32 (int32 for integers), and partial sums are sent in the
+            every case, local products accumulate in float32 (int32 for integers), and partial sums are sent in the
             dtype of the result.
 
-    Returns: The result, sharded as the equation says, or a tuple of results for a group.
+    Returns:
+        The result, sharded as the equation says, or a tuple of results for a group.
 
     Raises:
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
             have the placement of its spec.
-        PlanError: there is no mesh or no plan, the dtypes cannot be multiplied, `wire_dtype` cannot hold the numbers to
-            send, or forward-mode differentiation is asked of a planned program.
+        PlanError: there is no mesh or no plan; or the dtypes cannot be multiplied; or `wire_dtype` cannot hold the
+            numbers to send; or a planned program is differentiated in forward mode.
 
     Example:
         >>> import numpy as np
@@ -99,10 +101,13 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
     """Move an array from one placement to another, by the cheapest chain of collectives.
 
     Args:
-        x: an array with the placement of the left side.
-        equation: a move, such as `"BLE_xyz -> B_xyzLE"`; it may also transpose, sum dimensions away, and add up partial
-            sums.
-        lowering: the lowering; see `gspmd.einsum`.
+        x: an array that is sharded as the left side of the equation says.
+        equation: a move, such as `"BLE_xyz -> B_xyzLE"`. The move may also transpose the array, sum dimensions away and
+            add up partial sums.
+        lowering: the lowering, as in `gspmd.einsum`.
+
+    Returns:
+        The array, sharded as the right side of the equation says.
 
     Raises:
         SpecError: the equation is not a move, or does not fit the array.
@@ -125,6 +130,6 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
 
 
 def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
-    """Return the shape of each operand, which for a group is a tuple of shapes."""
+    """Return the shape of each operand; for a group, return a tuple with the shape of each member."""
     held = iter([x.shape for x in flat])
     return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]

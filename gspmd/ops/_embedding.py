@@ -1,4 +1,4 @@
-"""Lookups of rows in a sharded table, with the cheapest combination of moves of ids, table and rows."""
+"""Lookups of rows in a sharded table, which move ids, table and rows in the cheapest combination."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,27 +28,30 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 def embed(
     ids: jax.Array, table: jax.Array, equation: str | Equation, *, scales: jax.Array | None = None, dtype: Any = None
 ) -> jax.Array:
-    """Look up the rows of a table by ids: table[ids], times their scales.
+    """Look up the rows of a table by ids: table[ids], multiplied by the rows' scales if there are any.
 
-    During the lookup each mesh axis shards nothing, or a dimension that it shards in one of the three specs: the
-    tokens, the vocabulary (each device then has zeros for the rows of other devices, and the result is a partial sum),
-    or the elements of a row. The cheapest choice is used: fewest seconds, then bytes, then steps. The gradient of the
-    table is planned separately, in the same way.
+    During the lookup, a mesh axis may be unused, or may shard the tokens, the vocabulary or the elements of a row, but
+    only a dimension that it also shards in one of the three specs. If it shards the vocabulary, each device has zeros
+    for the rows of other devices, and the result is a partial sum. Of all these choices the cheapest one is used, which
+    has the fewest seconds, then the fewest bytes, then the fewest steps. The gradient of the table is planned
+    separately, in the same way.
 
     Args:
         ids: [B, L] integers, or any shape.
         table: [V, E].
-        equation: the specs of ids, table and result, `"B_xL, V_yE -> B_xLE_y"`.
-        scales: float32 [V] scales of an int8 table, sharded like its V: a device multiplies the rows that it finds,
-            before they are sent. A lookup with scales has no gradient.
-        dtype: the dtype of the result; given together with scales.
+        equation: the specs of ids, table and result, such as `"B_xL, V_yE -> B_xLE_y"`.
+        scales: [V] float32, a scale for each row of an int8 table, sharded like dimension V of the table. A device
+            multiplies the rows that it finds by their scales before it sends the rows. A lookup with scales has no
+            gradient.
+        dtype: the dtype of the result of a lookup with scales; `scales` and `dtype` must be given together.
 
     Returns:
-        [B, L, E] in the table's dtype, or in `dtype`. An id outside [0, V) reads a row of zeros.
+        [B, L, E] in the table's dtype, or in `dtype` for a lookup with scales. An id outside [0, V) gives a row of
+        zeros.
 
     Raises:
-        TypeError: one of `scales` and `dtype` is given without the other.
-        SpecError: the equation is not a lookup, a spec does not fit its array or the mesh, or `scales` does not have
+        TypeError: `scales` is given without `dtype`, or `dtype` without `scales`.
+        SpecError: the equation is not a lookup; or a spec does not fit its array or the mesh; or `scales` does not have
             one value for each row.
         PlanError: an operand or the result is a partial sum, or the sizes cannot be divided evenly over the mesh.
 
@@ -87,24 +90,30 @@ def embed(
 
 @dataclass(frozen=True)
 class Lookup:
-    """The specs of ids, table and rows: as given, or during the lookup, when the rows may be a partial sum."""
+    """The specs of ids, table and rows, which are the caller's specs or the specs during the lookup.
+
+    During the lookup, the rows may be a partial sum.
+    """
 
     ids: Spec
     table: Spec
     rows: Spec
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "Lookup":
-        """Return a copy without mesh axes of size 1."""
+        """Return a copy in which no spec has a mesh axis of size 1."""
         return Lookup(*(spec.without_trivial(mesh) for spec in (self.ids, self.table, self.rows)))
 
     @property
     def scales(self) -> Spec:
-        """The spec of the scales of the table's rows."""
+        """The spec of the scales, one for each row of the table."""
         return self.table.without(self.table.dims[1])
 
     @property
     def partial_table(self) -> Spec:
-        """The spec of the table's gradient on each device: a partial sum over the mesh axes of the tokens."""
+        """The spec of the table's gradient before it is summed over devices.
+
+        The gradient is then a partial sum over the mesh axes of the tokens.
+        """
         return self.table.with_partial(tuple(axis for axes in self.ids.axes for axis in axes))
 
     def __str__(self) -> str:
@@ -135,7 +144,11 @@ def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
 def _rows(
     first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
-    """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; other ids give zeros."""
+    """Look up rows in the part of a table that starts at row `first` of the table.
+
+    Ids of rows outside this part give zeros. If there are `scales`, the rows are multiplied by them and have the dtype
+    `dtype`.
+    """
     if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
         # To look up one int8 row, libtpu 0.0.42 copies the whole table into another order (PaLM 8B: 132 MB, 845 µs on
         # a v4).
@@ -147,16 +160,17 @@ def _rows(
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Return the ids in a dtype that can also hold the table's number of rows."""
+    """Return the ids in a dtype of at least 32 bits, which can also hold the table's number of rows."""
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 @dataclass(frozen=True)
 class Route:
-    """The route of a lookup: the specs of ids, table and rows during the lookup, and the steps to and from these specs.
+    """The route of a lookup, which consists of the specs during the lookup and the steps to and from these specs.
 
-    In a gradient, `rows` are the steps that move the cotangent to the placement in which its rows are summed, and
-    `table` the steps that move the table's gradient to the spec of the table.
+    The specs are in `lookup`, and the steps of each tensor are in the field with its name. In a gradient, `rows` has
+    the steps that move the cotangent to the placement in which its rows are summed, and `table` has the steps that move
+    the table's gradient to the spec of the table.
     """
 
     lookup: Lookup
@@ -167,7 +181,7 @@ class Route:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, in the order of execution, except that a gradient moves the table last."""
+        """All steps, in the order in which a lookup runs them; a gradient runs the steps of the table last."""
         return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
@@ -176,15 +190,15 @@ def route(
     given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...], chip: Chip,
 ) -> Route:  # fmt: skip
-    """Find the cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
+    """Find the cheapest way to divide a lookup, or its gradient, over the mesh axes that the lookup's specs name.
 
     Args:
-        given: the specs of ids, table and rows.
-        backward: whether to plan the gradient of the table.
+        given: the caller's specs of ids, table and rows.
+        backward: whether to plan the gradient of the table instead of the lookup.
         sizes: the size of every dimension.
-        widths: the number of bytes of one element of ids, table, rows and, if given, scales.
+        widths: the number of bytes of one element, for ids, table, rows and, if the lookup has scales, for the scales.
         mesh: the size of every mesh axis.
-        chip: the chip whose links decide the seconds.
+        chip: the chip for whose links the seconds are computed.
 
     Raises:
         PlanError: the sizes cannot be divided evenly over the mesh axes.
@@ -208,7 +222,12 @@ def route(
 def _moves(
     given: Lookup, division: Lookup, backward: bool, widths: Sequence[int]
 ) -> Iterator[tuple[Spec, Spec, int, str, str]]:
-    """Yield the moves of ids, table, rows and scales: source, target, bytes of an element, the given end, and name."""
+    """Yield the moves of ids, table, rows and, if the lookup has scales, of the scales.
+
+    Each move is a tuple of the source spec, the target spec, the number of bytes of an element, `"source"` or
+    `"target"`, and the name of the tensor. The word `"source"` or `"target"` says which of the two is the caller's
+    spec.
+    """
     id_bytes, table_bytes, row_bytes, *scale = widths
     yield given.ids, division.ids, id_bytes, "source", "ids"
     if backward:
@@ -222,7 +241,10 @@ def _moves(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Yield all ways to shard a lookup: a mesh axis shards nothing, or a dimension that it shards in a given spec."""
+    """Yield the specs of all ways to shard a lookup.
+
+    A mesh axis is unused during the lookup, or it shards a dimension that it also shards in one of the caller's specs.
+    """
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
@@ -244,14 +266,14 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """The shape and the dtype of the table, which are all that the gradient needs of the table."""
+    """The shape of the table; apart from this shape and `dtype`, the gradient needs nothing from the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
-    """The dtype of the rows if they are multiplied by scales; None without scales."""
+    """The dtype of the rows if they are multiplied by scales, or None if there are no scales."""
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Return the specs of the operands."""
+        """The specs of the operands."""
         operands = self.given.ids, self.given.table
         return operands if self.scaled is None else (*operands, self.given.scales)
 
@@ -277,7 +299,10 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """Return the steps of each tensor of a lookup, once the specs are known; scales move like the table."""
+    """Return the steps of a lookup by the name of the tensor, once the specs are known.
+
+    The steps of the scales come with those of the table.
+    """
     found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
     return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 

@@ -19,20 +19,20 @@ _SCALAR = Spec((), ())
 
 
 def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """Compute the square root of the sum of the squares of all elements in a tree of arrays: sqrt(Σ x²).
+    """Compute the Euclidean norm of all elements in a tree of arrays together: sqrt(Σ x²).
 
     Communication: one all-reduce of a single float32, over all mesh axes that shard any of the arrays. If an array is
-    replicated over one of these axes, only the first device along that axis counts it.
+    replicated over one of these axes, only the first device along that axis adds the squares of this array.
 
     Args:
-        tree: arrays, in any tree.
-        specs: the same tree, with the spec of each array.
+        tree: a tree of arrays.
+        specs: a tree of the same structure, with the spec of each array.
 
     Returns:
-        A float32 scalar, on every device. Its gradient at a tree of zeros is zero.
+        A float32 scalar, on every device. If all arrays are zero, its gradient is zero.
 
     Raises:
-        SpecError: the two trees differ, or a spec does not fit its array or the mesh.
+        SpecError: the two trees have different structures, or a spec does not fit its array or the mesh.
         PlanError: an array is a partial sum.
 
     Example:
@@ -69,11 +69,14 @@ class _GlobalNorm:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that shards some tensor."""
+        """All mesh axes that shard any of the tensors, in alphabetical order."""
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Return whether this device counts its part of a tensor: only the first device with this part counts it."""
+        """Return whether this device adds the squares of its part of a tensor.
+
+        If several devices have the same part, only the first of them adds its squares.
+        """
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 

@@ -29,25 +29,25 @@ def layer_norm(
 ) -> jax.Array:
     """Standardize, scale and shift over the last dimension: (x - mean) / sqrt(variance + ε) · scale + bias.
 
-    Communication over the mesh axes of E: two all-reduces of [B, L] float32 (for the mean, then for the variance), and
-    one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the mesh axes of B and
-    L.
+    Communication: two all-reduces of [B, L] float32 over the mesh axes of E, first for the mean and then for the
+    variance. The gradient of `x` takes one all-reduce of [2, B, L] over the mesh axes of E. The gradients of `scale`
+    and `bias` are summed over the mesh axes of B and L.
 
     Args:
-        x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; if it is not sharded like x's last dimension, it is moved.
-        bias: [E], moved in the same way; None for no bias.
-        spec: the spec of `x` and of the result, `"BLE_x"`.
-        scale_spec: the spec of `scale`, `"E_x"`.
-        bias_spec: the spec of `bias`; `scale_spec` when None.
+        x: [B, L, E]; there may be any number of leading dimensions.
+        scale: [E]. If the scale is not sharded like x's last dimension, it is moved.
+        bias: [E], moved in the same way as the scale; None for no bias.
+        spec: the spec of `x` and of the result, such as `"BLE_x"`.
+        scale_spec: the spec of `scale`, such as `"E_x"`.
+        bias_spec: the spec of `bias`; None if it is the same as `scale_spec`.
         epsilon: the number added to the variance.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, scale or bias is not over x's last dimension, or `x` has
-            integers.
+        SpecError: a spec does not fit its array or the mesh; or `scale` or `bias` does not have x's last dimension as
+            its only dimension; or `x` holds integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -96,19 +96,19 @@ class _LayerNorm:
 
     @property
     def pair(self) -> Spec:
-        """The spec of two statistics stacked in a first dimension; x has no dimension of this letter."""
+        """The spec of two statistics that are stacked along a new first dimension, with a letter that `x` lacks."""
         rows = self.statistic
         letter = next(letter for letter in "SPQRUWAB" if letter not in self.x.dims)
         return Spec((letter, *rows.dims), ((), *rows.axes))
 
     @property
     def used(self) -> Spec:
-        """The spec of scale and bias after they are moved to the mesh axes of the rows."""
+        """The spec of scale and bias after they are moved to the mesh axes of x's last dimension."""
         return Spec(self.x.dims[-1:], self.x.axes[-1:])
 
     @property
     def partial_row(self) -> Spec:
-        """The spec of the gradient of scale or bias before it is summed over devices."""
+        """The spec that the gradient of scale or bias has before this gradient is summed over devices."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
 

@@ -38,24 +38,25 @@ def rms_norm(
 ) -> jax.Array:
     """Divide by the root mean square over the last dimensions, and scale: x / sqrt(mean(x²) + ε) · scale.
 
-    Communication over the mesh axes of E: an all-reduce of [B, L] float32 in the forward pass, and one in the gradient
-    of `x`. The gradient of `scale` is summed over the mesh axes of B and L and gets the spec of the scale.
+    Communication: all-reduces of [B, L] float32 over the mesh axes of E, one in the forward pass and one in the
+    gradient of `x`. The gradient of `scale` is summed over the mesh axes of B and L and gets the spec of the scale.
 
     Args:
-        x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; or several last dimensions of x, such as [H, D] for x [B, L, H, D], and the mean is then over all of
-            them. If it is not sharded like these dimensions of x, it is moved.
-        spec: the spec of `x` and of the result, `"BLE_x"`.
-        scale_spec: the spec of `scale`, `"E_x"`.
+        x: [B, L, E]; there may be any number of leading dimensions.
+        scale: [E], or an array with several last dimensions of x, such as [H, D] if x is [B, L, H, D]. The mean is over
+            all dimensions of the scale. If the scale is not sharded like these dimensions of x, it is moved.
+        spec: the spec of `x` and of the result, such as `"BLE_x"`.
+        scale_spec: the spec of `scale`, such as `"E_x"`.
         epsilon: the number added to the mean square.
-        count: the number of elements in the mean, if the others are zeros that pad the row; None for all.
+        count: the number of elements over which the mean is taken, if the other elements of a row are zeros that pad
+            the row; None to count all elements.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimensions, `x` has
-            integers, or `count` is not a number of elements.
+        SpecError: a spec does not fit its array or the mesh; or the dimensions of `scale` are not x's last dimensions;
+            or `x` holds integers; or `count` is not a number from 1 to the number of elements of `scale`.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -86,9 +87,9 @@ def rms_norm(
 def check_row(
     doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str, *, several: bool = False
 ) -> None:
-    """Raise SpecError unless x is floating-point, and `row`, called `name` in errors, is over x's last dimension.
+    """Raise SpecError unless `x` is floating-point and the only dimension of `row` is x's last dimension.
 
-    With `several`, `row` may be over several last dimensions.
+    If `several` is true, `row` may have several of x's last dimensions. Error messages call it `name`.
     """
     if not spec.dims:
         raise SpecError(
@@ -117,7 +118,7 @@ class _Norm:
     scale: Spec
     epsilon: float
     count: int
-    """Number of elements in the mean."""
+    """Number of elements over which the mean is taken."""
 
     @property
     def _first(self) -> int:
@@ -126,7 +127,7 @@ class _Norm:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The indices of the dimensions over which the mean is taken, counted from the end: -1 is the last."""
+        """The indices of the dimensions over which the mean is taken, counted from the end, so that -1 is the last."""
         return tuple(range(-len(self.scale.dims), 0))
 
     @property
@@ -141,12 +142,12 @@ class _Norm:
 
     @property
     def used(self) -> Spec:
-        """The spec of the scale after it is moved to the mesh axes of the rows."""
+        """The spec of the scale after it is moved to the mesh axes of the dimensions over which the mean is taken."""
         return Spec(self.x.dims[self._first :], self.x.axes[self._first :])
 
     @property
     def partial_scale(self) -> Spec:
-        """The spec of the scale's gradient before it is summed over devices."""
+        """The spec that the scale's gradient has before this gradient is summed over devices."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[: self._first] for axis in axes))
 
 
@@ -218,5 +219,5 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
-    """Return an array with leading dimensions of size 1 added up to `rank`, so that it applies to every row."""
+    """Return `scale` with leading dimensions of size 1, so that it has rank `rank` and applies to every row."""
     return jnp.expand_dims(scale, tuple(range(rank - scale.ndim)))

@@ -1,4 +1,4 @@
-"""`gspmd.plan`: the steps of an equation on a mesh, and their costs, before anything runs."""
+"""`gspmd.plan`, which finds the steps of an equation on a mesh, and their costs, before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,21 +26,24 @@ def plan(
 ) -> Plan:
     """Plan an equation: its collectives and local einsums, with bytes and seconds per device.
 
-    For each mesh axis the planner chooses the dimension that the axis shards while the einsum runs (a shared, a
-    contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan takes the fewest
-    seconds for all moves and products on this chip, if nothing overlaps. Of plans that take equally long, the one with
-    fewer bytes is chosen, then the one with fewer steps, then the first in a fixed order. `"looped"` and `"auto"`
-    overlap the steps of this plan; they do not search for a plan that overlaps better.
+    For each mesh axis the planner chooses which dimension the axis shards while the einsum runs: a shared, a contracted
+    or a free dimension, or none. If it is a contracted dimension, the einsum leaves a partial sum. The planner takes
+    the plan with the fewest seconds for all moves and products on this chip, counted as if nothing overlapped. Of plans
+    that take equally long, it takes the one with the fewest bytes, then the one with the fewest steps, then the first
+    in a fixed order. Lowerings `"looped"` and `"auto"` overlap the steps of this plan. They do not search for a plan
+    whose steps overlap better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
         sizes: the unsharded size of every dimension; dimensions that the equation lacks are ignored.
-        mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
-        dtype: one dtype for all operands, or one for each; every member of a group counts as an operand.
-        chip: a row of chips.toml.
+        mesh: the size of every mesh axis, or a `jax.sharding.Mesh`.
+        dtype: one dtype for all operands, or a sequence with a dtype for each operand, in which every member of a group
+            counts as an operand.
+        chip: the name of a row of chips.toml, or a `Chip`.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, which is the
-            cheaper of blocking and looped.
-        via: the specs to which the operands are moved before the local einsum; None to search for them.
+            cheaper of blocking and looped. None stands for the lowering that `gspmd.lowering` has set.
+        via: the specs to which the operands are moved before the local einsum. If it is None, the planner searches for
+            these specs.
 
     Returns:
         A `Plan`; `print` draws the plan as a chain of specs, in which each arrow is a collective.
@@ -71,7 +74,7 @@ def plan(
 def _read_sizes(
     equation: Equation, sizes: Mapping[str, int], mesh: Any
 ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """Return the sizes of the dimensions and of the mesh axes, without dimensions that the equation lacks.
+    """Return the sizes of the equation's dimensions, and the sizes of the mesh axes.
 
     Raises:
         SpecError: a size is not a whole number, or `sizes` or `mesh` is not a mapping.
@@ -87,7 +90,10 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the dtype name of every operand, from one dtype for all, or one for each; group members are operands."""
+    """Return the name of each operand's dtype; every member of a group counts as an operand.
+
+    `dtype` is one dtype for all operands, or a sequence with a dtype for each.
+    """
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

@@ -1,4 +1,4 @@
-"""Sampling a token for every row of logits whose vocabulary is sharded, without gathering them."""
+"""Sampling of a token for every row of logits whose vocabulary is sharded, without gathering the logits."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,33 +37,39 @@ def sample(
 ) -> jax.Array:
     """Draw a token for every row from softmax(logits / temperature), among the tokens that top-k, top-p and min-p keep.
 
-    The token is argmax(logits / temperature + Gumbel noise). The noise depends only on seed, position and token, so a
-    sample depends on the logits and settings of its row, but not on other rows, the layout, the mesh or the lowering.
+    The token is argmax(logits / temperature + Gumbel noise). The noise depends only on the seed, the position and the
+    token. So a sample depends on the seed, position, logits and settings of its row, but not on other rows, the layout,
+    the mesh or the lowering.
 
-    Communication: all-reduces over the mesh axes of the dimension. There are two of [B] for the argmax, one for the
-    maximum, eleven of int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each of three
-    times as many elements. A filter has no steps if its setting is a number that turns the filter off.
+    Communication: all-reduces over the mesh axes of `dim`. The argmax takes two of [B], and the maximum takes one.
+    Top-k takes eleven all-reduces of int32: one of [B, 8], nine of [B, 7], and one of [B, 3]. Top-p takes eleven too,
+    with three times as many elements in each. A filter has no steps if its setting is a number that turns the filter
+    off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
-        spec: the spec of `logits`, `"BV_x"`.
-        dim: the dimension of the tokens, `"V"`.
+        spec: the spec of `logits`, such as `"BV_x"`.
+        dim: the dimension of the tokens, such as `"V"`.
         seeds: [B] 32-bit integers, replicated.
-        positions: [B] integers, replicated: the position of each row's token, or of its first token along L.
-        temperature: the divisor of the logits; 0 chooses the most likely token, or the one with the lowest id if
-            several are equally likely. This and the other settings are a number, or a replicated [B] array.
-        top_k: the number k of most likely tokens to keep; tokens as likely as the k-th are kept too; 0 keeps all.
-        top_p: the total probability that the kept, most likely tokens must reach; tokens of equal probability are all
-            kept or all dropped; 1 keeps all.
-        min_p: the minimum probability of a kept token, as a fraction of the most likely token's; 0 keeps all.
+        positions: [B] integers, replicated: the position of each row's token, or of the row's first token if the logits
+            have a dimension L.
+        temperature: the number by which the logits are divided. A temperature of 0 chooses the most likely token; if
+            several tokens are equally likely, it chooses the one with the lowest id. Each of `temperature`, `top_k`,
+            `top_p` and `min_p` is one number for all rows, or a replicated [B] array.
+        top_k: the number k of most likely tokens to keep. Tokens as likely as the k-th are kept too. 0 keeps all.
+        top_p: the total probability that the kept tokens, which are the most likely ones, must reach. Tokens of equal
+            probability are all kept or all dropped. 1 keeps all.
+        min_p: the minimum probability of a kept token, as a fraction of the probability of the most likely token. 0
+            keeps all.
 
     Returns:
-        [B] or [B, L] int32, with the spec of the logits without `dim`; -1 for a row with a NaN, or without a token to
-        sample. Tokens with logits of -1e29 or less are never sampled, and infinity counts as the largest float32.
+        [B] or [B, L] int32 tokens, with the spec of the logits without `dim`. The token is -1 if the row has a NaN, or
+        has no token to sample. Tokens with logits of -1e29 or less are never sampled. A logit of infinity counts as the
+        largest float32.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; the shape of an argument is
-            wrong.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; or an argument has the wrong
+            shape.
         PlanError: `logits` are a partial sum, or a setting that is not traced is out of range.
 
     Example:
@@ -109,7 +115,7 @@ def sample(
 
 @dataclass(frozen=True)
 class _Setting:
-    """The allowed values of a setting such as top-k, and the value that turns it off."""
+    """The allowed values of a setting such as top-k, and the value that turns the setting off."""
 
     dtype: str
     low: float
@@ -136,7 +142,15 @@ _SETTINGS = {
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Return whether a filter has steps: its setting is traced, or is a number that does not turn the filter off."""
+    """Check the setting of a filter, and return whether the filter has steps.
+
+    It has none if the setting is a number that turns the filter off. A setting that is traced, or has a value for each
+    row, may turn the filter on, so the filter then has steps.
+
+    Raises:
+        SpecError: the setting is not a number or an array of numbers, or its shape is wrong.
+        PlanError: the setting is not traced and is out of range.
+    """
     setting = _SETTINGS[name]
     x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
     if x.shape:
@@ -161,7 +175,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The options of a sampling: the spec of the logits, and which filters have steps."""
+    """The options of a sampling: the spec of the logits, the index of the vocabulary, and which filters have steps."""
 
     spec: Spec
     at: int
@@ -234,7 +248,10 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return Gumbel noise; each value comes from 64 random bits that depend only on seed, position and token."""
+    """Return Gumbel noise of the given shape.
+
+    Each value comes from 64 random bits, which depend only on the value's seed, position and token.
+    """
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
     # The noise is largest where `uniform` is near 0. There float32 has its finest steps, so 64 bits are used: with

@@ -1,4 +1,4 @@
-"""The key heads of each device, if query heads are sharded over more mesh axes than key heads."""
+"""The key heads that each device has and uses, if query heads are sharded over more mesh axes than key heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class Share:
     """The division of key heads among devices, if query heads are sharded over more mesh axes than key heads.
 
-    Key heads are split further over the mesh axes `sliced`. A device then has `heads` key heads, which are the same for
-    all devices along the mesh axes `common`, and uses one of these heads.
+    The additional mesh axes of the query heads are `sliced` and `common`. Key heads are split over `sliced` too, and
+    devices along `common` have the same key heads. If there are mesh axes in `common`, a device has `heads` key heads
+    after the split and uses one of them. Otherwise it uses all key heads that it has, and `heads` is 1.
     """
 
     sliced: tuple[str, ...] = ()
@@ -24,7 +25,10 @@ class Share:
     """The number of devices along `common` that use the same key head."""
 
     def pick(self, *keys: "jax.Array") -> tuple["jax.Array", ...]:
-        """Pick, inside a shard_map, the head of [B, T, K, ...] that this device uses, if it has several."""
+        """Return arrays [B, T, K, ...] with only the key head that this device uses, if it does not use all of them.
+
+        The call must be inside a shard_map.
+        """
         if self.heads == 1:
             return keys
         import jax  # imported here: layouts call `share` without JAX
@@ -36,10 +40,11 @@ class Share:
 
 
 def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | None:
-    """Find how devices divide `heads` key heads if their query heads are also sharded over the mesh axes `finer`.
+    """Find how devices divide `heads` key heads if the query heads are also sharded over the mesh axes `finer`.
 
     Returns:
-        The division, or None if the query heads of some device would belong to parts of two groups.
+        The division, or None if some device would have query heads of several groups, but not whole groups. A group is
+        the query heads that use the same key head.
     """
     sliced, common = [], list(finer)
     while common and heads % mesh[common[0]] == 0:

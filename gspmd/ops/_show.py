@@ -1,4 +1,4 @@
-"""`gspmd.show`: which device holds which block of an array."""
+"""`gspmd.show`, which draws which device holds which block of an array."""
 
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
@@ -20,20 +20,20 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
     """Show which device holds which block of an array of any rank, or of a tensor that is sharded as a spec says.
 
     Args:
-        array: a `jax.Array` (or a `jax.ShapeDtypeStruct` with a sharding), or a spec: `"B_xLE_yz"`.
-        sizes: for an array, the letters of its dimensions, `"BLE"`, by default A, B, C, ...; for a spec, the size of
-            every dimension by letter, or the shape.
-        mesh: for a spec, the size of every mesh axis, or a `jax.sharding.Mesh`.
+        array: a `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, or a spec such as `"B_xLE_yz"`.
+        sizes: if `array` is an array, the letters of its dimensions, such as `"BLE"`; by default A, B, C, .... If
+            `array` is a spec, the size of every dimension by its letter, or the shape.
+        mesh: the size of every mesh axis, or a `jax.sharding.Mesh`. It is needed for a spec and refused for an array.
 
     Returns:
-        A figure: a notebook shows a cell for each device, in which its block is filled; `print` draws a table of the
-        blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have the same
-        color; summands of a partial sum have a plus sign. On a mesh of more than 64 devices, only the first devices and
-        the last along each axis are drawn.
+        A figure. A notebook shows it as a cell for each device, in which the device's block is filled. `print` draws a
+        table of the blocks, each with the devices that hold it. `.save("blocks.svg")` writes a file. Copies of a block
+        have the same color, and summands of a partial sum have a plus sign. On a mesh of more than 64 devices, only the
+        first devices and the last along each axis are drawn.
 
     Raises:
-        SpecError: the array has no sharding over a mesh, or its sharding is not known while it is traced; there is not
-            one letter for each dimension; or a spec does not fit the sizes and the mesh.
+        SpecError: the array has no sharding over a mesh, or its sharding is not known while it is traced; or there is
+            not one letter for each dimension; or a spec does not fit the sizes and the mesh.
 
     Example:
         >>> print(show("B_xE_y partialsum-z", (8, 6), {"x": 2, "y": 2, "z": 2}))
@@ -65,7 +65,10 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
 
 
 def _read(array: Any, letters: Any) -> tuple[Spec, dict[str, int], list[int] | None]:
-    """Return the spec of an array, its mesh, and the ids of the devices in the order of the mesh."""
+    """Return the spec of an array, the size of every mesh axis, and the ids of the mesh's devices in the mesh's order.
+
+    The ids are None if the mesh is abstract.
+    """
     sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if sharding is None or not hasattr(array, "shape"):
         raise SpecError(

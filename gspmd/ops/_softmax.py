@@ -19,13 +19,13 @@ from gspmd.planner.steps import Step
 def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Compute the logarithm of the sum of exponentials over one dimension: log Σ exp(x).
 
-    Communication: two all-reduces of [B, L] float32 over the mesh axes of the dimension (for the maximum, then for the
-    sum), and none in the gradient.
+    Communication: two all-reduces of [B, L] float32 over the mesh axes of `dim`, first for the maximum and then for the
+    sum. The gradient sends nothing.
 
     Args:
         x: [B, L, V], or any shape.
-        spec: the spec of `x`, `"BLV_x"`.
-        dim: the dimension to sum over, `"V"`.
+        spec: the spec of `x`, such as `"BLV_x"`.
+        dim: the dimension to sum over, such as `"V"`.
 
     Returns:
         [B, L] float32, with the spec of `x` without `dim`.
@@ -53,19 +53,19 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Compute the softmax over one dimension: exp(x) / Σ exp(x).
 
-    Communication over the mesh axes of the dimension: two all-reduces of [B, L] float32 in the forward pass, and one in
-    the gradient.
+    Communication: all-reduces of [B, L] float32 over the mesh axes of `dim`, two in the forward pass and one in the
+    gradient.
 
     Args:
         x: [B, L, V], or any shape.
-        spec: the spec of `x` and of the result, `"BLV_x"`.
-        dim: the dimension that sums to one, `"V"`.
+        spec: the spec of `x` and of the result, such as `"BLV_x"`.
+        dim: the dimension over which the result sums to one, such as `"V"`.
 
     Returns:
         [B, L, V] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or `x` has integers.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; or `x` holds integers.
         PlanError: `x` is a partial sum.
 
     Example:
@@ -88,14 +88,14 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Normaliser:
-    """The specs of log Σ exp over one dimension of `x`."""
+    """The specs of a computation of log Σ exp over the dimension `dim` of `x`."""
 
     x: Spec
     dim: str
 
     @property
     def at(self) -> int:
-        """The index of the dimension that is summed."""
+        """The index of dimension `dim` in `x`."""
         return self.x.dims.index(self.dim)
 
     @property
@@ -104,26 +104,30 @@ class Normaliser:
         return self.x.without(self.dim)
 
     def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
-        """Return the steps that reduce one statistic over the mesh axes of the dimension."""
+        """Return the steps that reduce one statistic over the mesh axes of `dim`; `name` is its name in the plan."""
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """Return the steps that reduce the maximum, the sum, and further sums over the dimension named in `more`."""
+        """Return the chains that reduce the maximum, the sum and further sums over the mesh axes of `dim`.
+
+        `more` has the further sums: the key of each is the name of its chain, and the value is its name in the plan.
+        """
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
 
     def local(self, x: jax.Array, chains: Chains) -> tuple[jax.Array, jax.Array]:
-        """Return the maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
+        """Return the maximum m along `dim` and Σ exp(x - m), reduced over devices, from this device's float32 shard.
 
-        The two are kept separately: if m is large, m + log Σ has no digits left for the sum.
+        The call must be inside a shard_map. The results are separate because m + log Σ, if m is large, has no digits
+        left for the sum.
         """
         top = chains.send("biggest", jnp.max(x, axis=self.at, initial=-jnp.inf), reduce="max")
         top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN
         return top, chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at))
 
     def along(self, statistic: jax.Array) -> jax.Array:
-        """Return a statistic with the reduced dimension put back, of size 1."""
+        """Return a statistic with the reduced dimension added back, with size 1."""
         return jnp.expand_dims(statistic, self.at)
 
 

@@ -1,9 +1,9 @@
-"""The largest threshold at or above which enough tokens lie, over a sharded vocabulary.
+"""The search for the largest threshold at or above which enough tokens lie, over a sharded vocabulary.
 
-The threshold is found exactly, three bits at a time: each all-reduce adds up the tokens at or above eight candidates.
-So the top k of a row, or its nucleus (top-p), takes eleven small all-reduces for any k and vocabulary, and no device
-sends logits. Probability masses are fixed-point numbers: sums of integers do not depend on the order of summation, and
-so not on the layout.
+The threshold is found exactly, three bits at a time: each all-reduce adds up the tokens at or above each of eight
+candidates. So the search for the k most likely tokens of a row, or for the row's nucleus (top-p), takes eleven small
+all-reduces for any k and any vocabulary, and no device sends logits. Probability masses are fixed-point numbers,
+because sums of integers do not depend on the order of summation, and so do not depend on the layout.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,31 @@ from gspmd.ops.interface.planned_op import Chains, float32
 # The bits of the threshold are found in groups of three, and two in the last. These are the lowest bits of the groups.
 _PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
-"""Number of candidates in each all-reduce: 8, then 7, since the sum of the lowest candidate is known already."""
+"""Number of candidates in each all-reduce: 8 in the first, then 7, and 3 in the last.
+
+After the first all-reduce, the sum of the lowest candidate is known already, so this candidate is left out.
+"""
 WORDS = 3
 """The number of int32 words that hold a probability mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return integers with the same order as the float32 values `x`; equal values have equal integers."""
+    """Return int32 numbers in the same order as the float32 values `x`; equal values have equal integers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """Find the largest integer at or above which enough tokens lie.
+    """Find the largest integer threshold at or above which enough tokens lie.
 
-    `enough` decides this for each candidate, from the totals [..., candidates, words] of the candidates and the totals
-    of all tokens; all tokens together must be enough.
+    Args:
+        order: [..., V] integers, one for each token, which are compared with the threshold.
+        weights: the weight of each token, as a list of int32 arrays [..., V], one for each word of the weights.
+        enough: a function that returns, for each candidate, whether enough tokens lie at or above the candidate. Its
+            first argument has the total weights of these tokens, [..., candidates, words]. Its second argument has the
+            total weight of all tokens, [..., 1, words], which must be enough.
+        chains: the chains with the all-reduces.
+        name: the beginning of the all-reduces' names in `chains`; the number of the all-reduce follows.
     """
     found = jnp.full((*order.shape[:-1], 1), jnp.iinfo(jnp.int32).min, jnp.int32)
     everything = None
@@ -55,7 +64,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits, the highest bits first."""
+    """Return weights of at most 1 as fixed-point numbers in three words of `bits` bits, the highest bits first."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits
@@ -66,7 +75,10 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the total weight that sums of words [..., 3] represent, in units of 2^-bits; rounding keeps order."""
+    """Return the total weights that sums of words [..., 3] represent, as float32 numbers in units of 2^-bits.
+
+    Rounding to float32 does not change the order of totals.
+    """
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

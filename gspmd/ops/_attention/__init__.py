@@ -1,4 +1,4 @@
-"""Attention to all keys of a sequence and to a key/value cache, for any specs."""
+"""Attention to all keys of a sequence, and attention to a key/value cache, for any specs."""
 
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.cache import quantize_heads, write_cache

@@ -1,4 +1,4 @@
-"""Attention in blocks of rows, queries and keys, used if the logits would not all fit in memory."""
+"""Attention in blocks of rows, queries and keys, which is used if the logits would not all fit in memory."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,9 @@ from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, biases, table_g
 LARGEST = 2**25
 """The largest number of logits on a device, 128 MiB of float32, for which attention does not run in blocks."""
 _BLOCK = 2**24
-"""Number of logits in a block: few enough for a TPU v4 to keep them on the chip."""
+"""Number of logits in a block, which is small enough for a TPU v4 to keep the logits on the chip."""
 _LENGTHS = 512, 2048
-"""The minimum number of keys in a block, and the maximum number of queries or keys.
+"""Two numbers: the minimum number of keys in a block, and the maximum number of queries or of keys in a block.
 
 With fewer keys, rescaling the running sums of values takes more time than the products.
 """
@@ -55,13 +55,13 @@ class Blocks:
         limits: Limits = UNLIMITED,
         ahead: jax.Array | None = None,
     ) -> np.ndarray | jax.Array:
-        """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
+        """Return the starts of n blocks, [n, 4]: row, query, key, and the first key that no earlier block has.
 
         Keys vary fastest. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves out
-        blocks whose keys all come before the window or the chunk of each of their queries. Queries that see nothing
+        blocks whose keys all come before the window or the chunk of every query in the block. Queries that see no key
         still have a block.
 
-        With `limits` and `ahead` (see `Terms.ahead`) the starts depend on a number that is known only when the program
+        With `limits` and `ahead` (see `Terms.ahead`), the starts depend on a number that is known only when the program
         runs. There are then as many blocks as a window can touch at any position.
         """
         if ahead is not None and limits.reach is not None:
@@ -93,7 +93,7 @@ class Blocks:
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
 
     def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
-        """Return the start of the first block of keys for the block of queries that begins at `query`."""
+        """Return the index at which the first block of keys starts, for the block of queries that begins at `query`."""
         if limits.reach is None:
             return 0
         last = (keys - 1) // self.keys
@@ -107,30 +107,36 @@ class Blocks:
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return the length of equal blocks, at most about `most`; if there are several, it is a multiple of `multiple`."""
+    """Return the length of the equal blocks into which `size` is cut, which is at most about `most`.
+
+    If there are several blocks, the length is a multiple of `multiple`.
+    """
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Form:
-    """The options of blocked attention: everything that `attended` needs besides arrays."""
+    """The options of attention in blocks, which are everything that `attended` needs besides arrays."""
 
     blocks: Blocks
     scale: float
     causal: bool
     width: int | None = None
-    """Number of leading entries of a key that `key_scales` apply to; the rest have `rest_scales` (`online.attend`)."""
+    """Number of leading entries of a key that `key_scales` apply to.
+
+    The other entries have `rest_scales`, as in `online.attend`.
+    """
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
-        """Return the starts of the pairs of blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] to compute."""
+        """Return the starts of the blocks to compute for queries [B, K, Q, L, D] and keys [B, T, K, D]."""
         causal, (limits, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
     def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
         """Return the limits that decide which blocks are left out, and `ahead` if the starts of blocks depend on it.
 
-        The limits are `UNLIMITED` if no block is left out.
+        The limits are `UNLIMITED` if no block is left out for a window or a chunk.
         """
         limits = terms.limits if self.causal else UNLIMITED
         # In causal attention the positions of two tokens differ by at least as much as their places in the array, also
@@ -142,17 +148,19 @@ class Form:
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention block by block; return the output, and the largest logit and denominator of every query.
+    """Compute attention block by block, and return the output, and every query's largest logit and denominator.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
+        form: the sizes of blocks, the scale of the logits, and whether query i attends only to keys j ≤ i +
+            terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the number of queries in a block.
-        k, v: [B, T, K, D] of any dtype; the D of values and output may differ from that of queries and keys.
-        terms: which keys are seen, and the biases of the logits.
+        k, v: [B, T, K, D] of any dtype. Queries and keys have the same D, but values may have another D, which is then
+            also the D of the output.
+        terms: the mask of the keys, the soft cap, and the biases of the logits.
         dtype: the dtype of the output.
-        scales: empty; or the scales [B, T, K] of keys and of values, and optionally `rest_scales` as for
+        scales: empty, or the scales [B, T, K] of keys and of values, which may be followed by the `rest_scales` of
             `online.attend`.
-        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
+        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -185,7 +193,7 @@ def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
-    """Return softmax attention [B, K, Q, L, D]; neither pass, forward or backward, holds all logits in memory."""
+    """Return softmax attention [B, K, Q, L, D]; neither the forward nor the backward pass has all logits in memory."""
     return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
@@ -199,7 +207,11 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
-    """Return the tangent of the output; the probabilities of each block are recomputed from its logits."""
+    """Return the tangent of the output, from the tangents of queries, keys, values and the operands in `learned`.
+
+    `learned` has the tangents of the bias and of the sinks, if there are any. The probabilities of each block are
+    recomputed from the logits of the block.
+    """
     q, k, v, terms, sinks, out, top, total = kept
     d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 
@@ -226,14 +238,15 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
 
 
 def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
-    """Return the gradients of queries, keys and values in float32, then of a bias [R, H], computed block by block.
+    """Return the float32 gradients of queries, keys, values and, if there is one, of the table [R, H] of the bias.
 
-    The probabilities of a block are recomputed from its logits. So `kept` may have only some of the keys to which the
-    queries attended; the result is then the contribution of these keys to each gradient.
+    The gradients are computed block by block, and the probabilities of each block are recomputed from its logits. So
+    `kept` may have only some of the keys to which the queries attended. The result is then the contribution of these
+    keys to each gradient.
 
     Args:
         form: the options of `attended`.
-        kept: the arguments q, k, v and terms of `attended`, and its results for all keys.
+        kept: the arguments q, k, v and terms of `attended`, followed by the three results of `attended` for all keys.
         g: the cotangent of the output.
     """
     q, k, v, terms, out, top, total = kept
@@ -315,7 +328,7 @@ def _batch(operands, dims, *, tree, batches, **form):
 
 
 def _abstract(*operands, tree, **_):
-    """Return the type of the output's tangent: the type of the queries' tangent, with the D of the values."""
+    """Return the type of the output's tangent, which is the type of the queries' tangent with the D of the values."""
     of_queries, _, of_values, *_ = operands[tree.num_leaves :]
     return of_queries.update(shape=(*of_queries.shape[:-1], of_values.shape[-1]))
 
@@ -329,10 +342,13 @@ batching.primitive_batchers[_tangent] = _batch
 
 
 def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, total):
-    """Recompute the probabilities of a block; unseen keys are masked before exp, which could overflow for them.
+    """Recompute the probabilities of a block.
+
+    Keys that a query does not see are masked before the exponential, which could overflow for these keys.
 
     Returns:
-        The probabilities; the scaled and capped logits; and the one-hot buckets of the bias, or None without a bias.
+        Three values: the probabilities, the scaled and capped logits, and the one-hot buckets of the bias, or None if
+        there is no bias.
     """
     part = _terms(form, at, terms)
     capped = part.limits.capped(_product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale)
@@ -352,7 +368,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _cut(form: Form, at, q, *keys):
-    """Return one block of the queries [B, K, Q, L, D] and one of the keys [B, T, K, ...]."""
+    """Return one block of the queries [B, K, Q, L, D], and one block of each array [B, T, K, ...] in `keys`."""
     sizes = form.blocks.rows, form.blocks.keys
     begins = ((at[0], at[2], *(0,) * (x.ndim - 2)) for x in keys)
     return (
@@ -362,7 +378,7 @@ def _cut(form: Form, at, q, *keys):
 
 
 def _queries(form: Form, at, x):
-    """Return one block of an array [B, K, Q, L, ...] of the queries."""
+    """Return one block of an array [B, K, Q, L, ...] with values for each query."""
     rest = (0,) * (x.ndim - 4)
     size = (form.blocks.rows, *x.shape[1:3], form.blocks.queries, *x.shape[4:])
     return jax.lax.dynamic_slice(x, (at[0], 0, 0, at[1], *rest), size)
@@ -384,7 +400,10 @@ def _terms(form: Form, at, terms: Terms) -> Terms:
 
 
 def _seen(form: Form, at, part: Terms):
-    """Return booleans that broadcast to [B, K, Q, L, T]: which keys of a block each query sees. None means all."""
+    """Return which keys of a block each query sees, as booleans that broadcast to [B, K, Q, L, T].
+
+    None means that every query sees all keys of the block.
+    """
     blocks, ahead, visible = form.blocks, part.ahead, part.visible()
     visible = None if visible is None else visible[:, None, None]
     if form.causal:

@@ -1,4 +1,4 @@
-"""T5's buckets of relative positions: one bucket for each short distance, wider buckets for longer distances."""
+"""T5's buckets of relative positions: one bucket for each short distance, and wider buckets for longer distances."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,17 +17,19 @@ from gspmd.annotate.validation import whole
 class Buckets:
     """A division of relative positions into buckets, each with its own bias.
 
-    Half of the buckets hold one distance each. The others grow by a constant factor up to `distance`, and the last
-    bucket holds all longer distances. With `bidirectional`, half of all buckets are for keys up to the query's
-    position, and half for keys after it; without it, all keys after the query are in bucket 0.
+    Half of the buckets hold one distance each. The others hold ranges of distances, which grow by a constant factor up
+    to `distance`, and the last bucket also holds all longer distances. With `bidirectional`, half of all buckets are
+    for keys up to the query's position, and the other half for keys after the query. Without `bidirectional`, all keys
+    after the query are in bucket 0.
 
     Attributes:
-        count: the number of buckets, R; T5's `relative_attention_num_buckets`.
-        distance: the distance from which all keys share a bucket; T5's `relative_attention_max_distance`.
+        count: the number of buckets, R. T5 calls it `relative_attention_num_buckets`.
+        distance: the distance from which on all keys share a bucket. T5 calls it `relative_attention_max_distance`.
         bidirectional: whether keys after a query have buckets of their own, as in an encoder.
 
     Raises:
-        PlanError: the sizes leave no bucket for single distances, or none beyond them.
+        PlanError: `count` is not a positive multiple of 2 (of 4 with `bidirectional`); or `distance` is not above the
+            number of buckets that hold one distance each, or is not below 2^24; or an argument has the wrong type.
 
     Example:
         >>> Buckets(count=8, distance=16).of(jnp.array([-100, -6, -4, -3, -1, 0, 5])).tolist()
@@ -78,7 +80,7 @@ class Buckets:
 
 @lru_cache(maxsize=64)
 def _starts(buckets: Buckets) -> np.ndarray:
-    """Return the shortest distance of every bucket for one direction except the first."""
+    """Return the shortest distance in every bucket of one direction, except in the first bucket."""
     single = buckets.single
     away = np.arange(single, buckets.distance + 1)
     # In float32, as in T5: the rounding decides the bucket of a distance on a border.

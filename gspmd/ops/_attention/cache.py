@@ -1,4 +1,4 @@
-"""Writes to a key/value cache, each row at its own position, and rounding of keys to int8 with scales."""
+"""Writes to a key/value cache, in each row at the row's own position, and rounding of keys to int8 with scales."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -33,23 +33,24 @@ def write_cache(
 ) -> jax.Array:
     """Write the keys or values of new tokens into a cache, for all layers at once, each row at its own position.
 
-    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. With
-    `ring`, position p is in slot p mod T, so a new key replaces the key T positions before it, and of more than T new
-    keys only the last T are kept. The new keys are moved to the devices of the cache, which does not move. The cache is
-    written in place if its memory is donated.
+    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1. Positions below 0 and from T on are dropped. With
+    `ring`, position p is in slot p mod T, so a new key replaces the key T positions before it. If there are more than T
+    new keys, only the last T are kept. The new keys are moved to the devices of the cache, and the cache does not move.
+    The cache is written in place if its memory is donated.
 
     Args:
-        cache: [N, B, K, T, D] of N layers, or their scales [N, B, K, T]; the dimensions after N may be in any order.
-        new: [N, B, L, K, D] in the cache's dtype, or [N, B, L, K].
-        cache_spec: the spec of the cache without N, which is unsharded: `"B_xKT_yD"`, or `"B_xKT_y"` for scales. Its
-            letters for batch, heads and head size must be the same as in `key_spec`.
-        key_spec: the spec of `new` without N: `"BLK_xD"`, in the order batch, length, heads, head size.
-        lengths: [B] integers, replicated: the number of tokens of each row that are cached already.
-        counts: [B] integers, replicated: the number of new tokens of each row that are real; the padding after them is
-            not written. None if all are real. In a plain cache padding does no harm, since the next tokens replace it;
-            in a ring it would replace tokens that queries still see.
-        ring: whether the cache is a ring, as `cached_attention` reads it with a window or a chunk; `lengths` may exceed
-            T.
+        cache: [N, B, K, T, D], the keys or values of N layers, or [N, B, K, T], their scales. The dimensions after N
+            may be in any order.
+        new: [N, B, L, K, D], or [N, B, L, K] for scales, in the dtype of the cache.
+        cache_spec: the spec of the cache without N, such as `"B_xKT_yD"`, or `"B_xKT_y"` for scales. N is unsharded.
+            The letters for batch, heads and head size must be the same as in `key_spec`.
+        key_spec: the spec of `new` without N, such as `"BLK_xD"`, in the order batch, length, heads, head size.
+        lengths: [B] integers, replicated, the number of tokens of each row that are cached already.
+        counts: [B] integers, replicated, the number of new tokens of each row that are real. The padding after these
+            tokens is not written. None if all new tokens are real. In a plain cache padding does no harm, since the
+            next tokens replace it. In a ring it would replace tokens that queries still see.
+        ring: whether the cache is a ring, which `cached_attention` reads with a window or a chunk. The `lengths` of a
+            ring may exceed T.
 
     Returns:
         The cache, sharded as before.
@@ -116,13 +117,14 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round keys or values to int8, with one scale for each position and head: x ≈ int8 · scale.
 
     Args:
-        x: [..., D]; D is unsharded.
+        x: [..., D]; D must be unsharded.
 
     Returns:
-        int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
+        int8 numbers [..., D] between -127 and 127, and float32 scales [...]. A scale is the largest magnitude of the
+        numbers along D, divided by 127.
 
     Raises:
-        SpecError: `x` is a scalar, or not an array.
+        SpecError: `x` is a scalar, or is not an array.
 
     Example:
         >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))
@@ -143,10 +145,13 @@ class _CacheWrite:
     cache: Spec
     new: Spec
     order: tuple[int, ...]
-    """The dimensions of the cache for layers, batch, length, heads and head size."""
+    """The indices of layers, batch, length, heads and head size among the dimensions of the cache."""
     ring: bool
     numbers: int
-    """Number of integers given for each row: 1 for the length, or 2 with the number of real new tokens."""
+    """Number of integers given for each row.
+
+    It is 1 if only the length is given, or 2 if the number of real new tokens is given too.
+    """
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -170,7 +175,7 @@ def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
 
 
 _CALLED = {"new": "new keys", "lengths": "lengths", "counts": "counts"}
-"""The names that plans use for the tensors that move."""
+"""The name that each moving tensor has in plans, by the name that it has in this file."""
 
 _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
@@ -195,7 +200,7 @@ def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], w
 
 
 def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that move the new keys and the lengths to the devices of the cache."""
+    """Return the steps that move the new keys and the numbers of each row to the devices of the cache."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
@@ -218,10 +223,10 @@ _NUMBERS = "lengths", "counts"
 def _first_slots(
     form: _CacheWrite, slots: int, length: int, lengths: jax.Array, counts: jax.Array | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the slot of each row's first new token, and the range of the new tokens that are written.
+    """Return the slot of each row's first new token, and the start and end of the range of new tokens to write.
 
-    In a ring at most `slots` tokens are written. The first of these has a slot in [0, slots); the slots of the others
-    follow, possibly beyond the end. Earlier tokens have no slot.
+    In a ring at most `slots` tokens are written. The first token that is written has a slot in [0, slots), and the next
+    tokens have the slots after it, possibly beyond the last slot. Tokens before the first written one have no slot.
     """
     end = jnp.full_like(lengths, length) if counts is None else jnp.clip(counts, 0, length)
     if not form.ring:
@@ -237,8 +242,8 @@ def _written(
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
-        first: [B], the slot of each row's first new key, counted from the start of this part, and possibly outside the
-            part.
+        first: [B], the slot of each row's first new key. It is counted from the start of this device's part of the
+            cache, and may be outside this part.
         real: two arrays [B], the start and the end of the range of new keys that are written in each row.
         batch, along: the indices of the batch dimension and of the length dimension in `cache`.
     """
@@ -301,9 +306,9 @@ def _written_at_once(
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """Write the cache by one scatter, which the compiler can partition.
+    """Write the new keys into the cache by one scatter, which the compiler can partition.
 
-    If rows were written one by one, the compiler would gather the cache.
+    If the rows were written one by one, the compiler would gather the cache.
     """
     order, slots = form.order, cache.shape[form.order[2]]
     layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a key/value cache: the queries are moved to the cache, which does not move."""
+"""Attention of new tokens to a key/value cache; the queries are moved to the cache, which does not move."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,53 +66,59 @@ def cached_attention(
 ) -> jax.Array:
     """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
 
-    Query i of row b attends to the cached keys t < lengths[b] and to the new keys j ≤ i. Without new keys it attends to
-    the cache alone, as a decoder's queries do to the encoder's keys. The cache does not move. It may be sharded over
-    batch, heads and length in any combination; the plan moves the queries to it, and the result back. If T is sharded,
-    each device attends to its own part of the keys, and the results are combined as parts of one softmax: two
-    all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
-    dtype, reduce-scattered directly to the placement of the result if that is cheaper. Mesh axes that the cache does
-    not use still shard their dimension of `q` if sizes allow it; over the other axes the queries are gathered.
+    Query i of row b attends to the cached keys t < lengths[b] and to the new keys j ≤ i. If there are no new keys, it
+    attends to the cache alone, as the queries of a decoder attend to the keys of the encoder. The cache does not move.
+    It may be sharded over batch, heads and length in any combination. The plan moves the queries to the cache, and
+    moves the result back. If T is sharded, each device attends to its own part of the keys, and the results are
+    combined as parts of one softmax. This takes two all-reduces of [B, L, H] float32, for the maximum and then for the
+    denominator, and one sum of the weighted values in q's dtype. The sum is reduce-scattered directly to the placement
+    of the result if that is cheaper. Mesh axes that the cache does not use still shard their dimension of `q`, if sizes
+    allow it. The queries are gathered over the other mesh axes.
 
     Args:
-        q: [B, L, H, D] the new tokens' queries.
-        k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K). Both are None for attention to the cache alone. Values may have a smaller D than keys.
+        q: [B, L, H, D], the queries of the new tokens.
+        k, v: [B, L, K, D], the keys and values of the new tokens. K divides H, and query head h attends to key head
+            h // (H/K). `k` and `v` are None for attention to the cache alone. Values may have a smaller D than keys.
         cached_k, cached_v: [B, K, T, D] finite numbers, with dimensions in any order; int8 if scales are given.
-        query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
-        key_spec: the spec of `k` and `v`, `"BLKD"`; if these are None, only its letters count. D is unsharded in all
-            three specs.
-        cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of `key_spec` for batch, heads and
-            head size, and a different letter for the cached length. The order affects only how memory is read: heads
-            before length is best for TPUs.
-        lengths: [B] integers, the number of cached tokens of each row, replicated.
+        query_spec: the spec of `q` and of the result, such as `"BLH_xyzD"`.
+        key_spec: the spec of `k` and `v`, such as `"BLKD"`. If `k` and `v` are None, only the letters of the spec
+            count. D must be unsharded in `query_spec`, `key_spec` and `cache_spec`.
+        cache_spec: the spec of `cached_k` and `cached_v`, such as `"B_xKT_yzD"`, with their dimensions in order. It has
+            the letters of `key_spec` for batch, heads and head size, and a different letter for the cached length. The
+            order affects only how memory is read; heads before length is the best order for TPUs.
+        lengths: [B] integers, replicated, the number of cached tokens of each row.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and sharded like the cache. They
-            multiply logits and probabilities, so the cache is never converted to a wider dtype in memory.
-        rest_scales: [B, K, T] more scales, for the entries of a key after the first `value_width`; `key_scales` are
-            then only for the first entries. In multi-head latent attention, the latent (both key and value) and the
-            rotated key after it have a scale each.
-        value_width: how many leading entries of a key are also its value, as in multi-head latent attention; `v`,
-            `cached_v` and `value_scales` are then None. Values are not cut out of the cache, which would copy them.
+        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and sharded like the cache. The
+            logits and the probabilities are multiplied by them, so the cache is never converted to a wider dtype in
+            memory.
+        rest_scales: [B, K, T] float32 scales for the entries of a key after the first `value_width` entries. If they
+            are given, `key_scales` are only for the first entries. In multi-head latent attention, one scale is for the
+            latent, which is both key and value, and the other scale is for the rotated key after the latent.
+        value_width: the number of leading entries of a key that are also its value, as in multi-head latent attention.
+            If it is given, `v`, `cached_v` and `value_scales` are None. Values are not cut out of the cache, because
+            this would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, and cached key t is at position t.
-        window: the number of keys that a query sees, including its own, as in `attention`. The cache is then a ring:
-            the key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it. T is at least window -
-            1, and `lengths` may exceed it. If the cache has room for all positions, a ring makes no difference.
-        chunk: the number of tokens in a chunk, as in `attention`: a query attends to the keys of its own chunk. The
-            cache is then a ring, as with a window, of at least chunk - 1 slots.
+        window: the number of keys that a query sees, including its own key, as in `attention`. With a window the cache
+            is a ring, in which the key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it. T
+            must be at least window - 1, and `lengths` may exceed T. If the cache has room for all positions, a ring
+            makes no difference.
+        chunk: the number of tokens in a chunk, as in `attention`. A query attends to the keys of its own chunk. With
+            chunks the cache is a ring, as with a window, and must have at least chunk - 1 slots.
         softcap: a cap of the logits, as in `attention`.
-        sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
-        slopes, slopes_spec: ALiBi's slopes, as in `attention`, with the positions described for `bias`, also in a ring.
+        sinks, sinks_spec: an additional logit for each head that has no value, as in `attention`.
+        slopes, slopes_spec: ALiBi's slopes, as in `attention`. The positions are those described for `bias`, also in a
+            ring.
 
     Returns:
-        [B, L, H, D] in q's dtype, with the D of the values; logits and softmax are float32. A query that sees no key
+        [B, L, H, D] in q's dtype, with the D of the values. Logits and softmax are float32. A query that sees no key
         gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys;
-            the cache is too short for the window or chunk, both of these are given, or one of them is given without new
-            keys; values or their scales are given with `value_width`, or one of them is missing without it.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys; or
+            the cache is too short for the window or chunk; or a window and a chunk are given together, or one of them
+            is given without new keys; or values or their scales are given together with `value_width`, or are missing
+            without `value_width`.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -188,13 +194,13 @@ def cached_attention(
 
 
 _Shapes = tuple[tuple[tuple[int, ...], int], ...]
-"""The shape of every operand, and the bytes of one element."""
+"""The shape of every operand, and the number of bytes of one of its elements."""
 
 _CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
 _NEW = ("key", "value")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
-"""The names in plans, for the tensors that have a different name in this file."""
+"""The names that tensors have in plans, for tensors that have a different name in this file."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,7 @@ class _CachedAttention:
     cache: Spec
     scale: float | None
     cached: tuple[str, ...]
-    """The names of the cache's arrays that are given, from `_CACHED`."""
+    """The names, from `_CACHED`, of those arrays of the cache that are given."""
     width: int | None
     """Number of leading entries of a key that are also its value; None if values are separate arrays."""
     name: str
@@ -250,7 +256,7 @@ class _CachedAttention:
             given: the operands with values for each query head.
             lengths: [B], the number of tokens in each row before the first query.
             queries: [B, L], the positions of the queries.
-            first: the slot of the first of these cached keys.
+            first: the slot of the first key in `cache`, which may be one device's part of the whole cache.
             total: the number of slots of the whole cache.
             shards: the number of shards of each dimension if the arrays are those of all devices; `ALONE` for one
                 device.
@@ -279,7 +285,10 @@ class _CachedAttention:
         return self.cut(found)
 
     def cut(self, found: Attended) -> Attended:
-        """If values are part of the keys, cut the weighted sum of keys to the entries that are values."""
+        """Return the result with its weighted sum of keys cut to the entries that are values.
+
+        If values are not part of the keys, the result is returned unchanged.
+        """
         return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
@@ -287,7 +296,7 @@ class _CachedAttention:
 
         Args:
             given: which new keys are real, and the operands with values for each query head.
-            lengths: [B], the number of tokens in each row before the new ones.
+            lengths: [B], the number of tokens in each row before the new tokens.
             queries, keys: [1, L], the positions of queries and keys among the new tokens.
             ahead: the position of the first query minus the position of the first key; None for 0.
         """
@@ -298,12 +307,13 @@ class _CachedAttention:
         return extras.terms(given, queries, keys, ahead)
 
     def attend_new(self, q, new, terms: Terms, shards: Shards | None = None) -> Attended:
-        """Attend causally to the keys of the new tokens, or to some of them.
+        """Attend causally to the keys of the new tokens, or to some of these keys.
 
         Args:
             q: [B, L, H, D].
             new: keys [B, L, K, D], and values if they are a separate array.
-            terms: which new keys are real, the position of the first query minus that of the first new key, and a bias.
+            terms: the terms of the logits, from `terms_of_new`. They have the mask of the new keys that are real, the
+                position of the first query minus the position of the first new key, the soft cap, and the biases.
             shards: the number of shards of each dimension if the arrays are those of all devices; None for one device.
         """
         k, v = new[0], new[-1]
@@ -349,7 +359,14 @@ def _check(
     cache: Mapping[str, jax.Array],
     lengths: jax.Array,
 ) -> tuple[int, ...]:
-    """Check that specs and shapes agree; return the indices of batch, length, heads and head size in the cache."""
+    """Check that specs and shapes agree, and return the indices of the cache's dimensions.
+
+    The indices are those of batch, length, heads and head size, in this order.
+
+    Raises:
+        SpecError: the specs and the shapes do not agree.
+        PlanError: the head size is sharded.
+    """
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} must have four dimensions: batch, length, heads, head size.")
         for name, spec in zip(("queries", "keys", "cached keys"), specs)
@@ -496,7 +513,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
 
 
 def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that move each tensor, by the tensor's name."""
+    """Return the steps that move each tensor, keyed by the tensor's name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
     # While the search traces, the moves to the cache are unknown too. They do not depend on the placements of new keys
@@ -513,7 +530,7 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
 
 
 def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
-    """Return every move between specs that the operation needs, by the name of the tensor."""
+    """Return every move between specs that the operation needs, keyed by the name of the tensor."""
     at = form.placement(shapes, ctx)
     parts = at.cache.axes[1]
     per_query = at.query.without(at.query.dims[3])
@@ -533,7 +550,7 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
 
 
 def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], *operands: jax.Array) -> jax.Array:
-    """Attend in plain code for the compiler to partition, with constraints that bring the queries to the cache."""
+    """Attend in plain code, which the compiler partitions, with constraints that bring the queries to the cache."""
 
     def shards(key: Spec) -> Shards:
         rows, length, heads, _ = (prod(mesh.get(axis, 1) for axis in axes) for axes in at.query.axes)

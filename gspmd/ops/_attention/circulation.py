@@ -1,4 +1,4 @@
-"""The transport of chunks of keys to the queries, and of gradients back to the chunks: round a ring, or by gathers."""
+"""The transport of chunks of keys to the queries, and of gradients back to the chunks, round a ring or by gathers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ from gspmd.ops.interface.planned_op import Chains, float32, shard_index
 from gspmd.planner.steps import Step
 
 Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
-"""(state, device, *chunks of this device) -> (new state, contributions to the gradients of these chunks)."""
+"""A function (state, device, *chunks of that device) -> (new state, contributions to the gradients of the chunks)."""
 
 
 class Gathered:
-    """Transport at once: gathers bring all chunks before the first is used, and reduce-scatters add up the gradients.
+    """Transport of all chunks at once: gathers bring the chunks before any is used, and reduce-scatters add gradients.
 
     Args:
         chains: the planned steps of the gathers and of the reduce-scatters.
@@ -38,7 +38,16 @@ class Gathered:
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices and their chunks."""
+        """Fold a function over all other devices and their chunks.
+
+        Args:
+            f: a function (state, device, *chunks of that device) -> new state.
+            state: the state of the first call.
+            chunks: this device's own chunks, one for each sharded operand.
+
+        Returns:
+            The state after the last call.
+        """
         whole = [self.chains.send(name, x) for name, x in zip(self.names, chunks)]
 
         def step(place, state):
@@ -48,15 +57,17 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Fold like `visit`; also return the gradients of this device's own chunks, summed over all devices.
+        """Fold like `visit`, and also return the gradients of this device's own chunks, summed over all devices.
 
         Args:
-            f, state, chunks: the arguments of `visit`.
+            f: a function like that of `visit`, which also returns contributions to the gradients of the chunks (see
+                `Visit`).
+            state, chunks: the arguments of `visit`.
             own: this device's contributions to the gradients of its own chunks.
             back: the name, in `chains`, of the reduce-scatter of each gradient.
 
         Returns:
-            The final state, and a gradient for each operand, in its dtype.
+            The final state, and the gradient of each sharded operand, in the dtype of the operand.
         """
         sums = [jnp.zeros((*x.shape[:1], self.devices * x.shape[1], *x.shape[2:]), jnp.float32) for x in own]
         sums = [_put(x, self.device(0), mine) for x, mine in zip(sums, own)]
@@ -82,11 +93,12 @@ class RingOfChunks(Gathered):
     """Transport round a ring: while a device attends to one chunk, a permute brings the next chunk.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
-    Differs: a device's own contribution to the gradients of its chunk stays there, so gradients make one hop less.
+    Differs: the contribution of a device to the gradients of its own chunk stays on the device, so gradients make one
+        hop less.
     """
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
-        """Fold f(state, device, *chunks) over all other devices and their chunks."""
+        """Fold a function over all other devices and their chunks, as `Gathered.visit` does."""
         last, chunks = self.devices - 1, self._send(self.names, chunks)
 
         def step(place, carry):
@@ -98,7 +110,10 @@ class RingOfChunks(Gathered):
         return f(state, self.device(last), *chunks)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Fold like `visit`, while the gradients of a chunk go round with the chunk, back to the chunk's device."""
+        """Fold like `visit`, while the gradients of each chunk go round the ring with it, back to the chunk's device.
+
+        Arguments and results are those of `Gathered.visit_and_return`.
+        """
         last, wire = self.devices - 1, [x.dtype for x in chunks]
 
         def home(sums):
@@ -124,7 +139,7 @@ class RingOfChunks(Gathered):
         return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
 
     def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send all chunks to the next device, each permute in the named scope of its planned step."""
+        """Send all chunks to the next device; each permute is in the named scope of its planned step."""
         # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes it is given.
         sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
         numbers = np.arange(self.devices).reshape(*sizes.values())
@@ -142,14 +157,14 @@ def is_looped(
 ) -> bool:
     """Return whether chunks of keys and values go round a ring instead of being gathered.
 
-    They do so under `looped`, and under `auto` if the forward and backward passes together then take less time than
-    with gathers.
+    Under lowering `looped` they do. Under `auto` they do if the forward and backward passes together take less time
+    with a ring than with gathers.
 
     Args:
         ctx: the context of the call.
         axes: the mesh axes that shard the sequence.
         queries: the local sizes of B, L, H and D.
-        chunk: the average number of keys in one chunk to which a query attends.
+        chunk: the average number of keys to which a query attends in one chunk.
         dtype: the dtype of queries and keys.
         steps: the gathers of keys and values, and the reduce-scatters of their gradients.
     """

@@ -16,6 +16,10 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
 
     Returns:
         The `Share` that picks the key heads, and the mesh axes that shard the sequence of the queries.
+
+    Raises:
+        PlanError: the specs would leave some device without keys that it needs; or some device would have query heads
+            of several groups that share a key head, but not whole groups.
     """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted = key.axes[2], query.axes[2]
@@ -36,10 +40,14 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
 
 
 def check_searchable(doing: str, query: Spec, key: Spec) -> None:
-    """Check, in a trace for the search, what must hold on any mesh: a search does not cover keys that go round.
+    """Check specs with unknowns, which stand for mesh axes while the search traces a program.
+
+    What is checked must hold on any mesh. The keys must be unsharded along the sequence, because the search does not
+    cover keys that go round a ring.
 
     Raises:
-        PlanError: the message names the unknowns that the search then ties, or leaves empty.
+        PlanError: a condition does not hold. The message names the unknowns that the search must then set equal to
+            others, or leave empty.
     """
     faults = [*_unsharded(query, (3,)), *_unsharded(key, (1, 3)), *_same(key, 0, query.axes[0], _ROWS)]
     if faults:

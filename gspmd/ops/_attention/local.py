@@ -1,4 +1,7 @@
-"""Attention to keys that are all on the device: by JAX's function for few logits, else by a kernel or in blocks."""
+"""Attention to keys that are all on the device.
+
+If there are few logits, JAX's function computes the attention. Otherwise a kernel computes it, or it runs in blocks.
+"""
 
 from collections.abc import Callable
 
@@ -12,11 +15,14 @@ from gspmd.ops._attention.terms import UNLIMITED, Terms
 from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
-"""The numbers of shards into which the compiler cuts rows, heads, queries and keys; all 1 for arrays of one device."""
+"""The numbers of shards into which the compiler cuts rows, heads, queries and keys.
+
+All four are 1 if the arrays are those of one device.
+"""
 ALONE: Shards = (1, 1, 1, 1)
 
 MIXED = "attention.mixed"
-"""The name by which `jax.checkpoint` can save the results of attention and the values that its gradient reads."""
+"""The name by which `jax.checkpoint` can save the results of attention and the arrays that the gradient reads."""
 
 
 def local_attention(
@@ -31,18 +37,18 @@ def local_attention(
 ) -> jax.Array:
     """Compute softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
-    If a device has more than 2**25 logits, they are never all in memory. A GPU then runs cuDNN's fused attention if it
-    supports the arrays: float16 or bfloat16, a head size up to 128 that is a multiple of 8, no mask except `causal`,
-    and no window, chunk, soft cap, bias or sinks. In all other cases attention runs in blocks. On a TPU the caller has
-    already tried splash attention.
+    If a device has more than 2**25 logits, they are never all in memory at once. A GPU then runs cuDNN's fused
+    attention, if cuDNN supports the arrays and options: float16 or bfloat16, a head size up to 128 that is a multiple
+    of 8, no mask except `causal`, and no window, chunk, soft cap, bias or sinks. In all other cases with so many
+    logits, attention runs in blocks. On a TPU the caller has already tried splash attention.
 
     Args:
-        q, k, v: arrays of one device, or of all devices for the compiler to partition.
-        terms: which keys are seen, the soft cap, and the biases of the logits.
+        q, k, v: the arrays of one device, or those of all devices for the compiler to partition.
+        terms: the mask of the keys, the soft cap, and the biases of the logits.
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the number of shards of each dimension, if the arrays are those of all devices.
-        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
+        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
@@ -59,11 +65,12 @@ def local_attention(
 def at_one_width(
     attend: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Call `attend` with one D for all arrays: pad the narrower arrays along D, and cut the result.
+    """Call `attend` with arrays of the same D: pad the narrower arrays along D, and cut the result to the values' D.
 
     Args:
-        attend: a function of queries, keys and values that returns the result [B, L, H, D] and perhaps more.
-        q, k, v: [B, L, H, D] and [B, T, K, D], with D of any width.
+        attend: a function of queries, keys and values. It returns a tuple with the result [B, L, H, D] first, and
+            perhaps more arrays, which are not cut.
+        q, k, v: [B, L, H, D] and [B, T, K, D]; each may have a D of its own.
     """
     width = max(x.shape[3] for x in (q, k, v))
     if q.shape[3] == k.shape[3] == v.shape[3]:
@@ -102,10 +109,11 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
 
 
 def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
-    """Compute attention as JAX's function does, but for values of any width; without a key, it is the values' mean.
+    """Compute attention as JAX's function does, but for values of any width.
 
-    `_attended` gives the same result, but keeps 1.5 times as many bytes for its gradient, because it also keeps the
-    statistics and the weights before they are divided by the denominator.
+    A query that sees no key gets the mean of the values. `_attended` computes the same attention, but keeps 1.5 times
+    as many bytes for its gradient, because it also keeps the statistics, and the weights before they are divided by the
+    denominator.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
@@ -128,13 +136,13 @@ def local_attended(
     width: int | None = None,
     shards: Shards = ALONE,
 ) -> Attended:
-    """Attend to some of the keys, in blocks if there are many logits; return the statistics [B, L, H] too.
+    """Attend to some of the keys, in blocks if there are many logits, and also return the statistics [B, L, H].
 
     Args:
-        q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: empty; or the scales [B, T, K] of int8 keys and values, and optionally `rest_scales` as for
-            `online.attend`.
-        width: how many leading entries of a key come before those of `rest_scales`, as for `online.attend`.
+        q, k, v, terms, causal, scale: the arguments of `local_attention`.
+        scales: nothing, or the scales [B, T, K] of int8 keys and of int8 values, which may be followed by the
+            `rest_scales` of `online.attend`.
+        width: the number of entries of a key before those of `rest_scales`, as in `online.attend`.
         shards: the number of shards of each dimension, if the arrays are those of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
@@ -161,7 +169,7 @@ def local_attended(
 def _attended(
     q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array, width: int | None = None
 ) -> Attended:
-    """Compute the same as `local_attended`, with all logits in memory."""
+    """Compute the result of `local_attended` with all logits in memory at once."""
     visible = terms.visible()
     visible = None if visible is None else visible[:, None, None]
     if causal:
@@ -185,15 +193,16 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return float32 gradients for some of the keys: their contribution to the queries' gradient, and the keys' own.
+    """Return the float32 gradients that come from some of the keys.
 
-    With a bias, the last result is the contribution of these keys to the gradient [R, H] of the bias.
+    They are the contribution of these keys to the gradient of the queries, and the gradients of the keys and of their
+    values. If there is a bias, the last result is the contribution of these keys to the gradient [R, H] of the bias.
 
     Args:
-        q, k, v, terms, causal, scale: as in `local_attention`.
-        out: [B, L, H, D] the output of the queries for all their keys.
+        q, k, v, terms, causal, scale: the arguments of `local_attention`.
+        out: [B, L, H, D], the output of the queries for all keys to which they attend.
         normaliser: [B, L, H], log Σ exp over all logits of a query.
-        g: [B, L, H, D] the cotangent of `out`.
+        g: [B, L, H, D], the cotangent of `out`.
     """
     if not (q.size and k.size):
         return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *terms.table))
@@ -208,7 +217,10 @@ def local_gradients(
 
 
 def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | None:
-    """Return the blocks for one device's part; they do not cut a dimension that the compiler shards already."""
+    """Return the blocks for one device's part of the arrays, or None if all logits fit in one block.
+
+    Blocks do not cut a dimension that the compiler shards already.
+    """
     rows, queries, heads, _ = q.shape
     numbers = heads // shards[1]
     if terms.bias is not None:  # the one-hot buckets of a bias have R numbers for each pair of a query and a key
@@ -221,11 +233,14 @@ def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | N
 
 
 def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
-    """Return queries [B, K, Q, L, ...] padded along L to a whole number of blocks; the padding is dropped later."""
+    """Return queries [B, K, Q, L, ...] padded along L to a whole number of blocks; callers drop the padding later."""
     return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 
 def _fits_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Return whether the devices are GPUs whose cuDNN attention supports these arrays. Untested on a GPU."""
+    """Return whether the devices are GPUs whose cuDNN attention supports these arrays.
+
+    This has not been tested on a GPU.
+    """
     narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16) and v.shape[3] == k.shape[3]
     return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128

@@ -1,4 +1,4 @@
-"""Softmax over keys that come in parts: the running maximum, denominator and weighted values of every query."""
+"""Softmax over keys that come in parts, with a running maximum, denominator and weighted sum of values per query."""
 
 from typing import NamedTuple
 
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from gspmd.ops._attention.terms import UNLIMITED, Limits
 
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not seen; it is finite, so that the difference of two such logits is not NaN."""
+"""The logit of a key that a query does not see; it is finite, so that the difference of two such logits is not NaN."""
 
 
 class Attended(NamedTuple):
-    """The result of attention to some of the keys, in float32: the output is values / total."""
+    """The result of attention to some of the keys, in float32. The output is values / total."""
 
     top: jax.Array
     """[B, K, Q, L], the largest logit, or -inf if there is no key yet."""
     total: jax.Array
     """[B, K, Q, L] Σ exp(logit - top)."""
     values: jax.Array
-    """[B, K, Q, L, D] Σ exp(logit - top) · v."""
+    """[B, K, Q, L, D] Σ exp(logit - top) · v, the weighted sum of the values."""
 
     def relative_to(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the denominator and the weighted values relative to the maximum `top`, at least `self.top`."""
+        """Return the denominator and the weighted values relative to a maximum `top` of at least `self.top`."""
         factor = jnp.exp(self.top - top)
         return self.total * factor, self.values * factor[..., None]
 
@@ -33,10 +33,10 @@ class Attended(NamedTuple):
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
-        """Return the result with the sinks [H] added to its statistics: one more logit for each head, without a value.
+        """Return the result with the sinks added to its statistics.
 
         Args:
-            sinks: the logits; None if there are no sinks.
+            sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
             counted: whether the sinks count here. If keys come in parts, the sinks count in one part only.
         """
         if sinks is None:
@@ -45,11 +45,11 @@ class Attended(NamedTuple):
         return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
 
     def by_query(self) -> "Attended":
-        """Return the result with heads in the order of the queries: statistics [B, L, H] and values [B, L, H, D]."""
+        """Return the result with the dimensions of queries: statistics [B, L, H] and values [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the weighted mean of the values, which is 0 for a query that has seen no key."""
+        """Return the weighted mean of the values as `dtype`; it is 0 for a query that has seen no key."""
         mean = self.values / self.total[..., None]
         return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
 
@@ -57,19 +57,23 @@ class Attended(NamedTuple):
 def sink_statistics(
     sinks: jax.Array, shape: tuple[int, ...], counted: jax.Array | bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the largest logit and the denominator of the sinks [..., H] alone, broadcast to `shape`."""
+    """Return the largest logit and the denominator of the sinks [..., H] alone, broadcast to `shape`.
+
+    The denominator is 0 where `counted` is False.
+    """
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
     top = jax.lax.stop_gradient(jnp.maximum(sinks, LOW))  # finite, whatever a sink is
     return top, jnp.exp(sinks - top) * counted
 
 
 def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient [H] of the sinks: minus the sum over queries of (probability of the sink) · (g · out).
+    """Return the gradient [H] of the sinks, which is -Σ (probability of the sink) · (g · out) over all queries.
 
     Args:
         sinks: [H].
-        normaliser: [B, L, H] log Σ exp over all logits of a query, including the sink.
-        out, g: [B, L, H, D] the output, and its cotangent.
+        normaliser: [B, L, H], log Σ exp over all logits of a query and the sink.
+        out: [B, L, H, D], the output.
+        g: [B, L, H, D], the cotangent of the output.
     """
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.exp(sinks.astype(jnp.float32)[None, None] - normaliser) * mean, axis=(0, 1))
@@ -94,17 +98,21 @@ def attend(
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
-        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products; values may have a different D.
-        seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
+        k, v: [B, T, K, D] of any dtype. They are cast to the dtype of `q` inside the products. Values may have a
+            different D than keys.
+        seen: booleans that broadcast to [B, K, Q, L, T], which are True for the keys to which a query attends; None if
+            every query attends to all keys.
         scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 scales of quantized keys and values. They multiply logits and
             probabilities, which have fewer elements than the keys.
-        rest_scales: more scales, for the entries of a key after the first `width`; `key_scales` are then for the first
-            entries.
-        width: how many entries of a key come before those of `rest_scales`; given together with `rest_scales`.
-        again: booleans like `seen`: the keys (never all of them) that an earlier part has counted already.
+        rest_scales: [B, T, K] float32 scales for the entries of a key after the first `width`. If they are given,
+            `key_scales` are for the first `width` entries only.
+        width: the number of leading entries of a key that `key_scales` are for. It must be given with `rest_scales`,
+            and has no effect without them.
+        again: booleans in a shape like that of `seen`, which are True for keys that an earlier part has counted
+            already; these are never all of the keys.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
-        limits: the soft cap of the scaled logits; `seen` already takes windows into account.
+        limits: limits of which only the soft cap of the scaled logits is used; `seen` takes windows into account.
     """
     scales = (None if x is None else _along_keys(x) for x in (key_scales, rest_scales))
     logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), *scales, width=width, rows=2) * scale
@@ -139,9 +147,10 @@ def scaled_logits(
     Args:
         product: an equation, as in `jax.numpy.einsum`.
         q, k: the queries and the keys.
-        key_scales, rest_scales, width: the arguments of `attend`, with scales in a shape that broadcasts to the
+        key_scales, rest_scales, width: the arguments of `attend`, but with scales in a shape that broadcasts to the
             products.
-        rows: the dimension, of both queries and products, along which the queries are doubled for `rest_scales`.
+        rows: the index of the dimension along which the queries are doubled for `rest_scales`. It is the same in the
+            queries and in the products.
     """
     if rest_scales is not None:
         assert width is not None, "the rest's scales come with the width before it"
@@ -159,12 +168,12 @@ def scaled_logits(
 
 
 def group(q: jax.Array, key_heads: int) -> jax.Array:
-    """Return [B, L, H, ...] as [B, K, Q, L, ...]: query heads in groups that share a key head."""
+    """Return an array [B, L, H, ...] as [B, K, Q, L, ...], with query heads in groups that share a key head."""
     return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, q.shape[2] // max(key_heads, 1), *q.shape[3:]), 1, 3)
 
 
 def ungroup(x: jax.Array) -> jax.Array:
-    """Return [B, K, Q, L, ...] as [B, L, H, ...]: the inverse of `group`."""
+    """Return an array [B, K, Q, L, ...] as [B, L, H, ...]; this function is the inverse of `group`."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 

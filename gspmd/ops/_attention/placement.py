@@ -1,4 +1,4 @@
-"""The shardings in attention to a cache: the queries are moved to the cache, which does not move."""
+"""The specs during attention to a cache, in which the queries are moved to the cache and the cache does not move."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ _OPEN = ("?",)
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
-    """Find the indices of a cache's dimensions, in any order, by the letters of the keys that are added to it.
+    """Find which dimensions of a cache are batch, length, heads and head size, by the letters of the new keys.
 
     Args:
         doing: what is being done, for the first line of an error.
-        cache: the spec of the cache, with the letters of `key` for batch, heads and head size, and a different letter
-            for the cached length.
-        key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
+        cache: the spec of the cache, with dimensions in any order. It has the letters of `key` for batch, heads and
+            head size, and a different letter for the cached length.
+        key: the spec of the keys that are added to the cache. Its dimensions are batch, length, heads and, except for
+            scales, head size, in this order.
 
     Returns:
-        The indices of batch, length, heads and head size among the dimensions of the cache.
+        The indices of batch, length, heads and head size among the dimensions of the cache. There is no head size for
+        scales.
 
     Raises:
         SpecError: the cache lacks one of these dimensions.
@@ -49,13 +51,15 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Return the specs for attention at the cache; mesh axes that the cache does not use still shard the queries.
+    """Return the specs of queries, keys and cache while each device attends to its part of the cache.
+
+    Mesh axes that the cache does not use still shard the queries, if the sizes allow it.
 
     Args:
-        query, key, cache: the specs of queries, new keys and cache.
+        query, key, cache: the caller's specs of queries, new keys and cache.
         shape: the shape of the queries.
-        key_heads: the number of heads of keys and cache.
-        mesh: size of every mesh axis.
+        key_heads: the number of heads of the keys and of the cache.
+        mesh: the size of every mesh axis.
     """
     rows, length, heads, _ = shape
     query, cache = query.without_trivial(mesh), cache.without_trivial(mesh)

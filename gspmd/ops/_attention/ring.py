@@ -1,14 +1,14 @@
-"""Attention of sequences that are sharded over devices: queries stay, keys and values arrive chunk by chunk.
+"""Attention of sequences that are sharded over devices: queries stay, and keys and values arrive chunk by chunk.
 
-A device attends to its own keys first, and then to those of every other device. Keys either come round a ring, one
-permute for each device, while the device attends to the previous ones, or all are gathered first. Results for different
-keys are merged (`online.Attended`). The gradients of keys go round the same ring, and every device adds its part, or
-they are reduce-scattered.
+A device attends to its own keys first, and then to the keys of every other device. In a ring, one permute for each
+device brings the next keys while the device attends to the previous keys. Without a ring, all keys are gathered first.
+Results for different keys are merged (`online.Attended`). In a ring, the gradients of keys go round the same way, and
+every device adds its part. Without a ring, they are reduce-scattered.
 
-Under causal attention device i of n has the chunks i (early) and 2n - 1 - i (late) of 2n (see `zigzag`). When the two
-chunks of device j arrive, the late queries attend to j's early chunk. In addition, the early queries attend to the same
-chunk if j < i, and the late queries attend to j's late chunk if j > i. So for every j a device has two products of half
-of its queries with half of j's keys, without a mask.
+Under causal attention, the sequence is cut into 2n chunks for n devices, and device i has chunk i (early) and chunk
+2n - 1 - i (late), see `zigzag`. When the two chunks of device j arrive, the late queries attend to the early chunk of
+j. In addition, the early queries attend to the same chunk if j < i, and the late queries attend to the late chunk of j
+if j > i. So for every j a device has two products of half of its queries with half of the keys of j, without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,12 +58,12 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device uses: K is also sharded over the mesh axes `Share.sliced`."""
+        """The spec of the keys that a device uses, in which K is also sharded over the mesh axes `Share.sliced`."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return a copy without mesh axes of size 1: JAX's types contain these axes, but planned steps do not."""
+        """Return a copy without mesh axes of size 1, which JAX's types contain but planned steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -72,8 +72,8 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
 
     Raises:
         SpecError: attention is causal, and there are not as many queries as keys.
-        PlanError: attention is causal, and the length is not a multiple of the number of zigzag chunks, or the first
-            query has an offset.
+        PlanError: attention is causal, and the length is not a multiple of the number of zigzag chunks; or the first
+            query has an offset, for which `shifted` is true.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if causal and queries != keys:
@@ -98,7 +98,7 @@ def attend(
     query: Spec, key: Spec, causal: bool, scale: float, share: Share, extras: Extras, compiler_chooses: bool,
     ctx: Context, q, k, v, *more: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Attend with arrays that are sharded as the specs say; this computes `whole.attention` for sharded sequences."""
+    """Compute `whole.attention` for sequences that are sharded over devices, as the specs say."""
     cut = _Cut(query, key, causal, scale, share, extras)
     if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
@@ -108,7 +108,7 @@ def attend(
 
 
 def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
-    """Attend in plain code for the compiler to partition; the arrays are in zigzag order if attention is causal."""
+    """Attend in plain code, which the compiler partitions; the arrays are in zigzag order if attention is causal."""
     rows, length, heads, _ = parts
     order = (lambda x: in_order(x, length)) if cut.causal else (lambda x: x)
     given = cut.extras.named(more)
@@ -141,7 +141,7 @@ _attend = planned_op(_forward, _backward, lambda cut: cut.name)
 
 
 class _Chains:
-    """The planned steps that bring keys, values and optional operands to a device, and gradients back."""
+    """The planned steps that bring keys, values and optional operands to a device, and bring their gradients back."""
 
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
@@ -249,10 +249,11 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 
 
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
-    """Return whether some query of device `here` may see a key of device `there`, or None if queries see all keys.
+    """Return whether some query of device `here` may see a key of device `there`.
 
-    If any query sees any key, then the nearest pair does: the first query and the last key, of the two early or of the
-    two late halves of the devices' tokens.
+    The result is None if there is no window and no chunk, so that no keys can be left out. If any query sees any key,
+    then in one of two pairs the query sees the key. One pair is the first query and the last key of the early halves of
+    the devices' tokens, and the other pair is the first query and the last key of the late halves.
     """
     limits = cut.extras.limits
     if limits.reach is None:
@@ -279,10 +280,10 @@ def _sum(state: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax
 def _terms(
     cut: _Cut, chains: Chains, circulation: Gathered, queries: int, keys: int, more: Sequence[jax.Array]
 ) -> tuple[jax.Array | None, Callable[[jax.Array | int], Terms]]:
-    """Return the sinks, and a function from a device to the terms of this device's queries with that device's keys.
+    """Return the sinks, and a function that returns the terms of this device's queries with the keys of any device.
 
-    Mask and segments of all keys are gathered in the beginning, since they are small. `queries` and `keys` are the
-    numbers of queries and of keys on one device.
+    The argument of this function is the index of the other device. Mask and segments of all keys are gathered in the
+    beginning, since they are small. `queries` and `keys` are the numbers of queries and of keys on one device.
     """
     given = cut.extras.sent(chains, more)
     if given.mask is not None:
@@ -308,7 +309,7 @@ def _terms(
 
 
 def _in_halves(half: ZigzagPairs, terms: Terms, rows: int) -> Terms:
-    """Return the terms for the two products of `ZigzagPairs`, whose rows have different positions."""
+    """Return the terms for the two products of `ZigzagPairs`, in which rows have different positions."""
 
     def every_row(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (rows, x.shape[1]))

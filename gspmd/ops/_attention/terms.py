@@ -1,4 +1,4 @@
-"""The terms of attention's logits besides the products: which keys a query sees, a soft cap, and biases."""
+"""The terms that attention's logits have besides the products: a mask of the keys, a soft cap, and biases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,28 +23,31 @@ from gspmd.planner.steps import Step
 
 
 class Bias(NamedTuple):
-    """The relative position bias of every query head: one number for each bucket of relative positions."""
+    """The relative position bias, which has one number for each query head and each bucket of relative positions."""
 
     table: jax.Array
-    """[R, H] float32, for the query heads that the logits are of."""
+    """[R, H] float32, with a row for each bucket and a column for each query head of the logits."""
     buckets: Buckets
 
     def chosen(self, relative: jax.Array) -> jax.Array:
         """Return the buckets as one-hot float32 [B, L, T, R], or [1, L, T, R] if all rows have the same positions.
 
-        Products with this array replace a lookup and, in the gradient, a scatter: matrix units are much faster.
+        Products with this array replace a lookup and, in the gradient, a scatter, because matrix units are much faster.
         """
         return jax.nn.one_hot(self.buckets.of(relative), self.buckets.count, dtype=jnp.float32)
 
 
 def biases(chosen: jax.Array, table: jax.Array, key_heads: int) -> jax.Array:
-    """Return the bias [B, K, Q, L, T] of the one-hot buckets `chosen` [B, L, T, R], from the table [R, H]."""
+    """Return the biases [B, K, Q, L, T] that the table [R, H] has for the one-hot buckets `chosen` [B, L, T, R]."""
     table = table.reshape(table.shape[0], key_heads, table.shape[1] // max(key_heads, 1))
     return jnp.einsum("bltr,rkq->bkqlt", chosen, table, precision=jax.lax.Precision.HIGHEST)  # exact, like a lookup
 
 
 def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
-    """Return the gradient [R, H] of the table from the gradient [B, K, Q, L, T] of the logits."""
+    """Return the gradient [R, H] of the table from `slope` [B, K, Q, L, T], the gradient of the logits.
+
+    `chosen` has the one-hot buckets [B, L, T, R] of the logits.
+    """
     if chosen.shape[0] == 1:
         slope = jnp.sum(slope, axis=0, keepdims=True)
     found = jnp.einsum("bltr,bkqlt->rkq", chosen, slope, precision=jax.lax.Precision.HIGHEST)
@@ -54,45 +57,57 @@ def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """The window or the chunk of keys that a query sees, and the soft cap of the logits; all are optional."""
+    """The optional limits of attention: the window or chunk of keys that a query sees, and the soft cap of the logits.
+
+    A limit is None if it is not set.
+    """
 
     window: int | None = None
     """A query at position p attends only to keys at positions above p - window."""
     softcap: float | None = None
-    """Scaled products s become softcap · tanh(s / softcap)."""
+    """Each scaled product s is replaced by softcap · tanh(s / softcap)."""
     chunk: int | None = None
-    """A query at position p attends only to keys at positions from p - p mod chunk on."""
+    """A query at position p attends only to keys at position p - p mod chunk or later."""
     displaced: bool = False
-    """Whether the positions of tokens in the array and in the text differ, and only the order is the same (in zigzag
-    order, or after a cache). A chunk may then begin anywhere; blocks are left out as for a window of its length."""
+    """Whether tokens have other positions in the text than in the array, though they are in the same order.
+
+    This is so in zigzag order, and for new tokens after a cache. A chunk may then begin anywhere in the array, so
+    blocks of keys are left out as for a window of the chunk's length.
+    """
 
     @property
     def reach(self) -> int | None:
-        """The largest number of keys that a query sees, including its own, or None if it sees all."""
+        """The largest number of keys that a query sees, including its own; None without a window and a chunk."""
         return self.window if self.chunk is None else self.chunk
 
     def first(self, position: Any) -> Any:
-        """Return the position of the first key that a query at a position sees; requires a window or a chunk."""
+        """Return the position of the first key that a query at `position` sees; there must be a window or a chunk."""
         if self.chunk is not None:
             return position - position % self.chunk
         assert self.window is not None, "the first key is asked for where keys are limited"
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return an index in the array of keys: neither the query at `place` nor later queries see a key before it."""
+        """Return an index before which neither the query at index `place` nor any later query sees a key.
+
+        Both indices are indices in the arrays of keys and queries, not positions in the text.
+        """
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
     def without_reach(self) -> "Limits":
-        """The limits without window and chunk: only the soft cap."""
+        """A copy that has only the soft cap, without a window or a chunk."""
         return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Return logits after the soft cap, from the scaled products."""
+        """Return the logits after the soft cap, from the scaled products `logits`."""
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient or tangent of uncapped logits, from the gradient or tangent `slope` of capped ones."""
+        """Return the gradient of the logits before the soft cap, from `slope`, the gradient of the capped logits.
+
+        The same product turns the tangent of the logits before the soft cap into the tangent of the capped logits.
+        """
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
 
@@ -100,23 +115,38 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The terms of the logits of some queries and keys besides the products: mask, soft cap, and biases."""
+    """The terms that the logits of some queries and keys have besides the products: mask, soft cap and biases."""
 
     seen: jax.Array | None = None
-    """[B, T] booleans: the keys that are not padding."""
+    """[B, T] booleans, which are True for the keys that are not padding."""
     ahead: jax.Array | None = None
-    """int32 scalar, for causal attention: position of the first query minus position of the first key; None for 0."""
+    """int32 scalar for causal attention, the position of the first query minus the position of the first key.
+
+    None stands for 0.
+    """
     segments: tuple[jax.Array, jax.Array] | None = None
-    """[B, L] and [B, T] int32: a query attends to the keys of its own segment; segment 0 attends to none."""
+    """[B, L] and [B, T] int32, the segments of queries and of keys.
+
+    A query attends to the keys of its own segment. A query of segment 0 attends to no key.
+    """
     positions: tuple[jax.Array, jax.Array] | None = None
-    """[B, L] and [B, T] int32 positions in the text, or [1, L] and [1, T]; given if any later field depends on them."""
+    """[B, L] and [B, T] int32, or [1, L] and [1, T], the positions of queries and of keys in the text.
+
+    They must be given if there are a bias, slopes, a window or a chunk, all of which depend on the positions.
+    """
     bias: Bias | None = None
     slopes: jax.Array | None = None
-    """[H] float32: for each head, the factor of the position of a key minus the position of the query."""
+    """[H] float32, the slope of each head in ALiBi.
+
+    The slope times (position of the key minus position of the query) is added to a logit.
+    """
     limits: Limits = UNLIMITED
 
     def on(self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]) -> "Terms":
-        """Return a copy with one function applied to arrays [B, L] of queries, and one to arrays [B, T] of keys."""
+        """Return a copy in which a function is applied to each array with values for queries or keys.
+
+        The function `queries` is applied to the arrays [B, L] of queries, and `keys` to the arrays [B, T] of keys.
+        """
         segments, places = self.segments, self.positions
         return self._replace(
             seen=None if self.seen is None else keys(self.seen),
@@ -125,12 +155,15 @@ class Terms(NamedTuple):
         )
 
     def with_more_queries(self, count: int) -> "Terms":
-        """Return the terms for `count` more queries at the end, which are padding: their results are dropped."""
+        """Return the terms for `count` more queries at the end, which are padding and whose results are dropped."""
         return self.on(lambda x: jnp.pad(x, ((0, 0), (0, count))), lambda x: x) if count else self
 
     @property
     def relative(self) -> jax.Array:
-        """The position of each key minus that of each query: [B, L, T], or [1, L, T] if all rows have the same ones."""
+        """The position of each key minus the position of each query, [B, L, T].
+
+        The shape is [1, L, T] if the positions are the same in all rows.
+        """
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
@@ -154,11 +187,15 @@ class Terms(NamedTuple):
         return alike if seen is None else alike & seen
 
     def chosen(self) -> jax.Array | None:
-        """Return the buckets of the bias as one-hot arrays, or None without a bias."""
+        """Return the buckets of the bias as a one-hot array, see `Bias.chosen`, or None if there is no bias."""
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
-        """Return the sum of all biases of the capped logits, [B, K, Q, L, T] or [1, K, Q, L, T], or None."""
+        """Return the sum of all biases, which are added to the capped logits, or None if there are no biases.
+
+        The shape is [B, K, Q, L, T], or [1, K, Q, L, T] if the biases are the same in all rows. `chosen` has the
+        buckets of the bias as a one-hot array, and `key_heads` is K.
+        """
         found = None
         if chosen is not None and self.bias is not None:
             found = biases(chosen, self.bias.table, key_heads)
@@ -174,18 +211,18 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality, a window and chunks restrict the keys, and no bias is added to the logits."""
+        """Whether nothing but causality, a window or chunks restricts the keys, and no bias is added to the logits."""
         return self.seen is None and self.segments is None and not self.adds
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """The table of the bias, or an empty tuple without a bias."""
+        """A tuple with the table of the bias, or an empty tuple if there is no bias."""
         return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 in place of padding.
 
-        Padding may be NaN, and a probability of 0 times NaN is NaN. With zeros, gradients of padding are 0, too.
+        Padding may be NaN, and a probability of 0 times NaN is NaN. With zeros, the gradients of padding are 0, too.
         """
         if self.segments is not None:
             q = self.real(q)
@@ -195,7 +232,7 @@ class Terms(NamedTuple):
         return q, k, v
 
     def real(self, x: jax.Array) -> jax.Array:
-        """Return results or cotangents [B, L, H, D] of the queries with 0 in place of padding."""
+        """Return `x`, the results or the cotangents [B, L, H, D] of the queries, with 0 in place of padding."""
         if self.segments is None:
             return x
         return jnp.where(self.segments[0][:, :, None, None] != 0, x, jnp.zeros((), x.dtype))
@@ -205,7 +242,10 @@ class Terms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The optional operands of a call of attention, or one device's part of them, with None for those not given."""
+    """The optional operands of a call of attention, or one device's parts of these operands.
+
+    An operand that is not given is None.
+    """
 
     mask: jax.Array | None = None
     of_queries: jax.Array | None = None
@@ -222,7 +262,7 @@ class Given(NamedTuple):
 
     @property
     def learned(self) -> tuple[jax.Array, ...]:
-        """The bias and the sinks, if given: the operands that have gradients."""
+        """The given operands that have gradients, in the order bias, sinks."""
         return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
     def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
@@ -257,7 +297,7 @@ class Extras:
     buckets: Buckets | None = None
     limits: Limits = UNLIMITED
     alike: bool = False
-    """Whether the segments of queries and keys are one array, so that each query attends at least to its own key."""
+    """Whether queries and keys have the same array of segments, so that each query attends at least to its own key."""
 
     @property
     def _given(self) -> tuple[bool, ...]:
@@ -272,12 +312,12 @@ class Extras:
 
     @property
     def learned(self) -> dict[str, OfHeads]:
-        """The specs, by name, of those operands of `of_heads` that have gradients."""
+        """The specs of the given operands that have gradients, which can be the bias and the sinks, by name."""
         return {name: each for name, each in self.of_heads.items() if name in _LEARNED}
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether some gradient stays a partial sum: sharding annotations cannot express that."""
+        """Whether some gradient stays a partial sum, which sharding annotations cannot express."""
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
@@ -294,11 +334,15 @@ class Extras:
 
     @property
     def gradients(self) -> tuple[Spec, ...]:
-        """The specs of the gradients of the bias and of the sinks, if given."""
+        """The specs of the gradients of the given operands that have gradients, in the order bias, sinks."""
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the steps that move the operands with values for each head to the devices of their query heads."""
+        """Return the steps that move each operand with values for every query head to the devices of these heads.
+
+        The steps of an operand have its name as their key. `query` is the spec of the queries, and `heads` is the
+        number of query heads.
+        """
         return {
             name: move(
                 each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
@@ -307,7 +351,11 @@ class Extras:
         }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the steps that sum the gradients of bias and sinks over the devices of all queries."""
+        """Return the steps that sum the gradients of bias and sinks over the devices of all queries.
+
+        The keys are `d_bias` and `d_sinks`. `query` is the spec of the queries, and `heads` is the number of query
+        heads.
+        """
         found = {}
         for name, each in self.learned.items():
             made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))
@@ -325,13 +373,19 @@ class Extras:
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each given operand, which is None for all except bias and sinks."""
+        """Return the cotangent of each given operand, which is None for all operands except bias and sinks.
+
+        `gradients` has the gradients of bias and sinks in this order, without those of operands that are not given.
+        """
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
 
     def terms(self, given: Given, queries: jax.Array, keys: jax.Array, ahead: jax.Array | None) -> Terms:
-        """Return the terms of the logits of queries and keys at positions [1, L] and [1, T], or [B, L] and [B, T]."""
+        """Return the terms of the logits of queries at positions `queries` and keys at positions `keys`.
+
+        The positions are [1, L] and [1, T], or [B, L] and [B, T]. For `ahead` see `Terms.ahead`.
+        """
         segments = None if given.of_queries is None or given.of_keys is None else (given.of_queries, given.of_keys)
         bias = None if given.bias is None or self.buckets is None else Bias(float32(given.bias), self.buckets)
         slopes, limits = None if given.slopes is None else float32(given.slopes), self.limits
@@ -345,16 +399,17 @@ class Extras:
 
 
 def by_heads(spec: Spec, query: Spec) -> Spec:
-    """Return the spec of an array with values for each query head, H last, sharded like the query heads."""
+    """Return `spec` with its last dimension, H, sharded like the query heads and its other dimensions unsharded."""
     return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
 
 
 def read_limits(doing: str, causal: bool, window: Any, softcap: Any, chunk: Any) -> Limits:
-    """Check the options `window` or `chunk`, and `softcap`, and return them.
+    """Check the options `window`, `chunk` and `softcap`, and return them as `Limits`.
 
     Raises:
-        SpecError: window or chunk is not a whole number above 0, both are given, or attention is not causal; or the
-            soft cap is not a positive number.
+        SpecError: `window` or `chunk` is not a whole number above 0, or is given although attention is not causal; or
+            both are given; or `softcap` is not above 0.
+        PlanError: `softcap` is not a finite Python number.
     """
     window = _read_reach(doing, causal, "window", window, "the number of keys that a query sees, itself included")
     chunk = _read_reach(doing, causal, "chunk", chunk, "the number of tokens of a chunk, in which queries see keys")
@@ -387,11 +442,13 @@ def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -
 def read_of_heads(
     doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return an array with a value for each query head (`sinks` or `slopes`) and its spec, or None if not given.
+    """Return an array with a value for each query head (`sinks` or `slopes`) and its spec.
+
+    The result is None if neither the array nor its spec is given.
 
     Raises:
-        SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
-            each query head.
+        SpecError: the array is given without its spec, or the spec without the array; or the spec does not fit the
+            array; or there is not one number for each query head.
     """
     if x is None and spec is None:
         return None
@@ -416,7 +473,8 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are not a pair, are not integers, or their shapes do not fit queries and keys.
+        SpecError: `segments` is not a pair of arrays of integers, or the shapes of the two arrays do not fit queries
+            and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
@@ -446,8 +504,8 @@ def read_bias(
     """Return the table of a bias, its spec and its buckets, or None if all three are missing.
 
     Raises:
-        SpecError: some but not all are given, the spec does not fit the table, or the table does not have a row for
-            each bucket and a column for each query head.
+        SpecError: one or two of the three are missing; or the spec does not fit the table; or the table does not have a
+            row for each bucket and a column for each query head.
     """
     if bias is None and bias_spec is None and buckets is None:
         return None
@@ -486,10 +544,12 @@ def read_bias(
 def read_slopes(
     doing: str, slopes: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
 ) -> tuple[jax.Array, OfHeads] | None:
-    """Return ALiBi's slopes in float32, which have no gradient, and their spec, or None without slopes.
+    """Return ALiBi's slopes in float32 and their spec, or None if there are no slopes.
+
+    The slopes have no gradient. Without a spec they are unsharded.
 
     Raises:
-        SpecError: as for `read_of_heads`.
+        SpecError: the slopes or their spec are wrong in one of the ways that `read_of_heads` lists.
         PlanError: a slope in a tuple or list is not a finite Python number.
     """
     if isinstance(slopes, (tuple, list)):
@@ -501,5 +561,5 @@ def read_slopes(
 
 
 def positions(length: int, first: jax.Array | int = 0) -> jax.Array:
-    """Return int32 positions [1, L] in the order of the text, of which the first is `first`."""
+    """Return the int32 positions [1, L] of tokens in the order of the text, the first of which is at `first`."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first

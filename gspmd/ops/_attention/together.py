@@ -1,4 +1,4 @@
-"""Attention of one query of each row on a TPU: all query heads as the rows of one product with the keys."""
+"""Attention of one query of each row on a TPU, with all query heads as the rows of one product with the keys."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ TILE = 8
 
 
 def suits(heads: int, key_heads: int, scaled: bool) -> bool:
-    """Return whether all heads are multiplied in one product: if there are several, and few of them share a key head.
+    """Return whether all query heads should be multiplied in one product.
 
-    Few means fewer than the rows of a tile. With int8 keys there must also be as many key heads as query heads, or only
-    one: otherwise repeating the scales for each query head takes more time than is saved.
+    They should if there are several query heads, and fewer of them share a key head than a tile has rows. With int8
+    keys, for which `scaled` is true, there must also be as many key heads as query heads, or only one key head.
+    Otherwise it takes more time to repeat the scales for each query head than is saved.
     """
     group = heads // max(key_heads, 1)
     return heads > 1 and 0 < group < TILE and (group == 1 or key_heads == 1 or not scaled)
@@ -33,21 +34,24 @@ def attend_together(
     width: int | None = None,
     limits: Limits = UNLIMITED,
 ) -> Attended:
-    """Attend with one query of each head, with all heads in one product; sums have shape [B, 1, H].
+    """Attend with one query in each row, with all heads in one product; the statistics have shape [B, 1, H].
 
         logits[b, h, t] = Σ_k Σ_d (q[b, h, d] if head h uses key head k else 0) · k[b, t, k, d]
 
-    The matrix unit reads each key head once, as for separate products; the additional terms of the sums are zeros. But
-    a tile of the logits then has rows of several heads; with separate products it has one row of a head and seven rows
-    of padding, which all later operations would process too. The compiler's estimates for one layer (libtpu 0.0.42; 96
-    rows, 2048 keys, 4 heads of 128) are in µs, with those for separate products of two rows each in parentheses: in
-    bfloat16 v4 496 (577), v5e 740 (875), v5p 286 (352); in int8 v4 302 (406), v5e 490 (647), v5p 212 (277).
+    The matrix unit reads each key head once, as it would for separate products, and the additional terms of the sums
+    are zeros. But a tile of the logits has rows of several heads. With separate products it would have one row of a
+    head and seven rows of padding, and all later operations would process the padding too.
+
+    The compiler's estimates for one layer are given here in µs, each followed in parentheses by the estimate for
+    separate products of two rows each. In bfloat16 they are v4 496 (577), v5e 740 (875) and v5p 286 (352). In int8 they
+    are v4 302 (406), v5e 490 (647) and v5p 212 (277). The layer has 96 rows, 2048 keys, and 4 heads of size 128, and
+    the compiler is libtpu 0.0.42.
 
     Args:
         q: [B, 1, H, D].
-        k, v, scale, key_scales, value_scales, rest_scales, width: the arguments of `attend`.
-        seen: [B, T] booleans: the keys to which the query attends; None for all.
-        limits: the soft cap of the scaled logits.
+        k, v, scale, key_scales, value_scales, rest_scales, width: the arguments of `online.attend`.
+        seen: [B, T] booleans, which are True for the keys to which the query attends; None if it attends to all keys.
+        limits: limits of which only the soft cap of the scaled logits is used.
     """
     rows, _, heads, _ = q.shape
     key_heads = k.shape[2]

@@ -1,4 +1,4 @@
-"""The attention operation: every device attends with its own heads and sequences to all keys of a sequence."""
+"""The attention operation, in which a device attends with its own heads and sequences to all keys of each sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,63 +68,66 @@ def attention(
     slices out the key heads that its query heads use. The gradients of `k` and `v` are summed over the mesh axes that
     shard only the queries.
 
-    If mesh axes shard the queries' L, the keys' T must be unsharded or sharded over the same axes: `"BL_xHD",
-    "BT_xKD"`. In the second case keys and values go round a ring of devices while the queries attend to the keys that
-    have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` chooses the cheaper way. With `causal`
-    the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels, `mask` and
-    `segments` must all be in this order: see `gspmd.ops.zigzag_positions`.
+    If mesh axes shard the queries' L, the keys' T must be unsharded, or sharded over the same axes as in `"BL_xHD",
+    "BT_xKD"`. In the second case, under lowering `looped`, keys and values go round a ring of devices while the queries
+    attend to the keys that have arrived. Under `blocking`, keys and values are gathered first. Under `auto`, the
+    cheaper of these two ways is chosen. With `causal` the sequence must be in zigzag order, in which every device has
+    the same work. Tokens, positions, labels, `mask` and `segments` must all be in this order; see
+    `gspmd.ops.zigzag_positions`.
 
-    Padding may hold any numbers, including NaN: they change neither the result nor the gradients of other tokens, and
-    the gradients of padding are 0.
+    Padding may hold any numbers, including NaN. These numbers change neither the result nor the gradients of other
+    tokens, and the gradients of padding are 0.
 
     Args:
         q: [B, L, H, D].
-        k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). Its spec may also say L instead
-            of T: `"BLKD"`.
-        v: the shape of `k`, except that D may differ. For a ring and for the TPU's kernel, which need one D for all
-            arrays, the narrower arrays are padded.
-        query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
-        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`. B is sharded as in `query_spec`, K over leading mesh axes of H,
-            T over the mesh axes of L or not at all, and D is unsharded.
+        k: [B, T, K, D]. K divides H, and query head h attends to key head h // (H/K).
+        v: an array with the shape of `k`, except that D may differ. A ring and the TPU's kernel need one D for all
+            arrays, so for them the narrower arrays are padded.
+        query_spec: the spec of `q` and of the result, such as `"B_xLH_yzD"`. D must be unsharded.
+        key_spec: the spec of `k` and `v`, such as `"B_xTK_yD"`, which may also have the letter L instead of T, as in
+            `"BLKD"`. B must be sharded as in `query_spec`, K over leading mesh axes of H, and T over the mesh axes of L
+            or not at all. D must be unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
-        mask: [B, T] booleans, sharded like B and T of `k`: the keys that are not padding.
-        segments: [B, L] and [B, T] int32, sharded like B and L of `q`, and like B and T of `k`: the numbers of the
-            documents that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding,
-            of both keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel
-            that every query sees some key.
+        mask: [B, T] booleans, sharded like B and T of `k`, which are True for the keys that are not padding.
+        segments: a pair of int32 arrays [B, L] and [B, T] with the numbers of the documents that are packed into each
+            row. The first is sharded like B and L of `q`, and the second like B and T of `k`. A query attends only to
+            keys of its own segment. Segment 0 is padding, for keys and for queries. For self-attention pass the same
+            array object twice, which tells the TPU's kernel that every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
-        offset: the position of the first query among the keys: an int, or an int32 scalar.
-        bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i
-            and key j in head h, where i and j are positions in the row (also if it is packed). Each device computes the
-            biases of its own logits, so only the table is sent.
-        bias_spec: the spec of `bias`, `"RH_yz"`; the bias is moved to the mesh axes of the query heads if its own axes
-            differ. Its gradient is summed over the mesh axes of B and L, except that it stays a partial sum over axes
-            that are `reduced`: `"RH_yz reduced-x"`.
-        buckets: the buckets of relative positions, as many as R.
-        window: the number of keys that a query sees, including its own: a query at position p of a row attends only to
-            keys at positions j > p - window. None for all; only with `causal`.
-        chunk: the number of tokens in a chunk: rows are cut into chunks from their start, and a query attends only to
-            keys of its own chunk. None for one chunk; only with `causal`, and without `window` and `segments`. (With
-            packed documents, give every chunk of a document its own segment instead, and pass the size of a chunk as
-            `window`.)
-        softcap: logits become softcap · tanh(scale · q·k / softcap), before bias and mask, as in Gemma 2.
-        sinks: [H] a learned logit for each query head, which adds to the softmax's denominator and has no value, as in
-            gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
-        sinks_spec: the spec of `sinks`, `"H_yz"`. Sinks are moved, and their gradient is summed or stays a partial sum,
-            as described for `bias_spec`.
-        slopes: [H] a constant of each query head for ALiBi: `slopes[h] · (j - i)` is added to the logit of query i and
-            key j in head h, where i and j are positions in the text. They have no gradient.
-        slopes_spec: the spec of `slopes`; unsharded when None.
+        offset: the position of the first query among the keys, as an int or an int32 scalar.
+        bias: [R, H], the table of T5's relative position bias. In head h, `bias[buckets.of(j - i), h]` is added to the
+            scaled logit of query i and key j, where i and j are positions in the row, even if the row has several
+            documents. Each device computes the biases of its own logits, so only the table is sent.
+        bias_spec: the spec of `bias`, such as `"RH_yz"`. The bias is moved to the mesh axes of the query heads if its
+            own axes differ. The gradient of the bias is summed over the mesh axes of B and L, but it stays a partial
+            sum over axes that are `reduced`, as in `"RH_yz reduced-x"`.
+        buckets: the buckets of relative positions, whose number is R.
+        window: the number of keys that a query sees, including its own. A query at position p of a row attends only to
+            keys at positions j > p - window. None for no window. A window needs `causal`.
+        chunk: the number of tokens in a chunk. Rows are cut into chunks from their start, and a query attends only to
+            keys of its own chunk. None for one chunk. Chunks need `causal`, and cannot be combined with `window` or
+            `segments`. For packed documents, give every chunk of a document its own segment instead, and pass the size
+            of a chunk as `window`.
+        softcap: a cap of the logits, as in Gemma 2. Before bias and mask, the logits become
+            softcap · tanh(scale · q·k / softcap).
+        sinks: [H], a learned logit for each query head, as in gpt-oss. It adds to the denominator of the softmax and
+            has no value: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
+        sinks_spec: the spec of `sinks`, such as `"H_yz"`. Sinks are moved, and their gradient is summed or stays a
+            partial sum, as described for `bias_spec`.
+        slopes: [H], a constant of each query head for ALiBi. In head h, `slopes[h] · (j - i)` is added to the logit of
+            query i and key j, where i and j are positions in the text. The slopes have no gradient.
+        slopes_spec: the spec of `slopes`; None if they are unsharded.
 
     Returns:
-        [B, L, H, D] in q's dtype, with the D of the values; logits, biases and softmax are float32. A query that sees
-        no key, such as padding on the left or of segment 0, gets 0.
+        [B, L, H, D] in q's dtype, with the D of the values. Logits, biases and softmax are float32. A query that sees
+        no key, such as padding on the left or padding of segment 0, gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, a window or a chunk is given
-            without `causal`, or a chunk together with a window or segments.
+        SpecError: a spec does not fit its array or the mesh; or the shapes do not agree; or a window or a chunk is
+            given without `causal`; or a chunk is given together with a window or segments.
         PlanError: the specs of batch or heads leave a device without keys that it needs; or keys are sharded along the
-            sequence, and `offset` is given or the length is not a multiple of the number of zigzag chunks.
+            sequence, and `offset` is given; or keys are sharded along the sequence with `causal`, and the length is not
+            a multiple of the number of zigzag chunks.
 
     Example:
         >>> import gspmd
@@ -217,13 +220,13 @@ class _Core:
     extras: Extras
     share: Share
     spread: tuple[str, ...]
-    """The mesh axes that shard the queries of a sequence; a device needs all keys of the sequence."""
+    """The mesh axes that shard the queries of a sequence, although each device needs all keys of the sequence."""
     kernel: bool = False
-    """Whether attention runs in the TPU's kernel; its normalizers are kept for the gradient."""
+    """Whether attention runs in the TPU's kernel, whose normalizers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device needs, before the device picks the head that it uses."""
+        """The spec of the keys that each device needs, before the device picks the head that it uses."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
@@ -233,27 +236,30 @@ class _Core:
 
     @property
     def partial_key(self) -> Spec:
-        """The spec of the keys' gradient as each device computes it."""
+        """The spec that the keys' gradient has before this gradient is summed over devices."""
         return self.used.with_partial((*self.share.common, *self.spread))
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
-        """Attend with one device's heads, inside a shard_map, without a collective."""
+        """Attend with the heads of one device, without a collective; the call must be inside a shard_map."""
         k, v = self.share.pick(k, v)
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
     def kernel_form(self, q: jax.Array) -> splash.Form:
-        """Return the options of the TPU's kernel."""
+        """Return the options of the TPU's kernel for the queries `q`."""
         return splash.Form(q.shape[3] ** -0.5 if self.scale is None else self.scale, self.extras.limits)
 
 
 def _kernel_terms(given: Given) -> Terms:
-    """Return the terms by which padding in the kernel's arrays is set to zero."""
+    """Return terms with only the segments, which are used to set padding in the kernel's arrays to zero."""
     return Terms(segments=None if given.of_queries is None else (given.of_queries, given.of_queries))
 
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Return whether the TPU's kernel can run: the attention is causal from the first token, and the shapes fit."""
+    """Return whether the TPU's kernel can run.
+
+    It can if attention is causal from the first token, has no options that the kernel lacks, and has shapes that fit.
+    """
     taken = replace(core.extras, sinks=None, limits=UNLIMITED)
     if not core.causal or core.spread or taken not in (Extras(), Extras(segmented=True, alike=True)):
         return False
@@ -265,7 +271,10 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 
 
 def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
-    """Attend with the arrays of all devices, or of one device; the first query of the arrays has position `first`."""
+    """Attend with the arrays of all devices, or with those of one device.
+
+    `first` is the position of the first query in these arrays, without the caller's offset. None stands for 0.
+    """
     given = extras.named(more)
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
@@ -332,7 +341,7 @@ def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
 
 
 _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shapes of keys and of values, over all devices."""
+"""The shapes of the unsharded keys and of the unsharded values."""
 
 _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
 
@@ -388,7 +397,7 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 
 
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of both passes: they move keys and values to the queries, and their gradients back."""
+    """Return the steps of both passes, which move keys and values to the queries and move their gradients back."""
     if is_unknown(ctx.mesh):  # in a trace for the search the heads that a device needs are unknown too
         check_searchable(f"cannot attend from '{core.query}' to '{core.key}'", core.query, core.key)
         asked = core.query, core.key, heads, shapes, width, ctx
@@ -406,6 +415,6 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 
 
 def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
-    """Return the steps of `_planned` for given specs of queries and keys."""
+    """Return the steps of `_planned` for the given specs of queries and keys, once these have no unknowns."""
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shapes[0][2], ctx.mesh)
     return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shapes, width, ctx)

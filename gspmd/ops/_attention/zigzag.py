@@ -21,17 +21,17 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
     """Return the position of each token in a sequence in zigzag order.
 
     The sequence is cut into 2n chunks for n devices. Device i has chunk i, whose tokens attend to few keys, and chunk
-    2n - 1 - i, whose tokens attend to many.
+    2n - 1 - i, whose tokens attend to many keys.
 
     Args:
-        length: the length of the sequence; 2n divides it unless n is 1.
+        length: the length of the sequence, which must be a multiple of 2n if n is not 1.
         devices: the number of devices, n.
 
     Returns:
         [L] integers.
 
     Raises:
-        PlanError: 2n does not divide the length, or an argument is not a whole number.
+        PlanError: the length is not a multiple of 2n (and n is not 1), or an argument is not a whole number.
 
     Example:
         >>> zigzag_positions(8, 2).tolist()
@@ -53,13 +53,13 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def ring_size(key: Spec) -> int:
-    """Return the number of devices of the current mesh over which a sequence is sharded, from the spec of the keys."""
+    """Return the number of devices of the current mesh over which the spec `key` of the keys shards a sequence."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
 
 
 def zigzag(x: jax.Array, devices: int) -> jax.Array:
-    """Reorder [B, L, ...], unsharded along L, from the order of positions into zigzag order.
+    """Reorder an array [B, L, ...], which is unsharded along L, from the order of positions into zigzag order.
 
     >>> zigzag(jnp.arange(8)[None], 2)[0].tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -72,7 +72,7 @@ def zigzag(x: jax.Array, devices: int) -> jax.Array:
 
 
 def in_order(x: jax.Array, devices: int) -> jax.Array:
-    """Reorder [B, L, ...], unsharded along L, from zigzag order into the order of positions.
+    """Reorder an array [B, L, ...], which is unsharded along L, from zigzag order into the order of positions.
 
     >>> in_order(zigzag(jnp.arange(8)[None], 2), 2)[0].tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -85,28 +85,30 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class ZigzagPairs:
-    """Two products of half of a device's queries with half of another device's keys, without a mask.
+    """Two products, each of half of a device's queries with half of another device's keys, without a mask.
 
-    The late queries attend to the other device's early keys. If the other device is before this one, the early queries
-    attend to them too; if it is after this one, the late queries also attend to its late keys. Both products are
-    computed as one, with twice the rows.
+    The early half of a device's tokens is its first chunk, and the late half is its second chunk. In one product, the
+    late queries of this device attend to the early keys of the other device. The second product depends on `earlier`,
+    which is True if the other device is before this one. The early queries then attend to the same early keys. If
+    `earlier` is False, the late queries attend to the late keys of the other device. Both products are computed as one
+    product with twice the rows.
     """
 
     def __init__(self, earlier: jax.Array):
         self.earlier = earlier
 
     def queries(self, x: jax.Array) -> jax.Array:
-        """Return this device's queries [B, L, ...] as [2B, L/2, ...]."""
+        """Return the halves of this device's queries [B, L, ...] that the two products use, as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([late, jnp.where(self.earlier, early, late)])
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """Return the other device's keys [B, L, ...] as [2B, L/2, ...]."""
+        """Return the halves of the other device's keys [B, L, ...] that the two products use, as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 
     def found(self, found: Attended) -> Attended:
-        """Return the result [B, L, ...] for all queries, merged from the results [2B, L/2, ...] for `queries`."""
+        """Return the result [B, L, ...] for all queries, merged from the results [2B, L/2, ...] of both products."""
         both, other = (Attended(*half) for half in zip(*(jnp.split(x, 2) for x in found)))
         nothing = Attended(*(jnp.full_like(x, fill) for x, fill in zip(other, (-jnp.inf, 0.0, 0.0))))
         early = Attended(*(jnp.where(self.earlier, x, none) for x, none in zip(other, nothing)))
@@ -114,11 +116,11 @@ class ZigzagPairs:
         return Attended(*(jnp.concatenate(halves, axis=1) for halves in zip(early, late)))
 
     def query_gradient(self, g: jax.Array) -> jax.Array:
-        """Return the gradient of this device's queries [B, L, ...]: the transpose of `queries`."""
+        """Return the gradient [B, L, ...] of this device's queries; this function is the transpose of `queries`."""
         late, other = jnp.split(g, 2)
         return jnp.concatenate([jnp.where(self.earlier, other, 0), late + jnp.where(self.earlier, 0, other)], axis=1)
 
     def key_gradient(self, g: jax.Array) -> jax.Array:
-        """Return the gradient of the other device's keys [B, L, ...]: the transpose of `keys`."""
+        """Return the gradient [B, L, ...] of the other device's keys; this function is the transpose of `keys`."""
         early, other = jnp.split(g, 2)
         return jnp.concatenate([early + jnp.where(self.earlier, other, 0), jnp.where(self.earlier, 0, other)], axis=1)

@@ -1,1 +1,1 @@
-"""The common parts of operations: reading specs, arrays and options, and building blocks for plans."""
+"""The common parts of operations: functions that read specs, arrays and options, and building blocks for plans."""

@@ -1,4 +1,6 @@
-"""The work of a Pallas kernel, written into its named scope: HLO shows neither its products nor its estimated cycles.
+"""The work of a Pallas kernel, written into the named scope in which the kernel is called.
+
+HLO shows neither the matrix products of a kernel nor the kernel's estimated cycles, so the scope states its work:
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """
@@ -17,11 +19,12 @@ class KernelWork:
     """The work of a kernel in one run on one device.
 
     Attributes:
-        flops: number of operations in its matrix products, two per multiplication, including padding and masked parts.
-        bytes: bytes read from and written to main memory.
-        steps: number of steps of its grid.
+        flops: number of floating-point operations in the kernel's matrix products, two per multiplication, including
+            padding and masked parts.
+        bytes: number of bytes that the kernel reads from main memory and writes to main memory.
+        steps: number of steps of the kernel's grid.
         blocks: number of steps with matrix products; the other steps are skipped.
-        rows: the number of steps that begin a sum, which equals the number of steps that write one.
+        rows: number of steps that begin a sum; the same number of steps write a sum.
     """
 
     flops: int
@@ -31,12 +34,15 @@ class KernelWork:
     rows: int
 
     def scope(self) -> Any:
-        """Open the scope in which this kernel, and no other kernel, is called."""
+        """Return the named scope that states this work; the kernel must be called in it, and no other kernel."""
         return jax.named_scope(f"kernel[{' '.join(f'{name}={value}' for name, value in asdict(self).items())}]")
 
 
 def kernel_work(scopes: str) -> KernelWork | None:
-    """Return the work of the kernel that an instruction calls, from its named scopes, or None if no scope has it.
+    """Return the work of the kernel that an instruction calls.
+
+    `scopes` are the instruction's named scopes. The work is None if no scope states it. If several scopes state work,
+    the innermost one counts.
 
     >>> kernel_work("jit(f)/kernel[flops=8 bytes=4 steps=2 blocks=1 rows=1]/vmap(splash_mha_fwd)/pallas_call").flops
     8

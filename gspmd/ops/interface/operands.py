@@ -1,4 +1,4 @@
-"""The operands of a planned operation: arrays, converted to their joint dtype."""
+"""The operands of a planned operation, as arrays that are converted to their joint dtype."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +14,9 @@ from gspmd.hardware.dtypes import no_joint
 
 
 def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
-    """Return the arrays of a call in reading order, including every member of a group.
+    """Return the operands of a call as a flat list of arrays, in the order of the equation.
+
+    Every member of a group is an array of its own in this list.
 
     Raises:
         SpecError: the number of operands is wrong, or an operand is neither an array nor a tuple of arrays.
@@ -46,9 +48,10 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
 
     Args:
         doing: what is being done, for the beginning of an error message.
-        name: the name of the operand.
+        name: the name of the operand in an error message.
         given: an array, or a number.
-        holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
+        holds: the kind of elements that the operation takes: "numbers", "integers", or "real numbers" for operations
+            that compute in float32.
 
     Raises:
         SpecError: the operand is not an array, or its elements are not of the kind `holds`.
@@ -86,8 +89,10 @@ def _kind(given: Any) -> str:
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
     """Return the arrays, with Python numbers converted by JAX's rules of promotion, and the dtype of their product.
 
+    The dtype is returned by name.
+
     Raises:
-        PlanError: JAX cannot promote the arrays to one dtype, or XLA cannot multiply this dtype.
+        PlanError: JAX cannot promote the arrays to one dtype, or XLA cannot multiply the dtype of one of the arrays.
     """
     for number, x in enumerate(arrays, 1):
         if x.dtype.name in ("int1", "uint1", "int2", "uint2"):

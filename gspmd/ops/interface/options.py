@@ -17,10 +17,11 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """Return an option that is a number known when the program is traced.
+    """Return an option that must be a number and known when the program is traced.
 
     Raises:
-        PlanError: the option is not a number, not finite, an array, or traced.
+        PlanError: the option is an array, a traced value or anything else that is not a Python number; or it is not
+            finite; or its magnitude is 2^64 or more.
     """
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if not is_number or not abs(given) < 2**64 or not isfinite(given):
@@ -35,7 +36,7 @@ def flag(doing: str, name: str, given: Any) -> bool:
     """Return an option that is True or False.
 
     Raises:
-        PlanError: the option is neither.
+        PlanError: the option is neither True nor False.
     """
     if not isinstance(given, (bool, np.bool_)):
         raise PlanError(f"{doing}: {name} is {shown(given)}.\n  Pass True or False.")
@@ -43,10 +44,13 @@ def flag(doing: str, name: str, given: Any) -> bool:
 
 
 def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
-    """Return the dtype of the results: the requested one, or by default the operands' joint dtype.
+    """Return the name of the dtype of the results.
+
+    This is the requested dtype `preferred` or, if that is None, the operands' joint dtype `joint`.
 
     Raises:
-        PlanError: JAX does not have the dtype in its configuration, or the dtype cannot hold the results.
+        PlanError: `preferred` has 64 bits, and JAX is not configured to use such dtypes; or `preferred` cannot hold the
+            results, or is not a dtype of numbers.
     """
     if preferred is None:
         return joint
@@ -61,10 +65,10 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
 
 
 def refuse_precision(equation: Equation, precision: Any) -> None:
-    """Raise an error if JAX does not accept a precision for products.
+    """Raise an error if JAX does not accept `precision` for matrix products.
 
     Raises:
-        PlanError: JAX does not accept `precision`; the message lists what it accepts.
+        PlanError: JAX does not accept `precision`; the message lists the accepted values.
     """
     with suppress(TypeError, ValueError):  # raised by the hash, or by JAX
         _try_precision(precision)
@@ -86,7 +90,9 @@ def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype
     """Return the name of the dtype in which everything is sent, or None if each array is sent in its own dtype.
 
     Raises:
-        PlanError: `wire_dtype` differs from the dtype of an operand or result, and one of the two is not floating.
+        PlanError: an operand or the result has a dtype other than `wire_dtype`, and one of these two dtypes is not
+            floating-point; or `wire_dtype` is a floating-point dtype without negative numbers or with less than a byte;
+            or it has 64 bits, and JAX is not configured to use such dtypes.
     """
     if wire_dtype is None:
         return None
@@ -113,7 +119,10 @@ def _numbers(dtype: str) -> str:
 
 
 def _travels(dtype: str) -> bool:
-    """Return whether a floating dtype has whole bytes, a sign and a zero; float8_e8m0fnu has only exponents."""
+    """Return whether a floating-point dtype has whole bytes, a sign and a zero.
+
+    For example, float8_e8m0fnu has neither a sign nor a zero, because its numbers consist of an exponent only.
+    """
     return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
 
 

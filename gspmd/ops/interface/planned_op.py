@@ -23,10 +23,10 @@ from gspmd.planner.steps import NumberedSteps, Step
 from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
-"""The bytes of an element of a statistic on the wire; whatever the operands, statistics are computed in float32."""
+"""Number of bytes sent for each element of a statistic: statistics are float32, whatever the dtype of the operands."""
 
 STATISTIC = "statistic"
-"""The name by which `jax.checkpoint` can save statistics: they are small, but take collectives to recompute."""
+"""The name by which `jax.checkpoint` can save statistics, which are small but need collectives to be recomputed."""
 
 
 def read(
@@ -34,19 +34,22 @@ def read(
 ) -> Spec:
     """Read the spec of an operand.
 
-    The spec must fit the array, must not be a partial sum, and may be open only under lowering `xla`.
+    The spec must fit the array and must not be a partial sum. Only under lowering `xla` may it be open, which means
+    that it leaves a dimension to the compiler (`E_?`).
 
     Args:
         doing: what is being done, for the beginning of an error message.
         text: the spec.
         x: the operand.
         ctx: the context of the call.
-        weight: whether the operand's gradient is summed over rows, and may stay a partial sum: `E reduced-x`.
+        weight: whether the operand is a weight, whose gradient is summed over rows. The spec of a weight may say that
+            the gradient stays a partial sum, as in `E reduced-x`.
 
     Raises:
-        SpecError: the text is not a spec, or does not fit the array or the mesh, or the array is on other devices.
-        PlanError: the spec is a partial sum; or it has `reduced` and the operand is not a weight; or it leaves a
-            dimension open while collectives are planned, or in a shard_map.
+        SpecError: `text` is not a spec, or does not fit the array or the mesh; or the array is on another mesh or on
+            other devices.
+        PlanError: the spec is a partial sum; or it has `reduced`, and the operand is not a weight; or it is open, and
+            the lowering is not `xla`, or the call is inside a shard_map, or XLA's partitioner may abort on the mesh.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
@@ -88,7 +91,7 @@ def read(
 
 
 def fault(spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-    """Return a fault about one dimension of a spec; an error message underlines this dimension with a caret."""
+    """Return a fault about dimension `dim` of a spec, which an error message marks with a caret."""
     at = spec.dims.index(dim)
     before, piece = (str(Spec(spec.dims[part], spec.axes[part])) for part in (slice(at), slice(at, at + 1)))
     return Fault(str(spec), len(before), len(before) + len(piece), fact, remedy)
@@ -108,7 +111,7 @@ def dimension(doing: str, spec: Spec, dim: str) -> int:
 
 
 def sizes_of(spec: Spec, shape: Sequence[int]) -> dict[str, int]:
-    """Return the size of each dimension of the unsharded array, by letter."""
+    """Return the size of each dimension of the unsharded array, keyed by the dimension's letter."""
     return dict(zip(spec.dims, shape))
 
 
@@ -121,22 +124,26 @@ def settle(
     name: str = "",
     reduce: str = "sum",
 ) -> tuple[Step, ...]:
-    """Return the steps that all-reduce a statistic of the given spec, which is a partial sum over `axes`."""
+    """Return the steps that all-reduce a statistic over `axes`.
+
+    Before these steps the statistic is a partial sum over `axes`, and after them its spec is `spec`.
+    """
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
 def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
-    """Return the steps of a move between known specs; `name` is the name of the tensor in the plan."""
+    """Return the steps of a move whose specs have no unknowns; `name` is the name of the tensor in the plan."""
     (before,) = what.before
     sizes = sizes_of(before, what.shape)
     return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)
 
 
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
-    """Make an operation whose gradient is planned; the backward pass has the context of the forward pass.
+    """Make an operation whose gradient is planned.
 
-    Everything that either pass needs besides arrays is in the form, which is hashable: specs and options, nothing
-    traced. So each pass can cache its steps and its body by the form, and `run` finds the compiled program.
+    The backward pass has the context of the forward pass. Everything else that a pass needs besides arrays, namely
+    specs and options, is in one argument, the form. The form holds nothing traced and is hashable. So each pass can
+    cache its steps and its body by the form, and `run` finds the compiled program.
 
     Args:
         forward: (form, ctx, *arrays) -> (results, residuals).
@@ -155,7 +162,9 @@ def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str
 
 
 class Chains:
-    """The planned steps of one program: a chain for each tensor that moves, in the order in which the chains run.
+    """The planned steps of one program, as a chain of steps for each tensor that moves.
+
+    The chains are given in the order in which they run.
 
     Example:
         >>> chains = Chains({"x": 2}, scale=(), squares=())
@@ -169,9 +178,9 @@ class Chains:
         self.steps = tuple(program.steps)
 
     def send(self, name: str, x: jax.Array, *, reduce: str = "sum") -> jax.Array:
-        """Run one chain on this device's shard, inside a shard_map.
+        """Run one chain on this device's shard, and return the result.
 
-        Each chain must be run once, in the order in which the chains were given.
+        The call must be inside a shard_map. Each chain must be run once, in the order in which the chains were given.
 
         Args:
             name: the name of the chain.
@@ -182,7 +191,10 @@ class Chains:
 
 
 def shard_index(axes: Sequence[str]) -> jax.Array | int:
-    """Return the index of this device's shard of a dimension sharded over `axes`, major first, inside a shard_map."""
+    """Return the index of this device's shard of a dimension that is sharded over `axes`.
+
+    `axes` lists the mesh axes from major to minor. The call must be inside a shard_map.
+    """
     return jax.lax.axis_index(tuple(axes)) if axes else 0
 
 

@@ -4,9 +4,9 @@ The backward pass reads the output of the forward pass and the logarithms of its
 for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels only behind its
 own `jax.custom_vjp`, which would run the forward kernel again. So this file calls them by their private names; no other
 file does. JAX also has one kernel for all three gradients, with five products instead of seven. But for every block of
-keys it returns a separate part of the queries' gradient, and summing these parts costs more than the kernel saves: for
-4 rows of 64 heads and 4,096 tokens it takes 12.5 ms, 4.9 of them for the sum, and the two kernels take 11.6 ms (libtpu
-0.0.42, v5p).
+keys it returns a separate part of the queries' gradient, and the sum of these parts costs more than the kernel saves.
+For 4 rows of 64 heads and 4,096 tokens, the one kernel takes 12.5 ms, of which the sum takes 4.9 ms, and the two
+kernels take 11.6 ms (libtpu 0.0.42, v5p).
 """
 
 from dataclasses import dataclass
@@ -24,29 +24,39 @@ from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, positions
 from gspmd.ops.interface.kernels import KernelWork
 
 _WITHOUT = "TPU v2", "TPU v3"
-"""Chips for which the kernels do not compile: their matrix units do not read bfloat16 from memory."""
+"""Chips for which the kernels do not compile, because the chips' matrix units do not read bfloat16 from memory."""
 _LANES = 128
 _LONGEST = 1024, 512
-"""The largest number of queries, and of keys, in a block, and the largest number of keys in a product: the fastest by
-the compiler's schedules for v5p and v6e."""
+"""The largest number of queries or keys in a block, and the largest number of keys in a product.
+
+They are the fastest ones according to the compiler's schedules for v5p and v6e.
+"""
 _WIDEST = 512
-"""The bytes of a head in these blocks. Blocks of wider heads are half as long, to fit into the memory of the core."""
+"""The largest number of bytes of a head for which blocks may be as long as `_LONGEST` says.
+
+Blocks of wider heads may be half as long, so that they fit into the memory of the core.
+"""
 _STEP = 2**17
-"""The fixed cost of a step of the grid, as the number of logits that take the same time. According to the schedules of
-the three kernels together, a step costs 0.6 µs, and 65,536 logits of heads of 128 take 0.3 µs (libtpu 0.0.42, v5p).
+"""The fixed cost of a step of the grid, given as the number of logits that take the same time.
+
+According to the compiler's schedules of the three kernels together, a step costs 0.6 µs, and 65,536 logits of heads of
+size 128 take 0.3 µs (libtpu 0.0.42, v5p).
 """
 _PRECISIONS = None, "default", "fastest", "bfloat16"
-"""The names of JAX's default precision of products; the kernels do not compile for others."""
+"""The names of JAX's default precision of products; the kernels do not compile for other precisions."""
 _MOST = 64
-"""The largest number of blocks of queries: JAX visits all blocks of a mask in Python, and the core holds a table of
-them."""
+"""The largest number of blocks of queries.
+
+There is a limit because JAX visits all blocks of a mask in Python, and the core holds a table of these blocks.
+"""
 
 
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
-    """Return whether the devices are TPUs whose kernels accept queries [B, L, H, D], keys and values [B, L, K, D].
+    """Return whether the kernels are used for queries [B, L, H, D], and keys and values [B, L, K, D].
 
-    The kernels compute causal self-attention on one device, in bfloat16 or float32, with products in JAX's default
-    precision, and with any window, chunk, soft cap and sinks. They are used if there are too many logits for memory.
+    The devices must be TPUs other than v2 and v3. The kernels compute causal self-attention on one device, in bfloat16
+    or float32, with products in JAX's default precision, and with any window, chunk, soft cap and sinks. They are used
+    only if there are too many logits for memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
@@ -71,10 +81,11 @@ class Form:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The blocks of the kernels. There are as many queries as keys, padded at the end to a whole number of blocks.
+    """The blocks of the kernels.
 
-    With a window or a chunk, shorter blocks may be faster, since they contain fewer keys that no query sees. The
-    padding comes after every query, so causality hides it.
+    There are as many queries as keys, and queries and keys are padded at the end to a whole number of blocks. The
+    padding comes after every query, so no query sees it in causal attention. With a window or a chunk, shorter blocks
+    may be faster, since they contain fewer keys that no query sees.
     """
 
     count: int
@@ -102,7 +113,10 @@ class _Schedule:
 
     @property
     def _first(self) -> list[int]:
-        """For each block `i` of the queries, the first block of keys that it sees; the last one is block `i`."""
+        """The index of the first block of keys that each block of queries sees.
+
+        The last block of keys that block i of the queries sees is block i of the keys.
+        """
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
@@ -149,9 +163,10 @@ class _Schedule:
         return splash.make_splash_mqa_single_device(MultiHeadMask([mask]), **options)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
-        """Return the work of a kernel, by which tools count its FLOPs and bytes.
+        """Return the work of a kernel, from which tools count the kernel's FLOPs and bytes.
 
-        A block has 2 products in the forward kernel, 3 in the kernel for queries, and 4 in the kernel for keys.
+        `products` is the number of products for each block. It is 2 in the forward kernel, 3 in the kernel for the
+        gradient of the queries, and 4 in the kernel for the gradients of keys and values.
         """
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
@@ -176,13 +191,19 @@ class _Schedule:
         )
 
     def by_key_head(self, x: jax.Array, key_heads: int) -> jax.Array:
-        """Return [B, L, H, ...] as [B·K, Q, L, ...], padded; the two cores of a chip divide the work along B·K."""
+        """Return an array [B, L, H, ...] as [B·K, Q, L, ...], padded along L to a whole number of blocks.
+
+        The two cores of a chip divide the work along B·K.
+        """
         x = jnp.pad(x, ((0, 0), (0, self.length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
         x = group(x, key_heads)
         return x.reshape(-1, *x.shape[2:])
 
     def segments(self, x: jax.Array | None, key_heads: int) -> Any:
-        """Return segments [B, L] as [B·K, L] for the queries and keys of every key head, or None without segments."""
+        """Return segments [B, L] as [B·K, L], for the queries and the keys of every key head, padded along L.
+
+        The result is None if there are no segments.
+        """
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         if x is None:
@@ -191,7 +212,7 @@ class _Schedule:
         return splash.SegmentIds(x, x)
 
     def by_query(self, x: jax.Array, q: jax.Array) -> jax.Array:
-        """Return [B·K, Q, L, ...] as [B, L, H, ...], without padding."""
+        """Return an array [B·K, Q, L, ...] as [B, L, H, ...] without padding, in which L is the length of `q`."""
         x = ungroup(x.reshape(q.shape[0], -1, *x.shape[1:]))
         return x[:, : q.shape[1]]
 
@@ -202,14 +223,16 @@ def attended(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention [B, L, H, D] on one device, and the normalizer [B, L, H] of each query, in float32.
 
-    The normalizer is log Σ exp over a query's logits and its sink. Derivatives are computed by attention in blocks.
+    The normalizer is log Σ exp over the logits of a query and the sink of its head. The derivatives of this function
+    are computed by attention in blocks.
 
     Args:
-        form: the factor of the logits, window or chunk, and the soft cap.
+        form: the factor of the logits, the window or the chunk, and the soft cap.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
-        segments: [B, L] int32, of both queries and keys, or None; here segment 0 attends to itself.
-        sinks: [H], one more logit for each head, which has no value; None if there are no sinks.
+        segments: [B, L] int32, the segments of the tokens, which are both queries and keys; None if there are no
+            segments. Here, tokens of segment 0 attend to each other.
+        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
@@ -226,7 +249,10 @@ def gradients(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, out: jax.Array,
     normaliser: jax.Array, g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the gradients of queries, keys and values, from the results of `attended` and its output's cotangent."""
+    """Return the gradients of queries, keys and values, from the results of `attended` and the output's cotangent.
+
+    `out` and `normaliser` are the results of `attended`, and `g` is the cotangent of `out`.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
@@ -295,7 +321,10 @@ def _gradients_tangent(form, primals, tangents):
 
 
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
-    """Return the terms of the queries, padded to whole blocks; here, unlike in the kernel, segment 0 sees no key."""
+    """Return the terms of the logits, with the queries padded to a whole number of blocks.
+
+    Queries of segment 0 see no key here, unlike in the kernel.
+    """
     pair = None if segments is None else (segments, segments)
     placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
