@@ -398,7 +398,7 @@ def grouped(small: bool) -> Iterator[Row]:
 def training(small: bool) -> Iterator[Row]:
     """Time whole training steps, and compare their time and their memory with the plan."""
     tiny = ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=128)
-    chip, one = card(), mesh()
+    chip, one, before = card(), mesh(), 0.0
     for name, each in STEPS.items() if not small else [("tiny", Step(tiny, 4, 64))]:
         config, batch, length, layout = each.config, each.batch, each.length, Layout.load(each.layout)
         with jax.set_mesh(one):
@@ -425,9 +425,10 @@ def training(small: bool) -> Iterator[Row]:
                "tokens/s": batch * length / seconds, "planned us": planned * 1e6,
                "GB": update.memory_analysis().peak_memory_in_bytes / 1e9}  # fmt: skip
         del state, figures, update
-        # The allocator's peak is that of the process so far, so it says something about steps that raise it.
+        # The allocator's peak is that of the process so far: it is the peak of this step only if it has risen.
         used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
-        yield row | {"GB of the process": used}
+        yield row | ({"GB of the process": used} if used > before else {})
+        before = used
 
 
 def decoding(small: bool) -> Iterator[Row]:
@@ -466,7 +467,11 @@ def decoded(each: Decoding, config: ModelConfig, on: jax.sharding.Mesh) -> Any:
 
 
 def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of small numbers with the shape, dtype and sharding of an abstract one."""
+    """Return an array of equal small numbers with the shape, dtype and sharding of an abstract one.
+
+    Products of equal numbers draw less power than those of real weights. So a step that is bound by products may be
+    somewhat faster than in use; decode steps are bound by memory.
+    """
     return jax.jit(lambda: jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.01, x.dtype),
                    out_shardings=x.sharding)()  # fmt: skip
 

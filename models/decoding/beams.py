@@ -238,13 +238,17 @@ def _rows_on_a_device(rows: Spec, count: int) -> int:
 
 
 def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
-    """Return layers [N, B, ...] in which row b is the old row sources[b]; layers are reordered in place, one by one."""
+    """Return layers [N, B, K, ...] in which row b is the old row sources[b].
 
-    def layer(number: jax.Array, array: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(array, jnp.take(rows, sources, axis=0), number, 0)
+    Layers are reordered in place, one by one, and a single layer head by head. So only one layer or head is held twice.
+    """
+    along = 0 if array.shape[0] > 1 else 2
 
-    return jax.lax.fori_loop(0, array.shape[0], layer, array)
+    def part(number: jax.Array, array: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(array, number, 1, axis=along)
+        return jax.lax.dynamic_update_slice_in_dim(array, jnp.take(rows, sources, axis=1), number, axis=along)
+
+    return jax.lax.fori_loop(0, array.shape[along], part, array)
 
 
 def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, room: int) -> BeamSearch:

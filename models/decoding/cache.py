@@ -107,6 +107,11 @@ def cache_stacks(config: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[range, .
     return config.weight_stacks() if is_gpu(mesh) else config.stacks()
 
 
+def is_by_layer(cache: Cache, config: ModelConfig) -> bool:
+    """Return whether every layer has arrays of its own in the cache, as `cache_stacks` gives them on GPUs."""
+    return len(cache.keys) == config.layers
+
+
 def abstract_cache(
     config: ModelConfig,
     layout: Layout,

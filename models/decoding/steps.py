@@ -22,7 +22,7 @@ from ..context import Context
 from ..placement import batch_spec, moved, tokens_spec
 from ..rotary import Angles, angles_at, query_growth
 from ..transformer import Transformer, stream, with_arrays
-from .cache import CROSS, Cache, cache_spec, stacked
+from .cache import CROSS, Cache, cache_spec, is_by_layer, stacked
 from .serving import one_position
 
 Weights = Mapping[str, jax.Array]
@@ -210,16 +210,16 @@ def _read(
     if blocks is None:
         x, others = jax.lax.scan(layer, x, (weights, repeating, None if read is None else read.layers))
     else:
-        each, pattern, apart = [], model.config.pattern, len(cache.keys) == len(blocks)
+        each, pattern, by_layer = [], model.config.pattern, is_by_layer(cache, model.config)
         for number in range(model.config.repeats):
             begin = number * pattern
-            if apart:  # Each layer has arrays of its own, [1, B, ...].
+            if by_layer:  # arrays [1, B, ...]
                 held = [kind and [leaf[0] for leaf in kind[begin : begin + pattern]] for kind in repeating]
             else:
                 held = jax.tree.map(lambda leaf, at=number: leaf[at], repeating)
             x, made = run(x, blocks[lead + begin : lead + begin + pattern], held, None)
             each.append(made)
-        if apart:
+        if by_layer:
             others = jax.tree.map(lambda row: row[None], [layer for made in each for layer in made])
         else:
             others = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
@@ -301,7 +301,7 @@ class Chunk:
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        stacks = next(each for each in (config.stacks(), config.weight_stacks()) if len(each) == len(cache.keys))
+        stacks = config.weight_stacks() if is_by_layer(cache, config) else config.stacks()
         rings = tuple(config.reach_of(config.layer_kind(layers[0])) is not None for layers in stacks)
         return cls(lengths, held, cache_spec(layout, CROSS), angles, growth, rings)
 

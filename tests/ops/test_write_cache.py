@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import gspmd
+from gspmd.lowerings import in_force
 from gspmd.ops import quantize_heads, write_cache
-from gspmd.ops._attention.cache import _written_at_once
+from gspmd.ops._attention.cache import _value, _written_at_once
 from tests.references.caches import random_case, stored, written
 
 
@@ -35,6 +36,36 @@ def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
     if lowering != "xla":
         compared = gspmd.ledger(compiled, mesh).compare(planned)
         assert not compared.differing, compared
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_on_gpus_every_cache_is_written_as_elsewhere(seed, make_mesh, monkeypatch):
+    """Rings, int8, padding and caches that are sharded by rows, heads or tokens: by one scatter, and row by row."""
+    rng = np.random.default_rng(seed)
+    held = "".join(rng.permutation([*"BKTD"]))
+    held = held.replace("B", "B_x" if seed % 2 else "B").replace(*("T", "T_y") if seed % 4 < 2 else ("K", "K_y"))
+    sizes = {"B": 4, "K": 2, "T": int(rng.choice([4, 8, 12])), "D": 2}
+    spec = gspmd.Spec.parse(held)
+    length, ring, dtype = int(rng.choice([1, 3, 9])), seed % 3 > 0, ("float32", "int8")[seed // 2 % 2]
+    cache = np.rint(10 * rng.normal(size=[2, *(sizes[dim] for dim in spec.dims)])).astype(dtype)
+    new = np.rint(10 * rng.normal(size=[2, 4, length, 2, 2])).astype(dtype)
+    lengths = rng.integers(0 if ring else -12, 20, 4).astype("int32")
+    counts = rng.integers(-1, length + 2, 4).astype("int32") if seed % 4 else None
+    got = []
+    for gpus in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(in_force, "is_gpu", lambda mesh=None, gpus=gpus: gpus)
+            jax.clear_caches()  # A program is kept by its arguments and the kind of the devices.
+            _value.cache_clear()
+            with jax.set_mesh(make_mesh({"x": 2, "y": 2})), gspmd.lowering("blocking"):
+                stored = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(None, *spec.partition_spec()))
+                write = jax.jit(
+                    lambda *given: write_cache(*given, held, "BLKD", lengths=lengths, counts=counts, ring=ring)
+                )
+                got.append(np.asarray(write(jax.device_put(cache, stored), new)))
+    jax.clear_caches()
+    _value.cache_clear()
+    np.testing.assert_array_equal(*got)
 
 
 @pytest.mark.parametrize("order", ["NBKTD", "NBTKD", "NTBKD", "BNKDT", "TKBDN", "KNBT"])

@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import PlanError, SpecError, report
@@ -297,12 +298,17 @@ def _written_at_once(
     rows, token = (jax.lax.broadcasted_iota(jnp.int32, (cache.shape[batch], new.shape[along]), at) for at in (0, 1))
     at = first[:, None] + token
     inside = (at >= 0) & (at < room) & (token >= begins) & (token < ends)
-    at = jnp.where(inside, at, room + token)  # A key beyond the end is dropped; each has a place of its own.
+    # A key that is not written is dropped, since its place is beyond the end. The places differ, as `unique_indices`
+    # promises.
+    at = jnp.where(inside, at, room + token)
     where = tuple({batch: rows, along: at}.get(dim, slice(None)) for dim in range(cache.ndim))
-    # `.at[...]` keeps the place of two indexed dimensions that are neighbors, and puts them first otherwise.
+    # `.at[...]` leaves two indexed dimensions where they are if they are adjacent, and puts them first otherwise.
     begin = min(batch, along) if abs(batch - along) == 1 else 0
     new = jnp.moveaxis(new, (batch, along), (begin, begin + 1))
-    return cache.at[where].set(new, mode="drop", unique_indices=True)
+    cache = cache.at[where].set(new, mode="drop", unique_indices=True)
+    # Without the constraint XLA may choose another order of dimensions in memory for a cache that a loop carries, and
+    # transposes the whole cache before and after the loop.
+    return with_layout_constraint(cache, Layout(tuple(range(cache.ndim))))
 
 
 def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.annotate.validation import whole
+from gspmd.lowerings import in_force
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
@@ -184,7 +186,8 @@ def cached_attention(
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
     extras = Extras(bias=of_table, sinks=of_sinks, slopes=of_slopes, buckets=buckets, limits=limits)
-    form = _CachedAttention(query, key, ordered, scale, tuple(cache), value_width, name, bool(new), extras)
+    stored = tuple(order.index(at) for at in range(4))
+    form = _CachedAttention(query, key, ordered, scale, tuple(cache), value_width, name, bool(new), extras, stored)
     operands = q, *new, *ordered_cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
     if ctx.compiler_chooses and not extras.keeps_partial_sums:
         at = placement(form.query, form.key, form.cache, q.shape, key_heads, ctx.mesh)
@@ -217,6 +220,18 @@ class _CachedAttention:
     has_new: bool
     """Whether the new tokens have keys of their own."""
     extras: Extras
+    stored: tuple[int, ...]
+    """The dimensions of `cache`, by number, in the order in which the caller stores them."""
+
+    def as_stored(self, x: jax.Array) -> jax.Array:
+        """Return keys or values with their dimensions in memory in the order in which they are stored, on GPUs.
+
+        With one query for each key head, XLA for GPUs adds up the products of keys without cuBLAS, and would like
+        another order: it would transpose a cache of several layers as a whole, in every step.
+        """
+        if x.ndim < 4 or not in_force.is_gpu():
+            return x
+        return with_layout_constraint(x, Layout(self.stored))
 
     @property
     def scales(self) -> Spec:
@@ -486,6 +501,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
         given = {name: chains.send(name, x) for name, x in zip(form.names, operands)}
         q, lengths = given["query"], given["lengths"]
         of_heads = Given(**{name: given[name] for name in form.extras.of_heads})
+        given |= {name: form.as_stored(given[name]) for name in form.cached}
         new, cache = ([given[name] for name in names if name in given] for names in (_NEW, form.cached))
         new, cache = at.share.pick(*new), at.share.pick(*cache)
         part = shard_index(parts)
