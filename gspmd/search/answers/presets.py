@@ -232,7 +232,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.\n  {_PRICE}")
     # With several microbatches, gradients that [gradients] does not list are partial sums too.
-    loss, without = layout.for_loss(parts), dict[str, np.ndarray]()
+    loss, without = _for_loss(layout, parts), dict[str, np.ndarray]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, of.options.lines[name], names))
         if not wanted:
@@ -242,8 +242,13 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
             odd = _odd(layout, of.options, name, wanted)
             raise LayoutError(f"{odd} is not in the space that is searched.\n  {_PRICE}")
         if len(fits) < len(options):
-            without[name] = np.setdiff1d(np.arange(len(options)), [*fits], assume_unique=True)
+            gone = np.ones(len(options), bool)
+            gone[[*fits]] = False
+            without[name] = np.flatnonzero(gone)
     return without
+
+
+_for_loss = lru_cache(maxsize=1 << 8)(Layout.for_loss)
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
