@@ -399,7 +399,7 @@ class Lines:
             settled: whether to write also gradients that are sharded like their parameter. With several microbatches, a
                 gradient without a line stays a partial sum.
         """
-        specs = {name: (self.spec(name, dims),) for name, dims in self.dims.items()}
+        specs: dict[str, tuple[Spec, ...]] = {name: (self.spec(name, dims),) for name, dims in self.dims.items()}
         specs |= {name: tuple(self.via(name).specs) for name in self.vias}
         plain = [name for name in specs if only is None or name in only]
         later = [(name, f"gradients.{name}", self.owed(name), f"optimizer.{name}") for name in self.trained]

@@ -54,7 +54,8 @@ class Arcs:
         lowered = np.zeros(costs.shape, bool)
         if not len(self._starts):  # reduceat refuses an empty list of starts
             return lowered
-        due = np.logical_or.reduceat(changed.any(axis=0)[self.tail], self._starts).nonzero()[0]
+        some = np.logical_or.reduce(changed, axis=0)
+        due = np.logical_or.reduceat(some[self.tail], self._starts).nonzero()[0]
         chunks = 1 + len(costs) * int(self._counts[due].sum()) // _CHUNK
         for rows in [due] if chunks == 1 else np.array_split(due, chunks):
             if not len(rows):
