@@ -243,23 +243,30 @@ class Spec:
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
         """Return every fault that `check` would report, for a caller that collects the faults of many specs."""
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
-        if self._fits(sizes, mesh):
+        if fits(self, sizes, mesh):
             return ()
         from gspmd.annotate.diagnosis.sizes import faults_of
 
         return faults_of(self, sizes, mesh)
 
-    def _fits(self, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> bool:
-        """Return whether the mesh has every axis, and every dimension has a size that its axes divide."""
-        if not isinstance(sizes, Mapping):
-            if len(sizes) != len(self.dims):
-                return False
-            sizes = dict(zip(self.dims, sizes))
-        for dim, axes in zip(self.dims, self.axes):
-            size = sizes.get(dim)
-            if type(size) is not int or not 0 <= size < LARGEST or size % math.prod(mesh.get(axis, 1) for axis in axes):
-                return False
-        return all(axis in mesh for axis in (*self.used, *self.partial, *self.reduced))
+
+def fits(spec: Spec, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> bool:
+    """Return whether a mesh has every axis of a spec, and every dimension has a size that its axes divide.
+
+    Args:
+      spec: the spec.
+      sizes: sizes by dimension, or a shape, from `whole_sizes`.
+      mesh: size of every mesh axis, from `mesh_sizes`.
+    """
+    if not isinstance(sizes, Mapping):
+        if len(sizes) != len(spec.dims):
+            return False
+        sizes = dict(zip(spec.dims, sizes))
+    for dim, axes in zip(spec.dims, spec.axes):
+        size = sizes.get(dim)
+        if type(size) is not int or not 0 <= size < LARGEST or size % math.prod(mesh.get(axis, 1) for axis in axes):
+            return False
+    return all(axis in mesh for axis in (*spec.used, *spec.partial, *spec.reduced))
 
 
 @lru_cache(maxsize=4096)

@@ -11,11 +11,13 @@ Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Arti
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 
 from gspmd.annotate import PlanError
-from gspmd.search.tables import Tables
+from gspmd.search.tables import Tables, aligned
 
 LARGEST = 2**30
 """The largest number of combinations that are enumerated in one bucket. This takes seconds; more would take minutes."""
@@ -49,8 +51,13 @@ def eliminate(tables: Tables) -> list[Bucket]:
     Raises:
         PlanError: some bucket has too many combinations to enumerate.
     """
-    sizes = [len(kept) for kept in tables.kept]
-    left = [Input(number, of, False) for number, of in enumerate(tables.of)]
+    names = tuple(choice.name for choice in tables.problem.choices)
+    return _eliminated(tuple(map(len, tables.kept)), tuple(tables.of), names)
+
+
+@lru_cache(maxsize=1 << 7)  # One mesh has many problems that differ only in their numbers.
+def _eliminated(sizes: tuple[int, ...], terms: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> list[Bucket]:
+    left = [Input(number, of, False) for number, of in enumerate(terms)]
     remaining = set(range(len(sizes)))
     buckets: list[Bucket] = []
     while remaining:
@@ -60,9 +67,9 @@ def eliminate(tables: Tables) -> list[Bucket]:
         # off.
         choice = min(remaining, key=lambda one: (cost[one], -one))
         if cost[choice] > LARGEST:
-            names = ", ".join(tables.problem.choices[other].name for other in sorted(scopes[choice]))
+            lines = ", ".join(names[other] for other in sorted(scopes[choice]))
             raise PlanError(
-                f"the lines {names} depend on one another in {cost[choice]:.2g} combinations, more than the "
+                f"the lines {lines} depend on one another in {cost[choice]:.2g} combinations, more than the "
                 f"{LARGEST:.2g} that can be searched.\n  Give some of them a spec, with fixed= (--fixed)."
             )
         scope = tuple(sorted(scopes[choice] - {choice}))
@@ -96,12 +103,12 @@ class Messages:
             inputs = [np.zeros((1,) * len(bucket.scope) + (self._sizes[bucket.choice],))]
             for each in bucket.inputs:
                 if each.is_message:
-                    inputs.append(_align(self.messages[each.number][..., 0], each.of, axes))
+                    inputs.append(aligned(self.messages[each.number][..., 0], each.of, axes))
                 else:
-                    seconds, held = tables.seconds[each.number], tables.bytes[each.number]
+                    seconds, held, is_finite = tables.aligned(each.number, axes)
                     # Large tables that allow everything and hold nothing add nothing to the bytes.
-                    if rate is not None or held is not None or not np.isfinite(seconds).all():
-                        inputs.append(_align(_measure(seconds, held, rate), each.of, axes))
+                    if rate is not None or held is not None or not is_finite:
+                        inputs.append(_measure(seconds, held, rate))
             self._inputs.append(inputs)
             self.messages.append(least(inputs, [True] * len(bucket.scope) + [False]))
 
@@ -157,24 +164,15 @@ def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -
     return seconds if held is None or rate == 0 else seconds + rate * held
 
 
-def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Give a table all of these axes, with length 1 for those that it lacks.
-
-    The result is stored contiguously in this order of axes, for speed.
-    """
-    present = [of.index(choice) for choice in axes if choice in of]
-    table = np.ascontiguousarray(table.transpose(present))
-    return np.expand_dims(table, tuple(i for i, choice in enumerate(axes) if choice not in of))
-
-
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
     """Return the sum of broadcast tables, minimized over the axes that are not kept, which then have length 1.
 
     The first axes are cut into blocks, and tables without such an axis are added up outside the loop over it.
     """
-    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    shape = tuple(map(max, *(table.shape for table in tables))) if len(tables) > 1 else tables[0].shape
     if math.prod(shape) <= BLOCK or len(shape) == 1:
-        return _total(tables).min(axis=tuple(axis for axis, kept in enumerate(keep) if not kept), keepdims=True)
+        gone = tuple([axis for axis, kept in enumerate(keep) if not kept])
+        return np.minimum.reduce(_total(tables), axis=gone, keepdims=True)
     step = max(1, BLOCK // math.prod(shape[1:]))
     fixed = [table for table in tables if len(table) == 1]
     fixed = [_total(fixed)] if fixed else []
@@ -190,5 +188,5 @@ def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
 
 
 def _total(tables: Sequence[np.ndarray]) -> np.ndarray:
-    first, *others = sorted(tables, key=lambda table: table.size)
+    first, *others = sorted(tables, key=attrgetter("size"))
     return sum(others, first)

@@ -296,7 +296,8 @@ class MeshProblem:
     @property
     def uses(self) -> list[Use]:
         """The steps that are priced one by one: all but `_norms`."""
-        return [use for use in self.program.uses if use not in self._norms]
+        norms = {id(use) for use in self._norms}
+        return [use for use in self.program.uses if id(use) not in norms]
 
     @cached_property
     def planned(self) -> list[Table]:

@@ -5,7 +5,7 @@ An unknown is a placeholder for the mesh axes that shard one dimension of one li
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -382,44 +382,54 @@ class Lines:
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
 
-    def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
-        """Return every line with mesh axes in place of its unknowns, in the form that `Layout.override` accepts.
+    def written(self, known: Known, *, settled: bool = False) -> dict[str, str]:
+        """Return every line with mesh axes in place of its unknowns: `writer`, for a single placement."""
+        return self.writer(settled=settled)(known)
+
+    def writer(
+        self, *, settled: bool = False, only: Collection[str] | None = None
+    ) -> Callable[[Known], dict[str, str]]:
+        """Return a function from the mesh axes of unknowns to the lines, in the form that `Layout.override` accepts.
 
         A gradient or an optimizer state that is sharded like its parameter is not written, nor is a line with an
-        unknown that is not in `known`.
+        unknown whose mesh axes are not given.
 
         Args:
-            known: the mesh axes of each unknown.
-            only: return only these lines; the line of a gradient is returned with its parameter.
+            only: write only these lines; the line of a gradient is written with its parameter.
             settled: whether to write also gradients that are sharded like their parameter. With several microbatches, a
                 gradient without a line stays a partial sum.
         """
-        found: dict[str, str] = {}
+        specs: dict[str, tuple[Spec, ...]] = {name: (self.spec(name, dims),) for name, dims in self.dims.items()}
+        specs |= {name: tuple(self.via(name).specs) for name in self.vias}
+        plain = [name for name in specs if only is None or name in only]
+        later = [(name, f"gradients.{name}", self.owed(name), f"optimizer.{name}") for name in self.trained]
+        specs |= {state: (self.spec(state, self.dims[name]),) for name, _, _, state in later}
+        needed = {key: unknowns_in(each) for key, each in specs.items()}
+        texts: dict[tuple, str] = {}  # A line has few placements, each of which is in many options.
 
-        def asked(key: str) -> bool:
-            return only is None or key in only
+        def text(key: str, known: Known) -> str | None:
+            at = key, *(known.get(name) for name in needed[key])
+            if None in at and key not in self._absent:
+                return None
+            if at not in texts:
+                each = specs[key]
+                if key in self._absent:
+                    each = (Spec(each[0].dims, tuple(tuple(a for a in axes if a in known) for axes in each[0].axes)),)
+                texts[at] = ", ".join(str(placed(spec, known)) for spec in each)
+            return texts[at]
 
-        def write(key: str, *specs: Spec) -> None:
-            if {*unknowns_in(specs)} <= known.keys():
-                found[key] = ", ".join(str(placed(spec, known)) for spec in specs)
+        def write(known: Known) -> dict[str, str]:
+            found = {key: each for key in plain if (each := text(key, known)) is not None}
+            for name, gradient, unknown, state in later:
+                owed = known.get(unknown, ())
+                if (settled or owed) and name in found:
+                    found[gradient] = str(Spec.parse(found[name]).with_partial(owed))
+                own = text(state, known) if only is None or state in only else None
+                if own is not None and own != found.get(name):
+                    found[state] = own
+            return found
 
-        for name in filter(asked, self.dims):
-            spec = self.spec(name, self.dims[name])
-            if name in self._absent:
-                spec = Spec(spec.dims, tuple(tuple(axis for axis in axes if axis in known) for axes in spec.axes))
-            write(name, spec)
-        for name in filter(asked, self.vias):
-            write(name, *self.via(name).specs)
-        for name in self.trained:
-            key, owed = f"gradients.{name}", known.get(self.owed(name), ())
-            if (settled or owed) and name in found:
-                found[key] = str(Spec.parse(found[name]).with_partial(owed))
-            key = f"optimizer.{name}"
-            if asked(key):
-                write(key, self.spec(key, self.dims[name]))
-                if key in found and found[key] == found.get(name):
-                    del found[key]
-        return found
+        return write
 
 
 def _clashing(

@@ -64,8 +64,11 @@ class MoveCosts:
         by = by or ("sources" if len(sources) <= len(targets) else "targets")
         few, many = (sources, targets) if by == "sources" else (targets, sources)
         names, index = np.unique(few, return_inverse=True)
-        table = np.stack([self._seconds(by, int(name), many) for name in names])
-        table[:, many < 0] = np.inf
+        table = np.full((len(names), len(many)), np.inf)
+        possible = np.flatnonzero(names >= 0)
+        costs = self.paths.costs("from" if by == "sources" else "to", names[possible].tolist())
+        for row, each in zip(possible, costs):
+            table[row] = np.where(many < 0, np.inf, each.real[many] * PICOSECOND)
         table = table[index]
         return table if by == "sources" else table.T
 
@@ -83,7 +86,9 @@ class MoveCosts:
         self, sources: np.ndarray, targets: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, Iterable[Arc]]]:
         """Yield, for each possible move, its row and column, the costs from all nodes to the target, and its arcs."""
-        for column, end in enumerate(targets.tolist()):
+        ends = targets.tolist()
+        self.paths.costs("to", [end for end in ends if end >= 0])  # together, which is faster
+        for column, end in enumerate(ends):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):
                 if rest is not None and name >= 0 and np.isfinite(rest[name].real):
@@ -135,8 +140,7 @@ class MoveCosts:
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning
-        for column, place in enumerate(places.tolist()):
-            rest = self.paths.costs_to(place)
+        for column, rest in enumerate(self.paths.costs("to", places.tolist())):
             for source in sources[np.isfinite(rest[sources].real)].tolist():
                 for code, here, there in self.paths.path(rest, source):
                     if onward[here, column] >= 0:  # From here on the path is known.
@@ -144,12 +148,6 @@ class MoveCosts:
                     onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * PICOSECOND
                     leaves[here, column] = meaning(code)[0] in HOISTED
         return onward, took, leaves
-
-    def _seconds(self, by: str, number: int, others: np.ndarray) -> np.ndarray:
-        if number < 0:
-            return np.full(len(others), np.inf)
-        costs = self.paths.costs_from(number) if by == "sources" else self.paths.costs_to(number)
-        return costs[others].real * PICOSECOND
 
 
 def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:

@@ -131,9 +131,9 @@ class PhaseProblem(ABC):
             yield from ({} for _ in self.choices[name])
             return
         only = {*self.question.lines.lines_of(option.unknowns)}
+        write = self.question.lines.writer(settled=self.settles, only=only)
         for row in option.rows.tolist():
-            known = {name: self.question.prices.named(number) for name, number in zip(option.unknowns, row)}
-            lines = self.question.lines.written(known, settled=self.settles, only=only)
+            lines = write({name: self.question.prices.named(number) for name, number in zip(option.unknowns, row)})
             # The line that names the choice comes first, because the comment on the choice is written after it.
             yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
 

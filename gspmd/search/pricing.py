@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -81,7 +82,7 @@ class Prices:
         self._sums: dict[tuple, SumPrices] = {}
         self._places_of: dict[tuple, tuple] = {}
         options = tuple((each.unknowns, each.rows.tobytes()) for each in choices)
-        self._key = options, tuple(mesh.items()), chip
+        self._key = _number_of(options, tuple(mesh.items()), chip)
 
     def on(self, mesh: Mapping[str, int]) -> Prices:
         """Return the prices of the same choices on a mesh with other axes, for steps that are planned on that mesh.
@@ -185,12 +186,12 @@ class Prices:
                 seconds = seconds - (times - once) * self._known_table("leaving", what, of, self._leaving)
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
-    def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> Any:
+    def _known_table(self, kind: str, what: Any, of: tuple[int, ...], made: Callable) -> Any:
         """Return a table, or its parts, made once for all programs with these choices; only numbers of runs differ."""
-        known = _latest(self._key)
-        if (kind, what, of) not in known:
-            known[kind, what, of] = made(what, of)
-        return known[kind, what, of]
+        known, key = _latest(self._key), (kind, what, of)
+        if (found := known.get(key, known)) is known:  # a table may be None
+            found = known[key] = made(what, of)
+        return found
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of one run of a step, as a table over the choices `of`."""
@@ -248,17 +249,22 @@ class Prices:
 
         With `move` the amount is 0 where the placements before and after this move are equal.
         """
-        names = [name for name in unknowns if name in self._at]
+        names = tuple(name for name in unknowns if name in self._at)
         of = self.choices_in_names(names) if move is None else self.choices_in(move)
+        return of, amount / self._known_table("parts", (names, move), of, self._parts)
+
+    def _parts(self, what: tuple[tuple[str, ...], UnknownMove | None], of: tuple[int, ...]) -> np.ndarray:
+        """Return the number of parts of an amount, as in `shared`; infinite where it is 0."""
+        names, move = what
         used = np.zeros((1,) * len(of), int)
         for name in names:
             used = used | self.sequences.mask[self._column(name, of)]
-        table = amount / np.array(parts_of(self.counts))[used]
+        parts = np.array(parts_of(self.counts))[used]
         if move is None:
-            return of, table
+            return parts
         tensor = self._tensor(move)
         before, after = (self._nodes(tensor, spec, of) for spec in (*move.before, move.after))
-        return of, np.where(before == after, 0.0, table)
+        return np.where(before == after, np.inf, parts)
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
@@ -546,10 +552,19 @@ def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
         return None
 
 
-_tables: dict[tuple, dict] = {}
+_tables: dict[int, dict] = {}
 
 
-def _latest(key: tuple) -> dict:
+@lru_cache(maxsize=1 << 6)
+def _number_of(*question: Any) -> int:
+    """Return a number for choices, mesh and chip, which take long to compare."""
+    return next(_numbers)
+
+
+_numbers = count()
+
+
+def _latest(key: int) -> dict:
     """Return the cache of tables for these choices; only the latest few caches are kept, to save memory."""
     known = _tables[key] = _tables.pop(key, {})
     while len(_tables) > _MESHES:

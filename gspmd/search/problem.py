@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -30,6 +31,16 @@ class Term:
     of: tuple[str, ...]
     seconds: np.ndarray = field(repr=False)
     bytes: np.ndarray | None = field(default=None, repr=False)
+
+    @cached_property
+    def has_seconds(self) -> bool:
+        """Whether all seconds are numbers or `inf`. A term is part of many problems, and its tables may be large."""
+        return not (np.isnan(self.seconds).any() or (np.asarray(self.seconds) == -math.inf).any())
+
+    @cached_property
+    def has_bytes(self) -> bool:
+        """Whether all bytes are finite, or there are none."""
+        return self.bytes is None or bool(np.isfinite(self.bytes).all())
 
 
 class Problem:
@@ -111,7 +122,7 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"term {term.name!r} has a table of shape {np.shape(term.seconds)}, and its choices {', '.join(term.of)} "
             f"have {shape} options.\n  Give the table an axis for each choice, in that order."
         )
-    if np.isnan(term.seconds).any() or (np.asarray(term.seconds) == -math.inf).any():
+    if not term.has_seconds:
         raise ValueError(
             f"term {term.name!r} has seconds that are nan or -inf.\n  Give inf for a combination that is not allowed."
         )
@@ -124,7 +135,7 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"term {term.name!r} has bytes of shape {np.shape(term.bytes)}, which do not broadcast to {shape}.\n"
             "  Give them the shape of its seconds."
         ) from None
-    if not np.isfinite(term.bytes).all():
+    if not term.has_bytes:
         raise ValueError(
             f"term {term.name!r} holds bytes that are not finite.\n"
             "  Give a combination that is not allowed infinite seconds instead."

@@ -135,16 +135,22 @@ class Search:
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
         """Return, for each choice, which options are allowed; those of infinite seconds never are."""
         allowed = {choice.name: mask.copy() for choice, mask in zip(self.problem.choices, self._possible)}
-        for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
-            if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
+
+        def indices(name: str, options: Collection[int]) -> np.ndarray:
+            # Questions about presets are thousands, and have arrays already.
+            found = options if isinstance(options, np.ndarray) else np.array([*options], int)
+            if name not in allowed or (len(found) and not 0 <= found.min() <= found.max() < len(allowed[name])):
                 raise ValueError(
-                    f"cannot restrict {name!r} to or from options {sorted(options)}: "
+                    f"cannot restrict {name!r} to or from options {sorted(found.tolist())}: "
                     + (f"it has options 0 to {len(allowed[name]) - 1}." if name in allowed else "it is not a choice.")
                     + f"\n  The choices: {', '.join(allowed)}."
                 )
-        for name, options in without.items():
-            allowed[name][list(options)] = False
-        for name, option in fixed.items():
+            return found
+
+        kept = {name: indices(name, (option,)) for name, option in fixed.items()}
+        for name, gone in {name: indices(name, options) for name, options in without.items()}.items():
+            allowed[name][gone] = False
+        for name, option in kept.items():
             allowed[name] &= np.arange(len(allowed[name])) == option
         return list(allowed.values())
 

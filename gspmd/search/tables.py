@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from gspmd.search.problem import Problem
+
+SMALL = 2**16
+"""The largest number of entries of a table whose aligned form is kept for further questions."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Tables:
     of: list[tuple[int, ...]]
     seconds: list[np.ndarray]
     bytes: list[np.ndarray | None]
+    _aligned: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray | None, bool]] = field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def whole(cls, problem: Problem) -> "Tables":
@@ -58,6 +64,17 @@ class Tables:
             [table[index] for table, index in zip(self.seconds, indices)],
             [None if table is None else table[index] for table, index in zip(self.bytes, indices)],
         )
+
+    def aligned(self, number: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Return both tables of a term with these axes, as `aligned` does, and whether all its seconds are finite."""
+        if (number, axes) in self._aligned:
+            return self._aligned[number, axes]
+        of, seconds, held = self.of[number], self.seconds[number], self.bytes[number]
+        sizes = None if held is None else aligned(held, of, axes)
+        found = aligned(seconds, of, axes), sizes, bool(np.isfinite(seconds).all())
+        if seconds.size <= SMALL:  # Large tables would take twice the memory, and their sums take longer than this.
+            self._aligned[number, axes] = found
+        return found
 
     def possible(self) -> list[np.ndarray]:
         """Return, for each choice, which options have finite seconds in the terms that depend on this choice alone."""
@@ -91,6 +108,16 @@ class Tables:
     def named(self, picks: Sequence[int]) -> dict[str, int]:
         """Return picks by the names of their choices, as option indices of the problem."""
         return {c.name: int(kept[pick]) for c, kept, pick in zip(self.problem.choices, self.kept, picks)}
+
+
+def aligned(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+    """Give a table of some choices all of these axes, with length 1 for those that it lacks.
+
+    The result is stored contiguously in this order of axes, for speed.
+    """
+    table = np.ascontiguousarray(table.transpose([of.index(choice) for choice in axes if choice in of]))
+    sizes = iter(table.shape)
+    return table.reshape([next(sizes) if choice in of else 1 for choice in axes])
 
 
 def _grid(places: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:

@@ -281,10 +281,10 @@ class Region:
             self._bind(equation.outvars, [self._new() for _ in equation.outvars])
             return Occurrence(self)
         region = self._hoisted(operands, self.numbering.compiler.hoists(equation))
-        what = *expression(equation), id(region)
-        number, barrierless = (self.numbering.of(*what, *side) for side in _sides(operands, region))
+        what = expression(equation)
+        number, barrierless = (self.numbering.of(*what, id(region), *side) for side in _sides(operands, region))
         barrierless = number if name in _REDUCTIONS else barrierless
-        result = Value(number, barrierless, region, self._captured(equation, operands))
+        result = Value(number, barrierless, region, self._captured(equation, operands, what))
         results = region._elements("result", result, len(equation.outvars))
         self._bind(equation.outvars, results)
         self._note_fusion(name, [result, *results], operands)
@@ -397,7 +397,7 @@ class Region:
         number = self.numbering.of("new", len(self.numbering.expressions))
         return Value(number, number, self, number)
 
-    def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
+    def _captured(self, equation: Any, operands: Sequence[Value], what: tuple[str, str] | None = None) -> int:
         """Return the value number of an operation's result before any common subexpressions are eliminated.
 
         Outside of planned programs, JAX itself lowers equal operations to one operation. Inside a planned program, each
@@ -406,7 +406,7 @@ class Region:
         call = self.numbering.calls[-1]
         if call is not None:
             return self.numbering.of("captured", call, id(equation))
-        return self.numbering.of("captured", *expression(equation), *(value.captured for value in operands))
+        return self.numbering.of("captured", *(what or expression(equation)), *(value.captured for value in operands))
 
     def _elements(self, what: str, whole: Value, count: int) -> list[Value]:
         """Return the parts of a value: the results of an operation, or the carried values in one iteration of a loop.

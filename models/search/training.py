@@ -168,8 +168,9 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
             return use.times > before.get(use.what, none)
 
         # A step that repeats with the microbatches and does not have dimension B moves or computes on a weight.
-        weights = [use for use in question.uses if "B" not in dims_in(use.what) and repeats(use)]
-        rest = [use for use in question.uses if use not in weights]
+        uses = question.uses
+        weights = [use for use in uses if repeats(use) and "B" not in dims_in(use.what)]
+        rest = [use for use in uses if use not in weights]
         # If a tensor does not change in the loop over microbatches, the first steps of its move leave the loop.
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
         leaving = [replace(use, times=use.once) for use in weights if use.once < use.times]

@@ -13,6 +13,7 @@ from gspmd.hardware.chips import chip
 from gspmd.planner.graph import paths, placements
 from gspmd.planner.graph.placements import check_permutes, fitting
 from gspmd.planner.graph.transitions import Graph
+from tests.references import brute
 
 V4 = chip("tpu-v4")
 
@@ -137,3 +138,21 @@ def test_costs_that_are_kept_cannot_be_written_to():
     shortest = paths.shortest_paths((8, 8), (("x", 2),), 2, V4, frozenset())
     with pytest.raises(ValueError, match="read-only"):
         shortest.costs_from(0)[0] = 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 1 << 16])
+@pytest.mark.parametrize("shape", [(8, 12), (4, 6, 8)])
+def test_costs_of_placements_searched_together_are_those_of_dijkstra(monkeypatch, count, shape):
+    mesh, dims = (("x", 2), ("y", 3), ("z", 2)), "ABC"[: len(shape)]
+    paths.forget()
+    shortest = paths.shortest_paths(shape, mesh, 2, V4, frozenset("xyz"))
+    monkeypatch.setattr(paths, "TOGETHER", count * len(shortest.graph.coming.tail))
+    known = brute.tensor(dims, dict(zip(dims, shape)), dict(mesh), "bfloat16", V4, tuple("xyz"))
+    numbers = range(0, len(shortest.nodes), 5)
+    places = [brute.placement(shortest.spec(tuple(dims), number)) for number in range(len(shortest.nodes))]
+    for side, every in (("from", known.costs_from), ("to", known.costs_to)):
+        for number, costs in zip(numbers, shortest.costs(side, numbers)):
+            wanted = every(places[number])
+            for place, cost in zip(places, costs):
+                seconds, sent, steps = wanted.get(place, (np.inf, 0, 0))
+                assert cost == complex(seconds, sent * paths.STEPS + steps)

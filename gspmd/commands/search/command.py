@@ -58,7 +58,7 @@ def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None =
             host.start(1, "cpu")
         # Traces and their steps are millions of objects that live on: by default, Python would spend a tenth of the
         # time looking for cycles among them.
-        gc.set_threshold(100_000)
+        gc.set_threshold(400_000)
         return main(argv, script, settings)
 
     said, before = "Interrupted before a layout was found that fits.", gc.get_threshold()

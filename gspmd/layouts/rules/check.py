@@ -179,7 +179,7 @@ def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
 
 
 def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
-    whole = spec.without_partial()
+    whole = spec.without_partial() if spec.partial or spec.reduced else spec
     # Only [gradients] may have a partial sum: a training step adds gradients before it reduces them.
     if spec.partial and line.section != "gradients":
         yield line.at_text(f"{key.name} is a partial sum, which only [gradients] may have.", f"Write '{whole}'.")

@@ -9,6 +9,7 @@ import numpy as np
 
 from gspmd.annotate import Fault, Spec
 from gspmd.annotate.errors import shown
+from gspmd.annotate.spec import fits
 from gspmd.annotate.validation import whole
 from gspmd.layouts.mesh import complete
 from gspmd.layouts.rules.faults import Line
@@ -192,6 +193,8 @@ class GivenSizes:
     def faults(self, spec: Spec) -> list[Fault]:
         """Return the faults that a spec has for these sizes on this mesh."""
         # Dimensions without a size have 0, which any number of shards divides.
+        if fits(spec, {dim: self.sizes.get(dim, 0) for dim in spec.dims}, self.mesh):
+            return []
         wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
         return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
 

@@ -46,15 +46,20 @@ class Arcs:
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower the costs in place along all arcs out of the changed nodes, and return which nodes became cheaper.
+        """Lower rows of costs in place along all arcs out of their changed nodes; return a mask of what was lowered.
 
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
+
+        Args:
+            costs, changed: arrays [row, node]. An arc is relaxed in all rows if its tail has changed in any.
+            prices: the price of each code.
         """
-        lowered = np.zeros(len(costs), bool)
+        lowered = np.zeros(costs.shape, bool)
         if not len(self._starts):  # reduceat refuses an empty list of starts
             return lowered
-        due = np.logical_or.reduceat(changed[self.tail], self._starts).nonzero()[0]
-        chunks = 1 + int(self._counts[due].sum()) // _CHUNK
+        some = np.logical_or.reduce(changed, axis=0)
+        due = np.logical_or.reduceat(some[self.tail], self._starts).nonzero()[0]
+        chunks = 1 + len(costs) * int(self._counts[due].sum()) // _CHUNK
         for rows in [due] if chunks == 1 else np.array_split(due, chunks):
             if not len(rows):
                 continue
@@ -63,10 +68,10 @@ class Arcs:
             arcs = slice(None)
             if len(rows) < len(self._heads):
                 arcs = (self._starts[rows] - starts).repeat(counts) + np.arange(counts.sum())
-            best = np.minimum.reduceat(costs[self.tail[arcs]] + prices[self.code[arcs]], starts)
-            cheaper = best < costs[heads]
-            heads = heads[cheaper]
-            costs[heads], lowered[heads] = best[cheaper], True
+            best = np.minimum.reduceat(costs[:, self.tail[arcs]] + prices[self.code[arcs]], starts, axis=1)
+            before = costs[:, heads]
+            lowered[:, heads] = cheaper = best < before
+            costs[:, heads] = np.where(cheaper, best, before)
         return lowered
 
 

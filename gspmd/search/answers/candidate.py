@@ -141,6 +141,13 @@ class Candidate:
         return self.answer or (self.free if self.free.bytes <= self.limit else self.search.so_far)
 
     @property
+    def fits(self) -> bool:
+        """Whether some layout fits."""
+        if self.outcome == "nothing fits":
+            return False
+        return self.so_far is not None or self.least.bytes <= self.limit
+
+    @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every dimension, in one microbatch."""
         return self.phase.case.sizes

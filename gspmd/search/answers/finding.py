@@ -160,7 +160,7 @@ class SearchResult(Printed):
     @property
     def promising(self) -> list[Candidate]:
         """The candidates on which some layout fits."""
-        return [each for each in self.candidates if each.least.bytes <= each.limit]
+        return [each for each in self.candidates if each.fits]
 
 
 class NoneFits(ValueError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count, permutations
 from math import inf
+
+import numpy as np
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout, presets
@@ -152,11 +155,11 @@ class _Known:
 
     def __init__(self) -> None:
         self._checked: dict[tuple, Layout | _Refused] = {}
-        self._asked: dict[tuple, dict[str, list[int]] | _Refused] = {}
+        self._asked: dict[tuple, dict[str, np.ndarray] | _Refused] = {}
 
     def asked(
         self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
-    ) -> Mapping[str, Collection[int]] | _Refused:
+    ) -> dict[str, np.ndarray] | _Refused:
         """Return the options that a preset, with its axes in this order, rules out, or why it is not considered."""
         case = of.phase.case
         checked = self._layout(layout, own, of.sizes)
@@ -209,7 +212,7 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
     return _best(search, _without(candidate, layout, names))
 
 
-def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
+def _best(search: Search, without: Mapping[str, np.ndarray]) -> Answer:
     try:
         return search.best(without=without)
     except NothingFits:
@@ -217,7 +220,7 @@ def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
         raise LayoutError(f"{fact}\n  {_PRICE}") from None
 
 
-def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
+def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return, by choice, the options that disagree with a layout.
 
     Raises:
@@ -229,18 +232,23 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.\n  {_PRICE}")
     # With several microbatches, gradients that [gradients] does not list are partial sums too.
-    loss, without = layout.for_loss(parts), dict[str, list[int]]()
+    loss, without = _for_loss(layout, parts), dict[str, np.ndarray]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, of.options.lines[name], names))
-        fits = set(range(len(options)))
-        for where, specs in wanted.items():
-            fits &= of.options.having(name, *where, specs)
+        if not wanted:
+            continue
+        fits = frozenset.intersection(*(of.options.having(name, *where, specs) for where, specs in wanted.items()))
         if not fits:
             odd = _odd(layout, of.options, name, wanted)
             raise LayoutError(f"{odd} is not in the space that is searched.\n  {_PRICE}")
-        if gone := sorted({*range(len(options))} - fits):
-            without[name] = gone
+        if len(fits) < len(options):
+            gone = np.ones(len(options), bool)
+            gone[[*fits]] = False
+            without[name] = np.flatnonzero(gone)
     return without
+
+
+_for_loss = lru_cache(maxsize=1 << 8)(Layout.for_loss)
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
@@ -260,7 +268,7 @@ def _wanted(
     for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
         text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
         if text and not _follows(key):
-            yield (section, key), _read(text, names)
+            yield (section, key), _read(text, tuple(names.items()))
 
 
 def _text(layout: Layout, section: str, key: str) -> str | None:
@@ -276,11 +284,10 @@ def _follows(key: str) -> bool:
     return key == "embedding.tokens" or (KEYS[key].kind == "parameter" and len(KEYS[key].dims) == 1)
 
 
-def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
+@lru_cache(maxsize=1 << 12)
+def _read(text: str, names: tuple[tuple[str, str], ...]) -> tuple[Spec, ...]:
     """Parse specs, written in the axes of a layout, and return them in the candidate's axes, without axes of size 1."""
-    return tuple(_renamed(Spec.parse(part), names) for part in text.split(", "))
-
-
-def _renamed(spec: Spec, names: Mapping[str, str]) -> Spec:
-    axes = lambda held: tuple(names[axis] for axis in held if axis in names)  # noqa: E731
-    return Spec(spec.dims, tuple(map(axes, spec.axes)), axes(spec.partial))
+    known = dict(names)
+    axes = lambda held: tuple(known[axis] for axis in held if axis in known)  # noqa: E731
+    specs = map(Spec.parse, text.split(", "))
+    return tuple(Spec(spec.dims, tuple(map(axes, spec.axes)), axes(spec.partial)) for spec in specs)
