@@ -370,6 +370,24 @@ def test_what_nobody_needs_has_to_divide_too():
     assert found.layout["mine.x"] in ("BE", "B_xE")
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "passed"),
+    [
+        ("B_xE", "B_xE", 0),
+        ("B_xE", "BE_x", 2 * 16 * 4096),  # read and written, as the shards are
+        ("B_xE", "BE", 16 * 4096 + 64 * 4096),
+    ],
+)
+def test_only_a_move_that_moves_something_passes_over_memory(x, y, passed):
+    layout = own(x="BE", y="BE")
+
+    def build(layout, mesh):
+        return lambda x: layout.section("mine").move("x -> y", x), lies(layout, mesh, "mine.x", 64, 4096)
+
+    found = gspmd.search(build, layout, {"x": 4}, chip=CHIP, fixed={"mine.x": x, "mine.y": y})
+    assert found.seconds - found.priced_seconds == pytest.approx(2 * passed / CHIP.stream_bandwidth)
+
+
 def test_flops_of_products_that_no_plan_has():
     """Passes and products of plain JAX, and inside of loops, as often as they run."""
     layout = own(x="BE", y="BE")
