@@ -157,6 +157,27 @@ def test_memory_includes_what_a_product_moves(x, w_in, y, via, beside):
     assert found.bytes == 2 * (sum(local) + beside)
 
 
+def test_gradients_of_several_weights_are_partial_sums_one_after_the_other():
+    layout = own(x="BE", w_in="EF", w_gate="EF", y="BF")
+
+    def build(layout, mesh):
+        def gradients(x, w, gate):
+            made, backward = jax.vjp(
+                partial(layout.section("mine").einsum, "x, (w_in, w_gate) -> (y, y)"), x, (w, gate)
+            )
+            return backward(made)
+
+        shapes = {"mine.x": (64, 4096), "mine.w_in": (4096, 8192), "mine.w_gate": (4096, 8192)}
+        return gradients, *(lies(layout, mesh, key, *shape) for key, shape in shapes.items())
+
+    lines = {"x": "B_xE", "w_in": "E_xF", "w_gate": "E_xF", "y": "B_xF", "in_via": "B_xE, EF"}
+    found = gspmd.search(build, layout, {"x": 4}, chip=CHIP, fixed={f"mine.{key}": text for key, text in lines.items()})
+    x, weight, y = 16 * 4096, 4096 * 8192, 16 * 8192
+    shards, gathered, cotangents = x + 2 * weight // 4, 2 * weight, 2 * y
+    of_x = x + 2 * x  # and a summand in float32
+    assert found.bytes == 2 * (shards + gathered + cotangents + weight + of_x)
+
+
 def test_a_line_that_cannot_be_fixed_is_refused():
     with pytest.raises(gspmd.LayoutError, match=r"Did you mean 'mine\.w_in'"):
         gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.w_im": "EF"})
