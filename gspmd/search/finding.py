@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -25,7 +25,7 @@ from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits
-from gspmd.search.held import Held, HeldArray
+from gspmd.search.held import Held, HeldArray, ProgramWork
 from gspmd.search.lines import Lines, choices_of
 from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
@@ -329,10 +329,15 @@ class MeshProblem:
     @cached_property
     def beside(self) -> list[Table]:
         """The seconds of work outside of plans, as tables: passes over memory, and products inside other operations."""
-        done, share = self.program.work, self.prices.shared
+        return [table for _, table in self.of_work(self.program.work)]
+
+    def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
+        """Yield the seconds of passes over each array, and of the products that compute it, as tables."""
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
-        passes = [share(array.unknowns, count * array.size / bandwidth) for array, count in done.passed.items()]
-        return passes + [share(array.unknowns, flops / rate) for array, flops in done.flops.items()]
+        for array, count in done.passed.items():
+            yield array, self.prices.shared(array.unknowns, count * array.size / bandwidth, array.move)
+        for array, flops in done.flops.items():
+            yield array, self.prices.shared(array.unknowns, flops / rate)
 
     @cached_property
     def _held(self) -> Held:

@@ -47,7 +47,8 @@ class HeldArray:
         size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
         unknowns: the unknowns over which the array is sharded.
         move: for an array inside a planned operation, the move that brings it there or takes it away; None for all
-            others. If the placements before and after the move are equal, the operation holds no such array.
+            others. If the placements before and after the move are equal, the operation holds no such array, and does
+            not read or write it.
     """
 
     size: int
@@ -210,7 +211,13 @@ def work(jaxpr: Jaxpr) -> ProgramWork:
     passed: Counter = Counter()
     flops: Counter = Counter()
     _passes(jaxpr, 1, passed, flops)
-    return ProgramWork(dict(sorted(passed.items())), dict(sorted(flops.items())))
+    # Sorted, since sets of arrays are counted on the way.
+    arrays = sorted(passed.items(), key=lambda pair: _rank(pair[0]))
+    return ProgramWork(dict(arrays), dict(sorted(flops.items())))
+
+
+def _rank(array: HeldArray) -> tuple[int, tuple[str, ...], str]:
+    return array.size, array.unknowns, str(array.move)
 
 
 def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
@@ -247,9 +254,9 @@ def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
             flops[each.outputs[0].array] += times * _dot_flops(each.equation)
 
 
-def _count(passed: Counter, value: HeldValue, times: int) -> None:
+def _count(passed: Counter, value: HeldValue, times: int, move: UnknownMove | None = None) -> None:
     if value.array is not None and value.aval.shape:
-        passed[value.array] += times
+        passed[replace(value.array, move=move)] += times
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
@@ -276,11 +283,12 @@ def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> No
     multiplies = any(isinstance(what, UnknownSteps) and what.is_product for what in marks)
     moved = [what.before for what in marks if multiplies and isinstance(what, UnknownMove)]
     brought = {tuple(sorted(unknowns_in(before))) for before in moved}
+    move = _move_of(call)  # Where the spec does not change, the compiled program has no such operation.
     # A lookup reads rows of a table, and an update writes positions of a cache: only these count.
     partly = {_type(each.invars[0]) for each in inside if each.primitive.name in _PARTLY}
     for value in (*call.inputs, *call.outputs):
         if _type(value) not in partly and not (value.array and value.array.unknowns in brought):
-            _count(passed, value, times)
+            _count(passed, value, times, move)
     done = 0 if multiplies else _flops_in(call.equation)
     read, made = ([each.array for each in values if each.array is not None] for values in (call.inputs, call.outputs))
     if done and made:
@@ -353,9 +361,7 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
     )
     inside, _, found = _most(jaxpr, devices, moment)
     # Sorted, since sets of arrays are collected on the way.
-    others = sorted(
-        (inside + (results - arguments)).items(), key=lambda pair: (pair[0].size, pair[0].unknowns, str(pair[0].move))
-    )
+    others = sorted((inside + (results - arguments)).items(), key=lambda pair: _rank(pair[0]))
     return Held(arguments, dict(others), found)
 
 
@@ -363,18 +369,25 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     """Return the arrays that only a planned operation holds: moved operands, results to be moved, and summands.
 
     If several products are added up, such as the gradients of an operand of several weights, each but the last is kept
-    in float32. Results that are computed later are left out.
+    in float32. Results that are computed later are left out. Each gradient of several weights is reduced before the
+    next one is computed, so only the largest partial sum counts.
     """
     marks, absent = _marks_in(operation), {prod(value.aval.shape) for value in {*operation.outputs} & {*later}}
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
     found: Counter[HeldArray] = Counter()
+    sums: list[HeldArray] = []
     for move in marks:
         if isinstance(move, UnknownMove) and len(move.before) == 1 and move.shape and prod(move.shape) not in absent:
             # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
             own = move.before[0].partial and prod(move.shape) != prod(operation.outputs[0].aval.shape)
-            ends = (*move.before, set() if own else given), (move.after, made)
-            every = ((_placed(move, spec), outside) for spec, outside in ends)
-            found.update(array for array, outside in every if replace(array, move=None) not in outside)
+            before, after = (_placed(move, spec) for spec in (*move.before, move.after))
+            if own:
+                sums.append(before)
+            elif replace(before, move=None) not in given:
+                found[before] += 1
+            if replace(after, move=None) not in made:
+                found[after] += 1
+    found.update(sorted(sums, key=_rank)[-1:])
     summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
     for (spec, sizes), count in summed.items():
         size = prod(dict(sizes)[dim] for dim in spec.dims)
@@ -493,9 +506,14 @@ def _adds(operation: Operation) -> bool:
 def _move_of(operation: Operation) -> UnknownMove | None:
     """Return the move of a planned operation that does nothing but move a tensor."""
     marks = _marks_in(operation) if program_of(operation.equation) is not None else []
-    if len(marks) == len(operation.outputs) == 1 and isinstance(marks[0], UnknownMove) and len(marks[0].before) == 1:
-        return marks[0]
-    return None
+    if not len(marks) == len(operation.inputs) == len(operation.outputs) == 1:
+        return None
+    (mark,) = marks
+    if not isinstance(mark, UnknownMove) or len(mark.before) > 1:
+        return None
+    # A sum, such as the square of a norm, has a larger operand.
+    sizes = {prod(value.aval.shape) for value in (*operation.inputs, *operation.outputs)}
+    return mark if sizes == {prod(mark.shape)} else None
 
 
 def _moved(straight: Straight, last: Mapping[HeldValue, int], elsewhere: Set[HeldValue]) -> dict[HeldValue, HeldArray]:

@@ -178,11 +178,8 @@ class StageProblem(PhaseProblem):
                 place = "sent" if is_sent else self._place(unknowns_in(use.what))
                 seconds[place] += total(question.tables([use]))
         done = work(_inside(question.program.jaxpr))
-        passes = {array: count * array.size / case.chip.hbm_bandwidth for array, count in done.passed.items()}
-        products = {array: flops / case.chip.flops("bfloat16") for array, flops in done.flops.items()}
-        for amounts in (passes, products):
-            for array, amount in amounts.items():
-                seconds[self._place(array.unknowns)] += total([question.prices.shared(array.unknowns, amount)])
+        for array, table in question.of_work(done):
+            seconds[self._place(array.unknowns)] += total([table])
         held = {"ends": 0.0, "layers": 0.0}
         for arrays in (question.stored, question.others):
             for array, count in arrays.items():

@@ -92,6 +92,14 @@ def test_the_page_has_the_saved_figures(gpus):
         assert gpus.marked(name, text) in page, f"run python benchmarks/gpus.py: the table {name} is not up to date"
 
 
+def test_planned_seconds_are_renewed_without_compiling(gpus, tmp_path, monkeypatch):
+    saved = gpus.Kept(gpus.RESULTS).figures[gpus.GATHERED_COMMAND]
+    monkeypatch.setattr(gpus, "RESULTS", tmp_path / "figures.json")
+    gpus.Kept(gpus.RESULTS)(gpus.GATHERED_COMMAND, lambda: saved | {"planned": 0.0})
+    gpus.plan_again(gpus.GATHERED)
+    assert gpus.Kept(gpus.RESULTS).figures == {gpus.GATHERED_COMMAND: saved}
+
+
 def test_saved_figures_are_those_of_rows(gpus):
     """No row was changed without compiling it again, which would leave figures without a row."""
     commands = {row.command for row in gpus.ROWS.values()} | {gpus.GATHERED_COMMAND}
