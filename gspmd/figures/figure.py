@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -16,6 +16,8 @@ Text = str | Callable[[], str]
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
 """A template of an SVG document with or without a letter; on a machine without fonts the two are drawn alike."""
+_SANS_SERIF = (None, "DejaVu Sans", "Liberation Sans", "Noto Sans", "FreeSans")
+"""Fonts that resvg is told to use as sans-serif, tried in this order. Its own, for None, is Arial."""
 _SCALE = 3.0
 """Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 
@@ -141,12 +143,14 @@ class Figure:
             raise ImportError(
                 "cannot draw a PNG without resvg.\n  Install it with pip install 'gspmd[png]', or save an .svg."
             ) from None
-        with_text, without = (resvg_py.svg_to_bytes(svg_string=_PROBE % text) for text in ("x", ""))
-        if with_text == without:
-            raise RuntimeError(
-                "cannot draw a PNG on a machine without fonts.\n  Install some, such as DejaVu, or save an .svg."
-            )
-        return bytes(resvg_py.svg_to_bytes(svg_string=document, width=round(self.width * scale)))
+        for family in _SANS_SERIF:
+            draw = partial(resvg_py.svg_to_bytes, **({"sans_serif_family": family} if family else {}))
+            with_text, without = (draw(svg_string=_PROBE % text) for text in ("x", ""))
+            if with_text != without:
+                return bytes(draw(svg_string=document, width=round(self.width * scale)))
+        raise RuntimeError(
+            "cannot draw a PNG on a machine without fonts.\n  Install some, such as DejaVu, or save an .svg."
+        )
 
     def __str__(self) -> str:
         return printable(self.plain)

@@ -100,6 +100,18 @@ def test_a_png_without_fonts_is_refused(monkeypatch):
         _plan().figure().png()
 
 
+def test_a_png_is_drawn_with_the_font_that_is_there(monkeypatch):
+    """Without Arial, which resvg takes for sans-serif, text would be left out."""
+    from matplotlib import get_data_path
+
+    resvg = pytest.importorskip("resvg_py")
+    fonts = {"skip_system_fonts": True, "font_dirs": [str(Path(get_data_path(), "fonts", "ttf"))]}  # DejaVu
+    monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=partial(resvg.svg_to_bytes, **fonts)))
+    figure = _plan().figure()
+    body = re.sub("<text .*</text>", "", figure.body)
+    assert _pixels(replace(figure, body=body).png()) != _pixels(figure.png())
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
     figure = _plan().figure()
     with pytest.raises(
