@@ -144,7 +144,7 @@ class Figure:
                 "cannot draw a PNG without resvg.\n  Install it with pip install 'gspmd[png]', or save an .svg."
             ) from None
         for family in _SANS_SERIF:
-            draw = partial(resvg_py.svg_to_bytes, **({"sans_serif_family": family} if family else {}))
+            draw = partial(resvg_py.svg_to_bytes, sans_serif_family=family)
             with_text, without = (draw(svg_string=_PROBE % text) for text in ("x", ""))
             if with_text != without:
                 return bytes(draw(svg_string=document, width=round(self.width * scale)))
