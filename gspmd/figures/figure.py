@@ -64,7 +64,7 @@ class Figure:
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document, light or dark as the reader prefers. Texts are stored as text."""
+        """The picture as an SVG document: light, or dark if the reader prefers that. Texts are stored as text."""
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:

@@ -14,7 +14,7 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a router, which decide the settings of a `MoEConfig` that apply to the router.
+    """The properties of a router: they decide which settings of a `MoEConfig` apply, and some of their defaults.
 
     Attributes:
         choices: number of experts to which each token is sent; None if `MoEConfig.k` sets this number, or if experts

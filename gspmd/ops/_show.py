@@ -1,4 +1,4 @@
-"""`gspmd.show`, which draws which device holds which block of an array."""
+"""`gspmd.show`, which draws the blocks of an array and the devices that hold each block."""
 
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
@@ -21,8 +21,8 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
 
     Args:
         array: a `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, or a spec such as `"B_xLE_yz"`.
-        sizes: if `array` is an array, the letters of its dimensions, such as `"BLE"`; by default A, B, C, .... If
-            `array` is a spec, the size of every dimension by its letter, or the shape.
+        sizes: if `array` is an array, the letters of its dimensions, such as `"BLE"`; by default A, B, C and so on.
+            If `array` is a spec, the size of every dimension by its letter, or the shape.
         mesh: the size of every mesh axis, or a `jax.sharding.Mesh`. It is needed for a spec and refused for an array.
 
     Returns:

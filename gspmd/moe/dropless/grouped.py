@@ -107,7 +107,10 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    """Multiply rows by their expert's weights [X, E, F], [R, E] to [R, F]; with `back`, by the transposed weights."""
+    """Multiply rows by their expert's weights [X, E, F], [R, E] to [R, F].
+
+    With `back`, multiply by the transposed weights, [R, F] to [R, E].
+    """
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
     product = (_ragged_back if back else _ragged)(rows, weights, sizes)

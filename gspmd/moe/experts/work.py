@@ -143,7 +143,10 @@ class ExpertWork:
         return [self._bias_steps(ctx, held, used) for held, used in zip(self.biases, self.vector_specs)]
 
     def biases_summed(self, ctx: Context) -> list[tuple[Step, ...]]:
-        """Return, for each bias, the steps that sum the gradient over devices and move the sum to the bias's spec."""
+        """Return, for each bias, the steps that sum its gradient and move the sum to its spec.
+
+        The gradient is summed over the mesh axes of G and C, which shard the rows to which the bias is added.
+        """
         summed = [
             used.with_partial((*product.axes_of("G"), *product.axes_of("C")))
             for product, used in zip(self.product_specs, self.vector_specs)

@@ -1,4 +1,4 @@
-"""Routers, which choose the experts of each token and the weights of the experts' outputs, and add balancing losses."""
+"""Routers, which choose the experts of each token and the weights of the experts' outputs, with balancing losses."""
 
 from gspmd.moe.routers.routing import Routing, assigned
 from gspmd.moe.routers.rule import Router, router

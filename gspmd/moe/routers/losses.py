@@ -36,8 +36,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
 def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Compute GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² for balanced experts.
 
-    c_e is the number of tokens whose first choice is expert e, of the group's S tokens. m_e is the mean gate of expert
-    e.
+    Of the group's S tokens, c_e have expert e as their first choice, and m_e is the mean gate of expert e.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.

@@ -160,7 +160,7 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         dtype: the dtype of the output.
         scales: empty, or the scales [B, T, K] of keys and of values, which may be followed by the `rest_scales` of
             `online.attend`.
-        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
+        sinks: [H], an additional logit for each head, without a value; None if there are no sinks.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)

@@ -108,7 +108,7 @@ def cached_attention(
         chunk: the number of tokens in a chunk, as in `attention`. A query attends to the keys of its own chunk. With
             chunks the cache is a ring, as with a window, and must have at least chunk - 1 slots.
         softcap: a cap of the logits, as in `attention`.
-        sinks, sinks_spec: an additional logit for each head that has no value, as in `attention`.
+        sinks, sinks_spec: an additional logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: ALiBi's slopes, as in `attention`. The positions are those described for `bias`, also in a
             ring.
 
@@ -119,8 +119,9 @@ def cached_attention(
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys; or
             the cache is too short for the window or chunk; or a window and a chunk are given together, or one of them
-            is given without new keys; or values or their scales are given together with `value_width`, or are missing
-            without `value_width`.
+            is given without new keys; or values or their scales are given together with `value_width`; or, without it,
+            `cached_v` is missing, or only one of `k` and `v`, or of `key_scales` and `value_scales`, is given; or
+            `rest_scales` are given without `key_scales` or without `value_width`.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:

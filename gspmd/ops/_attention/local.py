@@ -48,7 +48,7 @@ def local_attention(
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the number of shards of each dimension, if the arrays are those of all devices.
-        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
+        sinks: [H], an additional logit for each head, without a value; None if there are no sinks.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:

@@ -36,7 +36,7 @@ class Attended(NamedTuple):
         """Return the result with the sinks added to its statistics.
 
         Args:
-            sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
+            sinks: [H], an additional logit for each head, without a value; None if there are no sinks.
             counted: whether the sinks count here. If keys come in parts, the sinks count in one part only.
         """
         if sinks is None:

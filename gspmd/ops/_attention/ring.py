@@ -251,9 +251,9 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
     """Return whether some query of device `here` may see a key of device `there`.
 
-    The result is None if there is no window and no chunk, so that no keys can be left out. If any query sees any key,
-    then in one of two pairs the query sees the key. One pair is the first query and the last key of the early halves of
-    the devices' tokens, and the other pair is the first query and the last key of the late halves.
+    The result is None if there is no window and no chunk, so that no keys can be left out. Otherwise only the nearest
+    pairs of a query and a key are compared: the first query and the last key of the early halves of the devices'
+    tokens, and those of the late halves. If any query sees any key, it is so in one of these pairs.
     """
     limits = cut.extras.limits
     if limits.reach is None:

@@ -77,7 +77,7 @@ class Limits:
 
     @property
     def reach(self) -> int | None:
-        """The largest number of keys that a query sees, including its own; None without a window and a chunk."""
+        """The largest number of keys that a query sees, including its own; None without a window or a chunk."""
         return self.window if self.chunk is None else self.chunk
 
     def first(self, position: Any) -> Any:
@@ -132,7 +132,7 @@ class Terms(NamedTuple):
     positions: tuple[jax.Array, jax.Array] | None = None
     """[B, L] and [B, T] int32, or [1, L] and [1, T], the positions of queries and of keys in the text.
 
-    They must be given if there are a bias, slopes, a window or a chunk, all of which depend on the positions.
+    They must be given if there is a bias, a window or a chunk, or if there are slopes: all depend on the positions.
     """
     bias: Bias | None = None
     slopes: jax.Array | None = None

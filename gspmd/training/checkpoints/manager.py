@@ -180,7 +180,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """If a save inside the `with` block fails, remove its files and raise the operating system's reason."""
+        """If a save inside the `with` block fails, remove its files and raise an error with the system's reason."""
         try:
             yield
         except Exception as error:

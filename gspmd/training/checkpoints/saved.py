@@ -42,8 +42,8 @@ def newest(out: str | Path) -> int | None:
 def last_step(out: str | Path) -> int | None:
     """Return the step of a run's newest checkpoint for the last message of a process, or None if there is none.
 
-    A save that is still running in the background is not completed after this call. If only one checkpoint is kept, its
-    completion would remove the checkpoint that the message names.
+    A save that is still running in the background is not completed after this call. If only one checkpoint is kept,
+    completing the save would remove the checkpoint that the message names.
     """
     with renaming:
         closed.add(folder_of(out))

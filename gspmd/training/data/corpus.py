@@ -127,8 +127,8 @@ class Corpus:
 
         Without an objective, sequences are windows of the joined texts. If there is no limit, every token except the
         first is predicted; sequences overlap as needed to fill all batches, and tokens in an overlap count twice. With
-        an objective and no limit, every row appears once. The last batch is then filled up with rows of padding, and
-        spans and splits are the same in every validation.
+        an objective and no limit, every row appears once, and the last batch is filled up with rows of padding. Spans
+        and splits are the same in every validation.
 
         Args:
             batch: number of sequences in a batch, over all processes.

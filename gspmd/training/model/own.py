@@ -164,7 +164,7 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: all microbatches, as there are no stages."""
+        """Return the number of parts into which the step cuts a batch: one per microbatch, as there are no stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:

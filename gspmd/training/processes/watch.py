@@ -23,7 +23,7 @@ from gspmd.training.processes import arrival
 _BEAT, _SILENCE = 2.0, 30.0
 """Seconds between two signs of life, and seconds without a sign of life after which a process counts as lost."""
 _GRACE = 3.0
-"""Seconds that the first process waits before it prints another process's fault, as it may find the same fault."""
+"""Seconds that the first process waits before it prints another process's fault: it may find the same fault itself."""
 _SETTLE = 1.0
 """Seconds to wait before an error counts as the cause of a failure.
 

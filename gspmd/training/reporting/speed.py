@@ -19,9 +19,9 @@ class Speed:
 
     Attributes:
         tokens: number of tokens of one step, over all devices.
-        flops: FLOPs that forward and backward pass need for these tokens. A token needs 6 for each parameter of a
-            matrix product, and 12 · layers · heads · head size · length for attention. Recomputation to save memory
-            does not count.
+        flops: FLOPs that forward and backward pass need for these tokens. A token needs 6 FLOPs for each parameter
+            of a matrix product, and 12 · layers · heads · head size · length for attention. Recomputation to save
+            memory does not count.
         peak: FLOP/s of all devices together; None if the rate is unknown, and then there is no MFU.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.

@@ -44,8 +44,9 @@ class Stop:
     """A context that defers SIGINT, SIGTERM and SIGHUP to the end of a step; a second SIGINT or SIGTERM acts at once.
 
     A second Ctrl-C in a terminal interrupts at once, because a step may take long, and the first step includes
-    compilation. Signals after a SIGHUP do not ask for a faster end: a terminal that is closed sends SIGHUP more than
-    once, from the kernel and from the shell, and a machine that shuts down sends SIGTERM after SIGHUP.
+    compilation. A further SIGHUP, or the first SIGTERM after a SIGHUP, does not ask for a faster end: a terminal that
+    is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts down sends
+    SIGTERM after SIGHUP.
 
     Attributes:
         when: the last words of the sentence that is printed in a terminal after a signal: when the program stops, and

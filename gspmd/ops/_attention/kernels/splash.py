@@ -34,7 +34,7 @@ They are the fastest ones according to the compiler's schedules for v5p and v6e.
 _WIDEST = 512
 """The largest number of bytes of a head for which blocks may be as long as `_LONGEST` says.
 
-Blocks of wider heads may be half as long, so that they fit into the memory of the core.
+Blocks of wider heads may only be half as long, so that they fit into the memory of the core.
 """
 _STEP = 2**17
 """The fixed cost of a step of the grid, given as the number of logits that take the same time.
@@ -232,7 +232,7 @@ def attended(
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, the segments of the tokens, which are both queries and keys; None if there are no
             segments. Here, tokens of segment 0 attend to each other.
-        sinks: [H], an additional logit for each head that has no value; None if there are no sinks.
+        sinks: [H], an additional logit for each head, without a value; None if there are no sinks.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
