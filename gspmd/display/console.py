@@ -76,7 +76,7 @@ def text(renderable: Any, width: int | None = None) -> str:
     Args:
         renderable: an object that rich can print, such as a table, a text, or a group of tables and texts.
         width: number of columns. By default, this is the value of `COLUMNS` or the width of the terminal, and 140 if
-            there is no terminal.
+            there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
     # The text is rendered in memory: for a stream without Unicode, rich would draw borders that differ from those of

@@ -62,7 +62,7 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """Return the dtype of a product by JAX's promotion rules, which keep 64-bit dtypes even without jax_enable_x64.
+    """Return the dtype of a product by JAX's promotion rules; 64-bit dtypes are kept, even without jax_enable_x64.
 
     Raises:
         PlanError: JAX's rules of promotion have no joint dtype for these dtypes.

@@ -66,7 +66,7 @@ def _inflates_size(equation: Any) -> bool:
     """Return whether the results of an operation have more bytes than its operands.
 
     Literals have 0 bytes. The answer is also True for an operation that broadcasts a literal, even if other operands
-    are large. XLA calls such operations `hoist_size_inflating_ops`.
+    are large. XLA's option for hoisting such operations is `hoist_size_inflating_ops`.
     """
     arrays = [var.aval for var in equation.invars if not isinstance(var, Literal)]
     results = [var.aval for var in equation.outvars]

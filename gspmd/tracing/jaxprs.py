@@ -100,8 +100,8 @@ def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 def expression(equation: Any) -> tuple[str, str]:
     """Return the name of an equation's primitive, and the text of its parameters.
 
-    The parameters are sorted by name, because JAX's order varies. Two equations with equal results compute the same
-    function of their operands.
+    The parameters are sorted by name, because JAX's order varies. If the results for two equations are equal, the
+    equations compute the same function of their operands.
     """
     params = sorted(equation.params.items(), key=lambda item: item[0])
     return equation.primitive.name, str([(name, _text(value)) for name, value in params])

@@ -69,7 +69,7 @@ class PlannedStep:
 class ProgramPlan(Printed):
     """All planned steps of a function, in program order; bytes, FLOPs and seconds are per device and per execution.
 
-    For a conditional, only the branch that sends the most bytes is counted. A while loop is counted as one iteration,
+    For a conditional, only the branch with the largest `size` is counted. A while loop is counted as one iteration,
     because its trip count is not known in advance. Under vmap, the figures of a step are for the whole batch. The steps
     of an equation under lowering `xla` are a forecast, because the compiler chooses the collectives; all these steps
     are counted.
@@ -122,7 +122,7 @@ class ProgramPlan(Printed):
     def hidden_seconds(self) -> float:
         """The seconds that looped equations save because they send during products, from the plan of each equation.
 
-        If only a part of an equation's collectives run, because the rest has been sent before, only the corresponding
+        If only some of an equation's collectives run, because the rest has been sent before, only the corresponding
         fraction of the equation's saved seconds is counted. The overlap of experts' chunks with one another is not
         counted.
         """

@@ -105,7 +105,8 @@ class _Program:
 
     Args:
         flow: the dataflow of the program.
-        found: the changes found so far. The changes of this program, and of the bodies of its loops, are added.
+        found: the changes found so far. The changes of this program, and of the loop bodies and branches in it,
+            are added.
     """
 
     def __init__(self, flow: Dataflow, found: Found):

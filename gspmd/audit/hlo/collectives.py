@@ -74,7 +74,7 @@ class Collective:
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
     """Return the collective that a scheduled instruction runs, starts or waits for.
 
-    The result is None for an instruction that has nothing to do with a collective.
+    The result is None for any other instruction, and for one that ends a call (`call-done`).
 
     Args:
         module: the program.

@@ -1,4 +1,4 @@
-"""Scanning of HLO text up to a delimiter that is outside of brackets and strings, and for integers."""
+"""Scanning HLO text: reading up to a delimiter outside of brackets and strings, and finding integers."""
 
 import re
 

@@ -85,8 +85,7 @@ class Ledger(Printed):
         Collectives that differ only in their counts and bytes share a row.
 
         Args:
-            together: whether collectives that belong to different steps of one equation, but differ in nothing else,
-                share a row too.
+            together: whether collectives share a row also if they belong to different steps of one equation.
         """
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows(together):
@@ -124,7 +123,7 @@ class Ledger(Printed):
         """Return the entries with their counts and bytes, most bytes first.
 
         Entries that differ only in their counts and bytes are added up into one. If `together`, entries that also
-        differ in their steps are added up.
+        differ in their steps are added up too.
         """
         rows: dict[tuple, list] = {}
         for entry in self.entries:

@@ -191,7 +191,7 @@ _Along = tuple[frozenset[str], int]
 
 
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
-    """Yield every way to divide a collective within a slice into parts, ordered from major to minor axes.
+    """Yield the ways to divide a collective within a slice into parts, which are ordered from major to minor axes.
 
     A mesh axis that runs both across slices and within each slice is a separate part, which has no axis name in the
     compiled program. If there is only one part, the divisions of that part into two parts are yielded too.
@@ -223,8 +223,8 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
     """Return the parts of a collective, with the bytes that each part sends.
 
-    Parts are ordered from major to minor. Each part works on the buffer that the part before it leaves, which is
-    smaller by that part's number of devices.
+    Parts are ordered from major to minor. Each part divides its buffer by its number of devices, and leaves the
+    quotient to the next part.
     """
     sent = []
     for axes, devices in parts:

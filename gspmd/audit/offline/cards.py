@@ -49,8 +49,8 @@ CARDS = {
 """The GPUs for which programs can be compiled, indexed by their names in chips.toml."""
 
 HOST_GPUS = {"gb200": 4}
-"""Number of GPUs per host, for GPUs of which several hosts share an NVLink switch. The NVIDIA GB200 NVL72 consists of
-18 trays of 4 GPUs."""
+"""Number of GPUs per host, for GPUs whose NVLink switch several hosts share. The NVIDIA GB200 NVL72 consists of 18
+trays of 4 GPUs."""
 
 # The same for every capability in CARDS (the tables of the Programming Guide named above). The limits of a grid are
 # XLA's `block_dim_limit`. A block gets 48 KiB of shared memory unless it asks for more.

@@ -70,8 +70,8 @@ def compile_offline(
             "compiling" and "reading".
 
     Returns:
-        A `Report`. If the compiler refuses the program, or the arguments alone do not fit in memory, the report says
-        so, and its figures come only from the plan.
+        A `Report`. If the compiler refuses the program for lack of memory, or the arguments alone do not fit in memory,
+        the report says so. Its figures then come from the plan and, if there is one, from the compiler's message.
 
     Raises:
         PlanError: the topology does not exist, or its compiler is missing; the mesh does not fit the topology, or no

@@ -24,7 +24,7 @@ from gspmd.tracing.program_plan import ProgramPlan
 class Report(Printed):
     """The report on a function compiled for a machine that is not attached; figures are per device and execution.
 
-    A program that does not fit in memory may not have been compiled. Its report has figures from the plan.
+    If a program was not compiled, because it does not fit in memory, its report has figures from the plan.
 
     Attributes:
         topology: the machine for which the function was compiled.

@@ -99,7 +99,7 @@ class Topology:
         return Mesh(parts.transpose(order).reshape(sizes), tuple(axes), axis_types=types)
 
     def _uneven(self, axes: Mapping[str, int]) -> str:
-        """Return the error message for a mesh of which the first axes do not divide the slices evenly."""
+        """Return the error message for a mesh whose first axes do not divide the slices evenly."""
         first, size = next((axis, size) for axis, size in axes.items() if size > 1)
         second = next((axis for axis in axes if axis != first), "y")
         meant = {first: self.slices, second: self.num_devices // self.slices}

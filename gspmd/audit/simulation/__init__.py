@@ -1,1 +1,1 @@
-"""Simulation: the time that a compiled program takes on one device, simulated, and drawings of this timeline."""
+"""Simulation: a compiled program in simulated time on one device, and drawings of the timeline."""

@@ -1,4 +1,4 @@
-"""The bars of a Gantt chart, with their colors, their lanes, and the labels that fit into the bars."""
+"""The bars of a Gantt chart, with their colors, their lanes, and the labels that fit."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

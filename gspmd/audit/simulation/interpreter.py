@@ -18,7 +18,7 @@ from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
 """The number of the transfer for which the users of an instruction's result have to wait, or None if there is none. If
-the result is a tuple, a dict that has such a value for the index of each element."""
+the result is a tuple, a dict from the index of each element to such a value."""
 
 
 _OVERFLOW_NOTE = (
@@ -159,8 +159,9 @@ class Interpreter:
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
         """Simulate a loop, and return the value that the loop carries at its end.
 
-        Iterations are simulated until the transfers in flight and the lead of the host are the same after an iteration
-        as before it. This iteration is then counted also for all iterations that remain.
+        Iterations are simulated until the transfers in flight are the same after an iteration as before it. This
+        iteration is then counted also for all remaining iterations that the host can launch in the same way
+        (`Machine.alike`).
 
         On a GPU, the condition is skipped if the host knows the number of iterations. If the host does not know the
         number, it waits for the condition in every iteration.

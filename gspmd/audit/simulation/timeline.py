@@ -99,7 +99,7 @@ class Timeline(Printed):
 
     @property
     def memory_share(self) -> float:
-        """The fraction memory_seconds / compute_seconds."""
+        """The fraction of `compute_seconds` that main memory limits."""
         return self.memory_seconds / self.compute_seconds if self.compute_seconds else 0.0
 
     @property

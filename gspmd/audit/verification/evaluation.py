@@ -12,8 +12,7 @@ from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest allowed difference from the result on one device, divided by the largest absolute value of that result. For
-floating-point dtypes that are not listed, such as float8, it is 0.5. Arrays of integers or booleans have to be
-equal."""
+floating-point dtypes that are not listed, such as float8, it is 0.5. All other arrays have to be equal."""
 
 
 def partition_of(leaf: Any) -> jax.P:

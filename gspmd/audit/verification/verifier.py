@@ -28,8 +28,8 @@ def verify(
 
     For the run on one device, the mesh has the same axes, each of size 1, so that the same equations are valid. The
     largest difference of a floating-point array, divided by the largest absolute value of the array, may be at most the
-    `TOLERANCE` of its dtype. Arrays of integers or booleans have to be equal. If several devices hold copies of an
-    array, every copy is compared.
+    `TOLERANCE` of its dtype. All other arrays have to be equal. If several devices hold copies of an array, every copy
+    is compared.
 
     Args:
         fn: any function of arrays that `jax.jit` accepts.
