@@ -33,7 +33,7 @@ class Past(Protocol):
         """Return the rotary angles of the new tokens for layers of `kind`; `spec` tells how B and L are sharded."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] for the queries of the new tokens (`ModelConfig.query_growth`)."""
+        """Return the factors [B, L, 1, 1] by which the new tokens' queries grow with the position (`query_growth`)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any

@@ -51,7 +51,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configure a transformer, decoder-only or an encoder–decoder; the defaults make a small decoder on bytes.
+    """Configure a transformer, decoder-only or encoder–decoder; the defaults make a small decoder on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,

@@ -157,6 +157,6 @@ class LatentAttention(Attention):
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` that describe scores; the scale is for whole queries."""
+        """Return the arguments of `gspmd.ops.attention` about scores; the scale is for the width of a whole query."""
         scale = self.config.head_size**-0.5 if self.config.attention_scale is None else self.config.attention_scale
         return super().scores(context) | {"scale": scale}

@@ -123,9 +123,9 @@ def loss(
 def _mean_cross_entropy(
     layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
 ) -> jax.Array:
-    """Return the mean cross-entropy of all labels, or, if `total` is given, of the non-negative labels.
+    """Return the mean cross-entropy of all labels.
 
-    With `total`, the sum over the non-negative labels is divided by `total`.
+    If `total` is given, return the sum over the non-negative labels, divided by `total`.
     """
     with part(layout, "output"):
         if total is None:

@@ -107,7 +107,7 @@ def _exponents(config: ModelConfig) -> np.ndarray:
     """Return the exponents [R/2] of dynamic scaling: the turns of pair i are multiplied by growth^exponent[i].
 
     The base is multiplied by growth^(R / (R - 2)). The first pair then keeps its turns, and the turns of the last pair
-    are divided by the growth. `RopeScaling` defines the growth, which depends on the length of the text.
+    are divided by the growth. In the formula of `RopeScaling`, the growth is factor · L / original_length - factor + 1.
     """
     return -np.arange(0, config.rotary, 2) / (config.rotary - 2)
 

@@ -242,7 +242,7 @@ class Transformer(BlockStack):
         return memory_of(self.config, self.layout, self.encoder.output, x), figures
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return the float32 logits [B, L, V] of a residual stream [B, L, E], which is sharded as `stream` returns."""
+        """Return the float32 logits [B, L, V] of a residual stream [B, L, E], whose spec is the result of `stream`."""
         with part(self.layout, "output"):
             return self.output(x, self.embedding)
 

@@ -68,7 +68,7 @@ class Described:
         factors: a mapping from a parameter's path, without "blocks.0.", to the factor by which the parameter's tensor
             is multiplied.
         modules: number of prediction modules after the last layer (see `Family.modules`).
-        remark: a sentence if the tensors contradict config.json; empty if they agree.
+        remark: a sentence if the tensors contradict config.json, or if images are not read; otherwise empty.
     """
 
     family: Family

@@ -43,7 +43,7 @@ class LoadReport:
         file_bytes: size of the checkpoint's files in bytes.
         host_bytes: peak host memory in bytes, not counting the arrays themselves. It is the size of the largest shard.
         seconds: time from the first header to the last array.
-        remark: a sentence if the tensors contradict config.json; empty if they agree.
+        remark: a sentence if the tensors contradict config.json, or if images are not read; otherwise empty.
     """
 
     tensors: int

@@ -74,7 +74,7 @@ class Generated:
 
 
 class Generator:
-    """A generator that continues prompts, or writes a text for each source of an encoder–decoder, on a mesh.
+    """A generator that continues prompts, or writes a text per source of an encoder–decoder, on all devices of a mesh.
 
     Each source is encoded once, before prompts are read. Prompts are read in chunks of fixed length, except for the
     last token of each prompt, which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt

@@ -248,7 +248,7 @@ def _of_sources(layout: Layout) -> list[Spec]:
 
 
 def _activations(layout: Layout) -> list[Spec]:
-    """Return the specs of the activations of embedding and blocks, without `ffn.hidden` if all layers have experts."""
+    """Return the specs of tokens, blocks' activations and logits, without `ffn.hidden` if all layers have experts."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
     written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
     return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]

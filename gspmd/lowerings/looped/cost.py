@@ -240,7 +240,7 @@ class Costs:
         """Return the seconds of a product: the time to multiply, or the time to read the operands if that is longer.
 
         A TPU reads operands ahead while it multiplies earlier operands, and keeps a small accumulator on the chip. On a
-        GPU cuBLAS does not do so, and products take the same time as under `blocking`.
+        GPU cuBLAS does neither, so products take the same time as under `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))

@@ -1,4 +1,4 @@
-"""Primitives that return their operands unchanged, and that are used only for their rules under transformations."""
+"""Primitives that return their operands unchanged, used only for their rules under JAX's transformations."""
 
 from typing import Any
 

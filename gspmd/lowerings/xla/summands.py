@@ -58,7 +58,7 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     """Return a function that adds or drops leading dimensions of size 1 in every device's shard.
 
-    Nothing is sent. A negative number `added` of dimensions is dropped.
+    Nothing is sent. `added` is the number of dimensions that are added; if it is negative, dimensions are dropped.
     """
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
     return lambda x: mapped(body, here, there)(x)  # made at each call, for the mesh in force
@@ -130,7 +130,7 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """Add a first dimension of size 1 to the first operand, which has the only summand over a mesh axis of size 1."""
+    """Add a first dimension of size 1 to the first operand, for the only summand over a mesh axis of size 1."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 

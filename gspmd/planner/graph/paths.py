@@ -8,8 +8,8 @@ arcs, are relaxed only when the other arcs no longer change anything.
 
 Costs are ordered by seconds, then by bytes, then by the number of steps. A cost is a complex number, picoseconds +
 i · (bytes · 2⁶ + steps), because numpy compares complex numbers by the real part and then by the imaginary part. The
-two parts are whole numbers that floats represent exactly, so ties are exact. A step is left out if one of its parts is
-more than a quarter of 2⁵³, and a tensor that needs such a step is refused.
+two parts are whole numbers that floats represent exactly, so ties are exact. A step is left out if a part of its cost
+is more than a quarter of 2⁵³, and a tensor that needs such a step is refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -92,7 +92,7 @@ REMEDIES = {
     "quantization_config": "a quantization of weights that is not supported (mxfp4 and fp8 in blocks of 128 by 128 "
     "are); use a checkpoint whose weights are not quantized"
 }
-"""Remedies for entries whose fault is not solved by a different value."""
+"""Remedies for entries that need more than a different value."""
 
 
 def is_read_packed(value: Any) -> bool:
