@@ -49,7 +49,7 @@ class Context:
     chip: Chip
     explicit: bool
     lowering: str
-    in_shard_map: bool = False  # Whether other mesh axes are manual where the call is made, as in pipeline stages.
+    in_shard_map: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
