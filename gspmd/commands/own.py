@@ -137,6 +137,7 @@ def refuse_named(values: Mapping[str, Any], doing: str) -> None:
     """
     table = values.get("model")
     if name := table.get("class") if isinstance(table, Mapping) else "":
-        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' accept"
+        takers = "'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate'"
         remedy = "Give a model that comes with gspmd."
-        raise ConfigError(doing, [f"its model is {name!r}, a custom model, {takes}. {remedy}"])
+        fact = f"its model {name!r} is a custom model. Only {takers} accept custom models."
+        raise ConfigError(doing, [f"{fact} {remedy}"])

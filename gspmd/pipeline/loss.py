@@ -266,7 +266,8 @@ def _check(
             raise PlanError(
                 f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights must be "
                 f"reduced over these axes, and one is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
-                "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
+                "  Use the same Explicit axes for the weights as in data=, for example with "
+                "gspmd.reshard(w, 'NEF -> NEF reduced-x')."
             )
 
 

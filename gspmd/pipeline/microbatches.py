@@ -36,7 +36,8 @@ def cut_batch(tokens: jax.Array, spec: str | Spec, count: int) -> jax.Array:
     if tokens.shape[0] % (devices * count):
         raise SpecError(
             f"cannot split a batch of {tokens.shape[0]} sequences over {devices} devices ('{spec}') into {count} "
-            f"microbatches.\n  Each device splits its own: use a batch that is a multiple of {devices * count}."
+            "microbatches.\n  Each device splits its own sequences into microbatches, so use a batch that is a "
+            f"multiple of {devices * count}."
         )
     cut = jax.P(None, *spec.partition_spec().partitions)
     return mapped(lambda x: x.reshape(count, -1, *x.shape[1:]), spec.partition_spec(), cut)(tokens)

@@ -346,7 +346,7 @@ def plan_equation(
         if spec.is_open:
             raise PlanError(
                 f"cannot plan '{equation}': '{spec}' leaves a dimension open, so the compiler chooses what is sent.\n"
-                "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
+                "  Name the mesh axes of that dimension, or run the equation with lowering='xla' under Auto axes."
             )
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))

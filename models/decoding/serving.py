@@ -93,8 +93,8 @@ def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
     own, source = (cache_spec(layout, line).without_trivial(mesh) for line in (SELF, CROSS))
     if own.axes_of("B") != source.axes_of("B"):
         raise LayoutError(
-            f"layout '{layout.name}' keeps the rows of texts, '{layout.cache(SELF)}', and those of their sources, "
-            f"'{layout.cache(CROSS)}', on different devices.\n"
+            f"layout '{layout.name}' puts a text and its source on different devices: the cache of texts is "
+            f"'{layout.cache(SELF)}', and the cache of sources '{layout.cache(CROSS)}'.\n"
             '  Shard B alike in [cache] "attention.key" and "cross.key".'
         )
 

@@ -94,7 +94,7 @@ def test_open_dimensions_exist_under_auto_axes_and_xla_only(make_mesh, arrays):
     assert float(result[0, 0]) == 16
     assert planned == (
         f"cannot plan '{equation}': 'BF_?' leaves a dimension open, so the compiler chooses what is sent.\n"
-        "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
+        "  Name the mesh axes of that dimension, or run the equation with lowering='xla' under Auto axes."
     )
 
 

@@ -90,7 +90,7 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
 
     assert refused(config(), microbatches=8) == (
         "cannot split a batch of 8 sequences over 2 devices ('B_xL') into 8 microbatches.\n"
-        "  Each device splits its own: use a batch that is a multiple of 16."
+        "  Each device splits its own sequences into microbatches, so use a batch that is a multiple of 16."
     )
     grouped = config(moe=MoEConfig(experts=8, every=1, groups=4))
     assert "cannot cut a batch with 4 groups of tokens into 2 microbatches." in refused(grouped, microbatches=2)

@@ -171,10 +171,10 @@ def test_refuses_to_be_differentiated(make_mesh):
     q, *rest = _operands(case)
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):
         with pytest.raises(
-            gspmd.PlanError, match="cannot differentiate 'cached attention BLHD, BTKD': a cache is read"
+            gspmd.PlanError, match="cannot differentiate 'cached attention BLHD, BTKD': it reads a cache"
         ):
             jax.grad(lambda q: cached_attention(q, *rest, "BLHD", "BLKD", "BTKD", lengths=case.lengths).sum())(q)
-        with pytest.raises(gspmd.PlanError, match="cannot differentiate 'cache NBTKD, NBLKD': a cache is written"):
+        with pytest.raises(gspmd.PlanError, match="cannot differentiate 'cache NBTKD, NBLKD': it writes a cache"):
             jax.grad(lambda x: write_cache(x[None], rest[0][None], "BTKD", "BLKD", lengths=case.lengths).sum())(rest[2])
 
 

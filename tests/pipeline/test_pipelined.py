@@ -201,7 +201,8 @@ def test_weights_of_pipelines_side_by_side_are_reduced_there(make_mesh):
     assert str(error.value) == (
         "cannot run pipelines side by side along d: weights must be reduced over these axes, "
         "and one is reduced over none.\n"
-        "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
+        "  Use the same Explicit axes for the weights as in data=, for example with "
+        "gspmd.reshard(w, 'NEF -> NEF reduced-x')."
     )
 
 

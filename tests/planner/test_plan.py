@@ -332,7 +332,7 @@ ERRORS = [
         {"equation": "BE_?, EF -> BF"},
         PlanError,
         "cannot plan 'BE_?, EF -> BF': 'BE_?' leaves a dimension open, so the compiler chooses what is sent.\n"
-        "  Name its mesh axes, or run it with lowering='xla' under Auto axes.",
+        "  Name the mesh axes of that dimension, or run the equation with lowering='xla' under Auto axes.",
     ),
     (
         {"sizes": {"B": 8, "E": 15, "F": 2}},

@@ -146,7 +146,7 @@ def test_microbatches_that_do_not_divide_are_one_error(make_mesh):
         Microbatches(3, Spec.parse("B_xL")).split(gspmd.annotate(np.ones((8, 3)), "B_xL"))
     assert str(error.value) == (
         "cannot split a batch of 8 sequences over 2 devices ('B_xL') into 3 microbatches.\n"
-        "  Each device splits its own: use a batch that is a multiple of 6."
+        "  Each device splits its own sequences into microbatches, so use a batch that is a multiple of 6."
     )
 
 

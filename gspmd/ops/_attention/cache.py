@@ -170,7 +170,7 @@ def _forward(form: _CacheWrite, ctx: Context, cache: jax.Array, new: jax.Array, 
 
 def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
     raise PlanError(
-        f"cannot differentiate '{form.name}': a cache is written while decoding, and gradients are not planned for it."
+        f"cannot differentiate '{form.name}': it writes a cache, for decoding, and has no planned gradients."
         "\n  Train without a cache, or use lowering='xla'."
     )
 

@@ -353,7 +353,8 @@ def _read_width(doing: str, width: Any) -> int:
     if size is None or size < 1:
         raise SpecError(
             f"{doing}: value_width is {shown(width)}.\n"
-            "  It is how many leading entries of a key are its value: pass a whole number, 1 or more."
+            "  It is the number of entries at the beginning of each key that are used as its value. Pass a whole "
+            "number, 1 or more."
         )
     return size
 
@@ -483,7 +484,7 @@ def _forward(form: _CachedAttention, ctx: Context, *operands: jax.Array):
 
 def _refuse(form: _CachedAttention, ctx: Context, residuals, g):
     raise PlanError(
-        f"cannot differentiate '{form.name}': a cache is read while decoding, and gradients are not planned for it.\n"
+        f"cannot differentiate '{form.name}': it reads a cache, for decoding, and has no planned gradients.\n"
         "  Train with gspmd.ops.attention, or use lowering='xla'."
     )
 

@@ -96,7 +96,8 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
         near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
         raise LayoutError(
             f"no line of the search is called {key!r}.\n  The nearest are {listed(map(repr, near))}. "
-            "The lines of the layout that was found are all in its file (--out); `gspmd layouts keys` lists every key."
+            "The file written by --out has all lines of the layout that the search found; `gspmd layouts keys` lists "
+            "every key."
         )
     return known[key]
 

@@ -308,12 +308,12 @@ def test_sources_that_do_not_fit_are_said(config, prompts, options, message, alo
 def test_rows_of_texts_and_sources_lie_together(make_mesh):
     layout = Layout.load("weight-stationary-2d").override({"cache.cross.key": "B_yT_xzKD"})
     mesh = make_mesh(layout.mesh_for(8))
-    with pytest.raises(LayoutError, match="keeps the rows of texts, 'B_yzTK_xD', and those of their sources"):
+    with pytest.raises(LayoutError, match="the cache of texts is 'B_yzTK_xD', and the cache of sources"):
         make_batch(TRANSLATOR, layout, None, mesh, None, 4, sources=SOURCES)
 
 
 def test_caches_of_texts_and_sources_have_rows_on_the_same_devices():
     layout = Layout.load("replicated").override({"cache.attention.key": "B_xTKD", "cache.cross.key": "BTKD"})
     check_rows(layout, {"x": 1})  # a mesh axis of size 1 shards nothing
-    with pytest.raises(LayoutError, match="keeps the rows of texts, 'B_xTKD', and those of their sources, 'BTKD', on"):
+    with pytest.raises(LayoutError, match="the cache of texts is 'B_xTKD', and the cache of sources 'BTKD'"):
         check_rows(layout, {"x": 2})
