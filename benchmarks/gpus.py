@@ -227,9 +227,13 @@ def main() -> None:
     names = ["all", GATHERED, *ROWS]
     parser.add_argument("--only", choices=names, metavar="ROW", nargs="+", default=[], help=f"of {', '.join(names)}")
     parser.add_argument("--programs", type=Path, help="keep compiled programs in this folder, and simulate them again")
-    parser.add_argument("--planned", action="store_true", help="renew planned seconds only, which needs no compiling")
+    parser.add_argument(
+        "--planned", action="store_true", help="renew planned seconds only, which needs no compiling; with --only"
+    )
     parser.add_argument("--check", action="store_true", help="only compare the page with the saved figures")
     options = parser.parse_args()
+    if options.planned and (options.programs or not options.only):
+        parser.error("--planned needs --only, and has no use for --programs")
     if options.only:
         host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
         host.start(1, "cpu")  # for JAX itself: the GPUs exist for the compiler only
@@ -293,14 +297,15 @@ def plan_again(name: str) -> None:
     """Save the planned seconds of a row that was compiled before."""
     saved = Kept(RESULTS)
     ran = GATHERED_COMMAND if name == GATHERED else ROWS[name].command
-    before = saved.figures.pop(ran, {})
-    if "step" in before:
-        if name == GATHERED:
-            plan = gspmd.plan(GATHERED, GATHERED_SIZES, {"x": 8}, "float16", "h100", "blocking")
-        else:
-            plan, _ = planned(ROWS[name])
-        before |= {"planned": plan.seconds}
-    saved(ran, lambda: before)
+    if "step" not in saved.figures.get(ran, {}):
+        print(f"{name} has not been compiled, and keeps what is saved.")
+        return
+    before = saved.figures.pop(ran)
+    if name == GATHERED:
+        plan = gspmd.plan(GATHERED, GATHERED_SIZES, {"x": 8}, "float16", "h100", "blocking")
+    else:
+        plan, _ = planned(ROWS[name])
+    saved(ran, lambda: before | {"planned": plan.seconds})
 
 
 def compiled(row: Row, program: Path | None) -> dict[str, Any]:

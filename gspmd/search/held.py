@@ -369,25 +369,18 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     """Return the arrays that only a planned operation holds: moved operands, results to be moved, and summands.
 
     If several products are added up, such as the gradients of an operand of several weights, each but the last is kept
-    in float32. Results that are computed later are left out. Each gradient of several weights is reduced before the
-    next one is computed, so only the largest partial sum counts.
+    in float32. Results that are computed later are left out.
     """
     marks, absent = _marks_in(operation), {prod(value.aval.shape) for value in {*operation.outputs} & {*later}}
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
     found: Counter[HeldArray] = Counter()
-    sums: list[HeldArray] = []
     for move in marks:
         if isinstance(move, UnknownMove) and len(move.before) == 1 and move.shape and prod(move.shape) not in absent:
             # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
             own = move.before[0].partial and prod(move.shape) != prod(operation.outputs[0].aval.shape)
-            before, after = (_placed(move, spec) for spec in (*move.before, move.after))
-            if own:
-                sums.append(before)
-            elif replace(before, move=None) not in given:
-                found[before] += 1
-            if replace(after, move=None) not in made:
-                found[after] += 1
-    found.update(sorted(sums, key=_rank)[-1:])
+            ends = (*move.before, set() if own else given), (move.after, made)
+            every = ((_placed(move, spec), outside) for spec, outside in ends)
+            found.update(array for array, outside in every if replace(array, move=None) not in outside)
     summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
     for (spec, sizes), count in summed.items():
         size = prod(dict(sizes)[dim] for dim in spec.dims)
@@ -504,12 +497,12 @@ def _adds(operation: Operation) -> bool:
 
 
 def _move_of(operation: Operation) -> UnknownMove | None:
-    """Return the move of a planned operation that does nothing but move a tensor."""
+    """Return the move of a planned operation that does nothing but move a tensor; None if it also transposes it."""
     marks = _marks_in(operation) if program_of(operation.equation) is not None else []
     if not len(marks) == len(operation.inputs) == len(operation.outputs) == 1:
         return None
     (mark,) = marks
-    if not isinstance(mark, UnknownMove) or len(mark.before) > 1:
+    if not isinstance(mark, UnknownMove) or len(mark.before) > 1 or mark.before[0].dims != mark.after.dims:
         return None
     # A sum, such as the square of a norm, has a larger operand.
     sizes = {prod(value.aval.shape) for value in (*operation.inputs, *operation.outputs)}

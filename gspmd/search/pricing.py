@@ -46,7 +46,7 @@ LARGEST = 20_000_000
 MOST_PLANNED = 200_000
 """The largest number of placements for which one step is planned: a plan takes about a millisecond."""
 
-_MESHES = 2
+_MESHES = 3
 """Number of meshes, with their choices, whose tables are kept for further programs, such as a different choice of
 remat."""
 

@@ -21,7 +21,6 @@ ASSIGNED = {
     "llama-2-zero-3": 5_313_182_560,
     "llama-2-megatron-dots": 20_890_461_568,
     "mixtral-experts": 12_726_178_304,
-    "mixtral-zero-3": 9_678_616_608,
 }
 """Bytes of arguments, results and temporaries of steps in benchmarks/memory.py, from the compiler's dumps."""
 FAST = ("llama-zero-3", "short-megatron", "short-stationary-2d")

@@ -166,7 +166,7 @@ class _Known:
         if isinstance(checked, _Refused):
             return checked
         space = *(tuple(each.items()) for each in (case.mesh, case.sizes)), case.microbatches > 1
-        key = layout.name, checked.chosen, names, *space
+        key = layout, checked.chosen, names, *space
         if key not in self._asked:
             try:
                 self._asked[key] = _without(of, checked, dict(zip(names, case.mesh)))
@@ -176,7 +176,7 @@ class _Known:
 
     def _layout(self, layout: Layout, own: Mapping[str, int], sizes: Mapping[str, int]) -> Layout | _Refused:
         """Return the layout on a mesh of its own axes, or the reason why it cannot be used there."""
-        key = layout.name, tuple(own.items()), tuple(sizes.items())
+        key = layout, tuple(own.items()), tuple(sizes.items())
         if key not in self._checked:
             try:
                 self._checked[key] = layout.resolved(sizes, own).check(sizes, own)
