@@ -22,7 +22,10 @@ _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neith
 
 
 class NotationError(ValueError):
-    """An error about notation; `.faults` holds every fault, including those that the message only counts."""
+    """An error about notation.
+
+    The attribute `faults` has every fault, including the faults that the message counts but does not list.
+    """
 
     def __init__(self, message: str, faults: Iterable["Fault"] = ()):
         super().__init__(message)
@@ -60,7 +63,7 @@ _Error = TypeVar("_Error", bound=NotationError)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
+    """One fault: the notation, its wrong span, the fact, and the remedy. Fact and remedy are whole sentences.
 
     Faults of several tensors may have the same cause. A caller may report faults with the same nonempty `cause`
     together.

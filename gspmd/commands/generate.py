@@ -197,7 +197,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Continue the prompts with a run's custom model or, with --explain, print the bytes that a step sends and holds."""
+    """Continue prompts with a run's custom model or, with --explain, print the bytes that a step sends and holds."""
     tokenizer = tokenizer_of(folder)
     subject = own.subject(run)
     refuse_for_own(settings, subject)
