@@ -122,7 +122,10 @@ def _contexts() -> Iterator[Row]:
 
 
 def _table(page: str, after: str) -> Iterator[Mapping[str, str]]:
-    """Yield the rows of the first table after a line, as mappings by column; if columns share a name, the first is used."""
+    """Yield the rows of the first table after a line, as mappings by column.
+
+    If columns share a name, the first of these columns is used.
+    """
     lines = (DOCS / page).read_text().partition(after)[2].splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("|"))
     names = _cells(lines[begin])

@@ -131,7 +131,10 @@ def efficiency(overhead: float, matrix: float, read: float, write: float) -> Eff
 
 
 def errors(rows: Sequence[dict], launch: float, card: Chip, fitted: Efficiency) -> list[float]:
-    """Return the logarithm of modelled over measured seconds of each product; a trip runs two products and a counter."""
+    """Return the logarithm of modelled over measured seconds of each product.
+
+    A trip of the measured loop runs two products and a counter.
+    """
     found = []
     for row in part(rows, "products"):
         sizes = (row["groups"], row["m"], row["k"], row["n"])

@@ -102,7 +102,7 @@ def model_of(layout: Layout, options: argparse.Namespace) -> tuple[models.ModelC
 def on_host(
     layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
 ) -> tuple[ProgramPlan, Ledger]:
-    """Return the plan of a step with lowering `blocking`, and the ledger of the step compiled in the chosen lowering."""
+    """Return the plan of a step with lowering `blocking`, and the ledger of the step in the chosen lowering."""
     sizes = mesh_of(layout, 8, options)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):

@@ -131,7 +131,10 @@ def planned(settings: command.CompileSettings) -> dict[str, Any]:
 
 
 def largest(question: MeshProblem, answer: Answer) -> list[tuple[float, str]]:
-    """Return the arrays that the plan counts, largest first: their bytes on one device, and the lines that shard them."""
+    """Return the arrays that the plan counts, largest first.
+
+    Each has its bytes on one device, and the lines that shard it.
+    """
     picks, found = [answer.picks[option.name] for option in question.prices.choices], []
     for where, arrays in (("argument", question.stored), ("other", question.others)):
         for array, count in arrays.items():
