@@ -114,12 +114,12 @@ def narayanan(
     """Return a row of table 1 of Narayanan et al. 2021.
 
     Args:
-        published: TFLOP/s of a GPU.
+        published: TFLOP/s of one GPU.
         sizes: layers, hidden size and heads.
         data, tensor, stages: the degrees of parallelism.
         batch: sequences of a step.
         micro: sequences of a microbatch.
-        rounds: chunks of layers of a stage.
+        rounds: number of chunks of layers on each stage.
     """
     microbatches = batch // (data * micro)
     if stages == 1:
@@ -142,7 +142,7 @@ def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batc
         sizes: layers, hidden size and heads.
         stages: number of pipeline stages; each has 8 tensor-parallel devices.
         batch: sequences of a step; each is a microbatch if there are stages.
-        rounds: chunks of layers of a stage.
+        rounds: number of chunks of layers on each stage.
         full: whether every layer is computed again in the backward pass. If false, the row is the table's "present
             work", with sequence parallelism and selective recomputation.
     """

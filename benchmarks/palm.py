@@ -117,7 +117,7 @@ def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
 
 
 def context(name: str, layout: str, batch: int) -> dict[str, Any]:
-    """Return the longest context, from the bytes of the cache among the arguments of compiled decode steps.
+    """Return the longest context, computed from the bytes of the caches that are arguments of compiled decode steps.
 
     The bytes of one position come from the difference between two programs; T is padded to whole tiles of 8 positions.
     """
@@ -152,7 +152,7 @@ def palm() -> ModelConfig:
 
 
 def layout_named(name: str, several_keys: bool = False) -> Layout:
-    """Return the layout with this name among those that the planner chooses from."""
+    """Return the layout with this name among the layouts from which the planner chooses."""
     return next(each for each in serving_layouts(several_keys=several_keys) if each.name == name)
 
 

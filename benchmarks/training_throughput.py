@@ -99,7 +99,10 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(name: str, load: Load) -> Row:
-    """Compile a preset's step in both lowerings, and time the programs in turns, so that other load affects both alike."""
+    """Compile a preset's step in both lowerings, and time the two programs in turns.
+
+    Other load on the machine then affects both programs alike.
+    """
     layout = Layout.load(name)
     mesh = jax.make_mesh(tuple(layout.mesh_for(8).values()), tuple(layout.mesh_for(8)))
     with jax.set_mesh(mesh):

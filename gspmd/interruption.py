@@ -100,8 +100,9 @@ def is_left_working() -> bool:
 def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
     """Call a compiler; in the process of a command, signals are handled during the call, as by `interruptibly`.
 
-    Any other process handles a signal only after the compiler has returned, as JAX does. A program or a notebook
-    continues after Ctrl-C: it could exit, or call the compiler again, while the first call is still running.
+    Any other process handles a signal only after the compiler has returned, as JAX does. The reason is that a program
+    or a notebook continues after Ctrl-C. It could then exit, or call the compiler again, while the first call is still
+    running.
     """
     return interruptibly(compile, *args, **more) if _in_command else compile(*args, **more)
 
@@ -109,8 +110,8 @@ def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
 def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
     """Call a function that spends a long time in C code; it runs in a thread, so that signals are handled meanwhile.
 
-    Python handles signals in the main thread, between two instructions of Python code. After an interrupt the function
-    continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of
+    Python handles signals in the main thread, between two instructions of Python code. After an interrupt the called
+    function continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of
     `jax.log_compiles()`, do not apply inside the function.
     """
     from threading import Event, Thread, current_thread, main_thread, stack_size

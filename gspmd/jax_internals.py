@@ -171,7 +171,7 @@ def assume_cudnn(version: int) -> None:
     JAX asks the library for its version. If there is no library, JAX gets `version` as the answer from now on.
 
     Args:
-        version: a version as cuDNN numbers them: 90800 is 9.8.0.
+        version: a version in cuDNN's numbering, in which 90800 is 9.8.0.
     """
     ask = fused_attention_stablehlo.check_cudnn_version
 

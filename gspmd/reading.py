@@ -284,8 +284,8 @@ def new_folder_fault(path: Path) -> str:
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it, or return None for any other text.
 
-    `int` by itself also accepts underscores and digits of other scripts, and raises an error about Python's settings
-    for 5,000 digits; `str.isdigit` is true for `²`, which `int` does not accept.
+    `int` by itself also accepts underscores and digits of other scripts, and for 5,000 digits it raises an error about
+    Python's settings. `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:
         >>> [whole_number(text) for text in ("8", " 8 ", "-8", "²", "٣", "1_000", "9" * 5000)]

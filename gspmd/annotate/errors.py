@@ -51,7 +51,7 @@ class PlanError(NotationError):
 
 
 class LayoutError(NotationError):
-    """A table of specs that is wrong in itself, or does not fit a model or a mesh."""
+    """A table of specs that has faults of its own, or that does not fit a model or a mesh."""
 
 
 for _kind in (SpecError, PlanError, LayoutError):
@@ -83,7 +83,7 @@ class Fault:
 
 
 def report(kind: type[_Error], doing: str, faults: Iterable[Fault]) -> _Error:
-    """Return the error that lists every fault; the caller raises it, `from None`."""
+    """Return the error that lists every fault; the caller raises this error with `from None`."""
     from gspmd.annotate.diagnosis.message import message
 
     faults = tuple(faults)

@@ -1,4 +1,4 @@
-"""The annotation calls of GShard and of GSPMD, written on `annotate`. Messages call the dimensions A, B, C, ….
+"""The annotation calls of GShard and of GSPMD, implemented by `annotate`. Messages call the dimensions A, B, C, ….
 
 GShard numbers the devices, and GSPMD arranges their numbers as a mesh. Here the mesh of `jax.set_mesh` has named axes,
 and device number i is the i-th device of this mesh, with the last axis fastest.

@@ -145,7 +145,7 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the sampling settings: those of the flags, and for the others the settings in generation_config.json.
+    """Return the sampling settings; those that no flag gives come from generation_config.json.
 
     The settings that come from the file are printed.
 
@@ -413,7 +413,7 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order; each is printed while it is generated, once the text before it has ended.
+    """Print the texts in order; each text is printed while it is generated, once the text before it has ended.
 
     Args:
         console: the console for messages that are not part of a text.

@@ -102,9 +102,9 @@ def check(console: Console, settings: RunSettings) -> Checked:
     """Check settings, layouts, sizes, memory and programs before anything is compiled.
 
     Slower checks come later. First the settings are checked. Once the devices are started, the sizes under each layout
-    are checked, and last the traced programs. If a run changes its layout, all its layouts are checked here, not hours
-    later when they come into force. The header is printed between the checks. With --explain, memory and programs are
-    not checked, because the explanation shows why they do not fit.
+    are checked, and last the traced programs. If a run changes its layout, all its layouts are checked here, and not
+    hours later when the run changes to them. The header is printed between the checks. With --explain, memory and
+    programs are not checked, because the explanation shows why they do not fit.
 
     Raises:
         ConfigError, LayoutError, PlanError, SpecError, HostError: a check has failed; the message says which.
