@@ -473,7 +473,7 @@ def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array of equal small numbers, with the shape, dtype and sharding of an abstract array.
 
     Products of equal numbers draw less power than products of real weights. So a step that is bound by products may be
-    somewhat faster here than in use. Decode steps are bound by memory and are not affected.
+    somewhat faster here than in use. Decode steps are bound by memory instead.
     """
     return jax.jit(lambda: jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.01, x.dtype),
                    out_shardings=x.sharding)()  # fmt: skip

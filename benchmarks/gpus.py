@@ -100,7 +100,7 @@ def megatron_flops(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def gpt(layers: int, embed: int, heads: int) -> str:
-    """Return the flags of a Megatron model, which is GPT-3 with all of its biases in other sizes."""
+    """Return the flags of a Megatron model, which is GPT-3 in other sizes, with all of its biases."""
     return (
         f"--config gpt-3 --model.layers {layers} --model.embed {embed} --model.heads {heads} --model.kv-heads {heads} "
         f"--model.head-size {embed // heads} --model.feed-forward {4 * embed}"

@@ -5,10 +5,10 @@
     python benchmarks/moe_curves.py --out curves --plot docs/images/moe_curves.png --only-draw
 
 Every run is `scripts/train_moe.py` with the default config on one device, since losses do not depend on the layout. A
-finished run is read from its folder; an interrupted one is resumed. FLOPs per token are equal for two reasons. A token
-in a top-1 mixture uses as many weights as in the dense model. A token in a top-2 mixture uses as many weights as in a
-dense model with layers 1.5 F wide, because every other layer is a mixture and uses 2 F. The routers add a quarter of a
-percent.
+finished run is read from its folder; an interrupted one is resumed. The compared models have equal FLOPs per token. A
+token in a top-1 mixture uses as many weights as in the dense model. A token in a top-2 mixture uses as many weights as
+in a dense model with layers 1.5 F wide, because every other layer is a mixture and uses 2 F. The routers add a quarter
+of a percent.
 """
 
 import argparse

@@ -97,7 +97,7 @@ def share_devices(processes: int) -> None:
 
 
 def start(devices: int | None = None, platform: str | None = None, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend, and return the devices of all processes that the program should use.
+    """Start the backend, and return the devices to use, which are those of all processes.
 
     On an accelerator, `devices` defaults to all devices. On the CPU, `devices` defaults to `host_devices` fake devices.
 
@@ -260,9 +260,9 @@ def quiet_libtpu() -> None:
 
 
 def skip_check_of_cuda() -> None:
-    """On a machine without NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
+    """On a machine without an NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
 
-    Otherwise the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
+    If it is not told, the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
     """
     import sys
 

@@ -41,7 +41,9 @@ def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
 @overload
 def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
-    """Return sizes by dimension, or a shape, as Python integers, because numpy's overflow when bytes are counted.
+    """Return sizes by dimension, or a shape, as Python integers.
+
+    Integers of numpy would overflow when bytes are counted.
 
     A value that is not a whole number is returned unchanged, and no spec fits it.
 

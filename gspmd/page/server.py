@@ -32,7 +32,7 @@ SHORT = "gspmd.page.tasks:Tasks"
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 _ENDING = "gspmd page has been ended in its terminal. Start it again, and ask once more."
-"""The answer of a task that answers part by part if the server is about to end."""
+"""The answer that a task of `TOLD` gives if the server is about to end."""
 
 
 def application(

@@ -89,8 +89,8 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
             """Return whether a record is for the user.
 
             Records about answers that are pending when the page ends are not for the user, because these answers are
-            canceled on purpose. Neither are records about WebSockets, because the page uses none: only a stranger asks
-            for one.
+            canceled on purpose. The same holds for records about WebSockets. The page uses no WebSocket, so only a
+            stranger asks for one.
             """
             about = record.getMessage()
             return not (server.should_exit or "upgrade request" in about or "WebSocket" in about)

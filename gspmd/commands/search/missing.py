@@ -1,4 +1,4 @@
-"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a slice that is enough."""
+"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a larger slice."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

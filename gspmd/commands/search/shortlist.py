@@ -86,7 +86,7 @@ def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
 
 
 def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
-    """Return the layouts with the seconds that their loops hide, if loops are of any use in this phase."""
+    """Return the layouts with the seconds that their loops hide; in a phase without loops, return them unchanged."""
     looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
     return [*with_loops(settings, listed)] if looped else [*listed]
 

@@ -123,7 +123,10 @@ def outside(presets: Iterable[Placed]) -> list[str]:
 
 
 def reasons(asked: Why) -> list[Sheet]:
-    """Return two tables: the cost of giving a line another spec, by term, and the other lines that would change."""
+    """Return a table of the cost of giving a line another spec, by term, and a table of other lines that would change.
+
+    The second table is left out if no other line would change.
+    """
     ours, theirs = asked.best.seconds, asked.answer.seconds
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"

@@ -131,7 +131,7 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the command that uses the layout in the way for which it was found."""
+    """Return the command that trains or serves with the layout, under the settings for which it was found."""
     if settings.phase == "train":
         return _train(settings, argv, settings.out, best.named, best.remat, best.microbatches)
     stored = [
