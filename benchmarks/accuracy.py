@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py            # print the tables
     python benchmarks/accuracy.py --write    # and write them into the page
 
-Nothing is compiled here: docs/palm.md, docs/mfu.md and docs/gpus.md have tables that benchmarks of their own renew, and
-this script reads the figures from there, so that no figure is written twice by hand.
+Nothing is compiled here. docs/palm.md, docs/mfu.md and docs/gpus.md have tables that other benchmarks renew. This
+script reads the figures from these tables, so that no figure is written twice by hand.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MARKS = {
     name: (f"<!-- {name}: python benchmarks/accuracy.py -->", f"<!-- end of {name} -->") for name in ("kinds", "rows")
 }
 NEAR = 0.15
-"""The distance from 1 up to which a prediction counts as near."""
+"""A prediction counts as near if its ratio differs from 1 by at most this number."""
 
 
 class Row(NamedTuple):
@@ -32,8 +32,8 @@ class Row(NamedTuple):
         name: the model, or the program.
         machine: the number and the kind of chips.
         published, predicted: the two figures, as the page shows them.
-        ratio: predicted seconds over published ones; for memory predicted tokens over published ones.
-        page: the page, with the anchor of the table.
+        ratio: predicted seconds over published seconds; for memory, predicted tokens over published tokens.
+        page: the page that has the table, with the anchor of the table.
     """
 
     kind: str
@@ -122,7 +122,10 @@ def _contexts() -> Iterator[Row]:
 
 
 def _table(page: str, after: str) -> Iterator[Mapping[str, str]]:
-    """Yield the rows of the first table after a line, by column; if columns share a name, the first counts."""
+    """Yield the rows of the first table after a line, as mappings by column.
+
+    If columns share a name, the first of these columns is used.
+    """
     lines = (DOCS / page).read_text().partition(after)[2].splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("|"))
     names = _cells(lines[begin])
@@ -141,7 +144,7 @@ def _number(text: str) -> float:
 
 
 def kinds(found: list[Row]) -> Iterator[str]:
-    """Yield the lines of the table of kinds: how many rows, the median and the range of their ratios."""
+    """Yield the lines of the table of kinds: the number of rows, and the median and the range of their ratios."""
     yield "| kind | rows | median | lowest | highest | within 15% |"
     yield "|:--|--:|--:|--:|--:|--:|"
     for kind in dict.fromkeys(row.kind for row in found):

@@ -5,13 +5,13 @@
 Alpa (Zheng et al. 2022, arXiv 2201.12023) trains GPT and GShard MoE models on 1 to 64 V100 of p3.16xlarge nodes. Its
 repository has the plan that it found for each model (benchmark/alpa/suite_auto_gpt.py and suite_auto_moe.py): the
 stages, the mesh of each stage, the axes that split the batch, and the microbatches. It does not say how the tensors of
-a stage are sharded; here the search chooses the best sharding on that mesh. Both plans have AdamW's state in float32,
-and may recompute blocks in the backward pass (a pipeline's stage is always recomputed from its input). Both are priced
-with the embedding on the first stage and the output on the last, as Alpa runs them; `gspmd.pipeline` has both on every
-stage.
+a stage are sharded; here the search chooses the best sharding on that mesh. Alpa's plan and ours have AdamW's state in
+float32, and may recompute blocks in the backward pass (a pipeline's stage is always recomputed from its input). Both
+plans are priced with the embedding on the first stage and the output on the last stage, as Alpa runs them;
+`gspmd.pipeline` has embedding and output on every stage.
 
-Differs: no biases; groups of experts are single sequences, where Alpa's are two; NVLink's hybrid cube counts as a
-switch.
+Differs: there are no biases; a token group of experts is one sequence, where Alpa's groups are two sequences; NVLink's
+    hybrid cube counts as a switch.
 """
 
 import argparse
@@ -37,7 +37,7 @@ V100 = Chip(
     link_bandwidth=25e9, links=6, torus=0, wrap_multiple=1, hop_seconds=3e-6, clock=1.53e9,
     node_devices=8, network_bandwidth=25e9 / 8 / 8, network_seconds=2e-5,
 )  # fmt: skip
-"""NVIDIA's data sheet of the SXM2 module with 16 GB, in float16; a p3.16xlarge shares 25 Gbit/s among its 8 GPUs."""
+"""From NVIDIA's data sheet of the SXM2 module with 16 GB, in float16; 8 GPUs of a p3.16xlarge share 25 Gbit/s."""
 BATCH, LENGTH = 1024, 1024
 MICROBATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MARKS = "<!-- alpa: python benchmarks/alpa.py -->", "<!-- end of alpa -->"
@@ -52,7 +52,7 @@ def gpt(embed: int, layers: int, heads: int) -> ModelConfig:
 
 
 def moe(embed: int, layers: int, experts: int) -> ModelConfig:
-    """Return a GShard MoE of the same table, with experts in every second layer."""
+    """Return a GShard MoE of Alpa's table 5, with experts in every second layer."""
     return ModelConfig(
         vocabulary=32_000, embed=embed, layers=layers, heads=16, kv_heads=16, head_size=embed // 16,
         feed_forward=8 * embed, activation="gelu", norm="layer", tied=True,
@@ -67,8 +67,8 @@ class Plan:
     Attributes:
         stages: number of stages.
         microbatches: number of microbatches.
-        batch: number of devices of a stage along the mesh axis over which Alpa had to split the batch.
-        other: number of devices of a stage along the other mesh axis, over which Alpa could shard anything.
+        batch: number of devices of a stage along the mesh axis over which Alpa was required to split the batch.
+        other: number of devices of a stage along the second mesh axis, over which Alpa could shard any dimension.
     """
 
     stages: int
@@ -96,7 +96,7 @@ CASES = {
     "MoE 27B": (moe(2048, 16, 48), Plan(8, 128, 1, 4)),
     "MoE 70B": (moe(2048, 32, 64), Plan(8, 64, 1, 8)),
 }
-"""Alpa's plans. GPT 2.6B is left out, because its stages of 8, 8 and 16 layers are not equal."""
+"""Alpa's plans. GPT 2.6B is left out, because its stages of 8, 8 and 16 layers are unequal."""
 
 
 def main() -> None:
@@ -142,14 +142,17 @@ def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step with embedding and output on the first and last stage only; `here`, with both on all stages."""
+    """Seconds of a step with the embedding only on the first stage and the output only on the last stage.
+
+    `here` has the seconds with embedding and output on all stages.
+    """
 
     seconds: float
     here: float
 
 
 def priced(config: ModelConfig, plan: Plan) -> Price | None:
-    """Return the seconds of a plan with the best specs and choice of remat; None if nothing fits."""
+    """Return the seconds of a plan with the best specs and the best choice of remat; None if no layout fits."""
     found = [_priced(replace(config, remat=remat), plan) for remat in ("none", "full")]
     return min(filter(None, found), key=lambda price: price.seconds, default=None)
 

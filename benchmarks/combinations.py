@@ -4,8 +4,8 @@
     python benchmarks/combinations.py --only "data × context"          # the rows of one combination
     python benchmarks/combinations.py --write docs/combinations.md     # regenerates the page's tables
 
-A row is green if the losses of 50 steps agree with those of one device to 1e-4 in float32, and if the compiled step
-sends what was planned, to the byte. A row that a layout refuses shows the reason.
+A row is green if the losses of 50 steps agree with the losses on one device to 1e-4 in float32, and if the compiled
+step sends exactly the planned bytes. A row that a layout refuses shows the reason.
 """
 
 import argparse
@@ -61,15 +61,15 @@ class Row:
     """One combination.
 
     Attributes:
-        parts: the kinds of parallelism that it combines, `"data × context"`.
+        parts: the kinds of parallelism that the row combines, such as `"data × context"`.
         layout: name of the preset.
         mesh: sizes of the mesh axes, without those of size 1.
         change: specs that differ from the preset's, by key.
         lowering: lowering of every part of the model.
         length: tokens per sequence.
         config: the model; None for the default model, which has experts if `parts` names them.
-        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and either all layers have experts or
-            none.
+        pipeline: the pipeline, or None. With a pipeline, the layout has `pipeline.layers` N_p, and either all layers
+            have experts or no layer has.
         reason: part of the message with which the layout refuses the row; empty if it trains.
     """
 
@@ -174,9 +174,9 @@ class Outcome:
     """The outcome of a row.
 
     Attributes:
-        difference: the largest relative difference between a loss and one device's.
+        difference: the largest relative difference between a loss and the loss on one device.
         sent: bytes that one device sends in a compiled step.
-        as_planned: whether these bytes equal the planned ones, by kind and mesh axes.
+        as_planned: whether the sent bytes equal the planned bytes for each kind of collective and its mesh axes.
         fell: the decrease of the loss, in nats.
         refused: the message with which the layout refuses the row; empty if it trains.
     """
@@ -189,12 +189,12 @@ class Outcome:
 
     @property
     def is_green(self) -> bool:
-        """Whether the losses agree with one device's, and the ledger with the plan."""
+        """Whether the losses agree with the losses on one device, and the ledger agrees with the plan."""
         return not self.refused and self.difference <= TOLERANCE and self.as_planned
 
 
 def outcome(row: Row) -> Outcome:
-    """Train a row on its mesh and on one device, and compare the two."""
+    """Train a row on its mesh and on one device, and compare the two runs."""
     try:
         layout, settings = row.table, row.pipeline.settings if row.pipeline else {}
         mesh = layout.complete_mesh(row.mesh)
@@ -213,7 +213,7 @@ def outcome(row: Row) -> Outcome:
 
 @cache
 def alone(config: models.ModelConfig, length: int) -> np.ndarray:
-    """Return the losses of one device."""
+    """Return the losses of the training on one device."""
     return train(config, Layout.load("replicated"), {"x": 1}, length)[0]
 
 
@@ -244,7 +244,7 @@ def train(
 
 
 def placed_key(mesh: jax.sharding.Mesh) -> jax.Array:
-    """Return the key of the routers, replicated on all devices."""
+    """Return the random key of the routers, replicated on all devices."""
     return jax.device_put(jax.random.key(1), jax.NamedSharding(mesh, jax.P()))
 
 

@@ -3,8 +3,8 @@
     python benchmarks/decode_by_hand.py           # the four rows of Pope et al. 2022, table 2, compiled for 64 TPU v4
     python benchmarks/decode_by_hand.py --row decode-64-int8 --hlo decode.hlo
 
-Only the measurement at the end uses gspmd. The model has a parallel block (one norm, one gather of its input, one
-reduction of its output), multiquery attention, SwiGLU, rotary positions and a scan over layers; its weights are
+Only the measurement at the end uses gspmd. The model has a parallel block (one norm, one gather of the block's input,
+one reduction of its output), multiquery attention, SwiGLU, rotary positions and a scan over layers. The weights are
 bfloat16, or int8 with a float32 scale for each column of a result. In notation:
 
     decode                  weights E_xF_yz, H_yzDE_x; residual BE_xyz; attention and cache over the batch, B_xyz
@@ -54,7 +54,7 @@ ROWS = {
     "prefill-512": ("gathered", Sizes(batch=512), 85.2),
     "decode-512": ("decode", Sizes(batch=512), 6.0),
 }
-"""Table 2: program, sizes, and measured seconds for the prompt's 2048 tokens or for 64 decode steps."""
+"""Rows of table 2: program, sizes, and measured seconds for the prompt's 2048 tokens or for 64 decode steps."""
 STEPS = 64
 
 
@@ -64,7 +64,10 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduce-scatter along a dimension, moved to the front first; otherwise the TPU compiler emits an all-reduce."""
+    """Reduce-scatter along a dimension, which is first moved to the front.
+
+    Without this move the TPU compiler emits an all-reduce.
+    """
     x = jnp.moveaxis(x, dim, 0)
     pieces = x.reshape(lax.axis_size(axes), -1, *x.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axes, scatter_dimension=0), 0, dim)
@@ -76,14 +79,17 @@ def exchange(x: jax.Array, axes: tuple[str, ...], split: int, joined: int) -> ja
 
 
 def product(equation: str, x: jax.Array, weight: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-    """Compute an einsum with a weight; an int8 weight is cast on the fly, and its scales multiply the result."""
+    """Compute an einsum with a weight.
+
+    An int8 weight is cast when it is read, and its scales multiply the result.
+    """
     values, scales = weight
     y = jnp.einsum(equation, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y if scales is None else y * scales).astype(x.dtype)
 
 
 def norm(x: jax.Array, scale: jax.Array, size: int) -> jax.Array:
-    """Compute the RMS norm of [..., E_xyz], or of [..., E] if the scale is whole."""
+    """Compute the RMS norm of [..., E_xyz], or of [..., E] if the scale is unsharded."""
     wide = x.astype(jnp.float32)
     total = jnp.sum(wide * wide, axis=-1, keepdims=True)
     total = total if x.shape[-1] == size else lax.psum(total, XYZ)
@@ -100,7 +106,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, old_k: jax.Array, old_v: jax.Array, lengths: jax.Array):
-    """Attend with a query [B, 1, H, D] to its own key and value [B, 1, D] and the cache [B, T, D] before `lengths`."""
+    """Attend with a query [B, 1, H, D] to its key and value [B, 1, D], and to the cache [B, T, D] before `lengths`."""
     q = q * q.shape[-1] ** -0.5
     own = jnp.einsum("blhd,bld->bhl", q, k, preferred_element_type=jnp.float32)
     old = jnp.einsum("blhd,btd->bht", q, old_k, preferred_element_type=jnp.float32)
@@ -201,7 +207,7 @@ def prefill(sizes: Sizes, gathered: bool) -> Callable[..., Any]:
 
 
 def embed(table: jax.Array, tokens: jax.Array, rows: bool = False) -> jax.Array:
-    """Look tokens [B, L] up in a table [V_xyz, E]; return [B, L, E_xyz], or [B_xyz, L, E] if `rows`."""
+    """Look tokens [B, L] up in a table [V_xyz, E]; return [B, L, E_xyz] or, if `rows` is true, [B_xyz, L, E]."""
     ids = tokens - lax.axis_index(XYZ) * table.shape[0]
     found = jnp.where(((ids >= 0) & (ids < table.shape[0]))[..., None], table[ids], 0)
     return scatter(scatter(found, X, 0 if rows else 2), YZ, 0 if rows else 2)

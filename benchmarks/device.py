@@ -4,9 +4,9 @@
     python benchmarks/device.py --small --parts agreement        # on any machine, to see that it runs
 
 There is one device, so every mesh axis has size 1, and only computation is measured, not communication. Times are
-medians of repetitions inside one compiled loop whose trips depend on each other, so they include neither the host nor
-program launches; launches have their own row. A part that fails becomes a row that says so. The folder gets table.md,
-and results.json with every measurement, to which benchmarks/gpu.py fits the model of a card.
+medians of repetitions inside one compiled loop whose trips depend on each other. So the times include neither the host
+nor program launches; launches have a row of their own. A part that fails becomes a row that says so. The folder gets
+table.md, and results.json with every measurement. benchmarks/gpu.py fits the model of a card to these measurements.
 """
 
 import argparse
@@ -91,13 +91,13 @@ DECODED = {
 
 
 def mesh(device: jax.Device | None = None) -> jax.sharding.Mesh:
-    """Return one device, the first if none is given, with the three mesh axes of the layouts."""
+    """Return a mesh of one device with the three mesh axes of the layouts; by default this is the first device."""
     axes, one = (AxisType.Explicit,) * 3, [device or jax.devices()[0]]
     return jax.make_mesh((1, 1, 1), ("x", "y", "z"), axis_types=axes, devices=one)
 
 
 def microseconds(run: Callable, x: Any, trips: int, *beside: Any, rounds: int = 5) -> tuple[float, float]:
-    """Return the median microseconds of one trip of `x = run(x, *beside)`, and the spread of rounds as a fraction."""
+    """Return the median microseconds of one trip of `x = run(x, *beside)`, and the spread over rounds as a fraction."""
     looped = jax.jit(lambda x, *beside: lax.fori_loop(0, trips, lambda _, x: run(x, *beside), x))
     jax.block_until_ready(looped(x, *beside))
     took = []
@@ -109,7 +109,7 @@ def microseconds(run: Callable, x: Any, trips: int, *beside: Any, rounds: int = 
 
 
 def error(found: Any, wanted: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest expected number."""
+    """Return the largest difference between found and wanted numbers, relative to the largest wanted number."""
     return float(np.max(np.abs(np.asarray(found, np.float64) - wanted)) / np.max(np.abs(wanted)))
 
 
@@ -190,7 +190,7 @@ def _vectors_agree(rng: np.random.Generator, dtype: str) -> Iterator[Row]:
 
 
 def _experts_agree(rng: np.random.Generator) -> Iterator[Row]:
-    """Compare the expert layer on the card with the host, in float32, so that both route tokens alike."""
+    """Compare the expert layer on the card and on the host, in float32, so that both devices route tokens alike."""
     layout = Layout.load("gshard").section("moe")
     for router in ROUTERS:
         for dispatch in ("sort", "onehot", "dropless"):
@@ -247,7 +247,7 @@ def _losses(config: ModelConfig, device: jax.Device, steps: int) -> list[float]:
 
 
 def products(small: bool) -> Iterator[Row]:
-    """Time products in bfloat16, accumulated in float32: square, thin and batched ones."""
+    """Time products in bfloat16, accumulated in float32: square, thin and batched products."""
     shapes = [(1, n, n, n) for n in ((256, 512) if small else (512, 1024, 2048, 4096, 8192, 16384))]
     if not small:
         shapes += [(1, m, k, n) for k, n in ((4096, 4096), (4096, 16384), (16384, 4096), (8192, 28672))
@@ -273,7 +273,7 @@ def products(small: bool) -> Iterator[Row]:
 
 
 def kernels(small: bool) -> Iterator[Row]:
-    """Time kernels by the bytes that they read and write, and program launches."""
+    """Time kernels, with the bytes that they read and write, and program launches."""
     for power in (10, 14) if small else (10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30):
         x = jnp.ones(2**power // 4, jnp.float32)
         trips = max(4, min(2000, 2**33 // 2**power))
@@ -308,7 +308,10 @@ def kernels(small: bool) -> Iterator[Row]:
 
 
 def causal_flops(length: int, batch: int = 0, heads: int = 32, depth: int = 128) -> int:
-    """Return the FLOPs of causal attention, two products, half of each masked; batch 0 means 16384 tokens in all."""
+    """Return the FLOPs of causal attention, which are half of the FLOPs of its two products.
+
+    The mask leaves out the other half. Batch 0 means 16384 tokens in all.
+    """
     return 2 * (batch or 16384 // length) * heads * length * length * depth
 
 
@@ -372,7 +375,7 @@ def experts(small: bool) -> Iterator[Row]:
 
 
 def grouped(small: bool) -> Iterator[Row]:
-    """Time products of rows sorted by expert, in each form, and a dense product with the same FLOPs."""
+    """Time products of rows sorted by expert, in each form of the product, and a dense product with the same FLOPs."""
     rows, embed, hidden = (256, 64, 128) if small else (32768, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (rows, embed), jnp.bfloat16)
     flops = 3 * 2 * rows * embed * hidden
@@ -467,17 +470,17 @@ def decoded(each: Decoding, config: ModelConfig, on: jax.sharding.Mesh) -> Any:
 
 
 def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of equal small numbers with the shape, dtype and sharding of an abstract one.
+    """Return an array of equal small numbers, with the shape, dtype and sharding of an abstract array.
 
-    Products of equal numbers draw less power than those of real weights. So a step that is bound by products may be
-    somewhat faster than in use; decode steps are bound by memory.
+    Products of equal numbers draw less power than products of real weights. So a step that is bound by products may be
+    somewhat faster here than in use. Decode steps are bound by memory instead.
     """
     return jax.jit(lambda: jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.01, x.dtype),
                    out_shardings=x.sharding)()  # fmt: skip
 
 
 def card() -> Any:
-    """Return the figures of the card, found by its name; an H100's if the card is not listed."""
+    """Return the figures of the card, found by its name; if the card is not listed, return the figures of an H100."""
     kind = jax.devices()[0].device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind.replace(" ", "-")), CHIPS["h100"])
 

@@ -4,8 +4,9 @@
     python benchmarks/gpu.py --steps docs/gpus.md  # compile the measured steps offline, simulate them, write the tables
 
 The measurements are those of benchmarks/device.py. The fit covers products by cuBLAS, the bandwidth of other kernels,
-fused attention, and the seconds of a launch. Training and decode steps are not fitted: their simulated seconds are
-compared with the measured ones. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
+fused attention, and the seconds of a launch. The model is not fitted to training and decode steps; instead, their
+simulated seconds are compared with the measured seconds. The simulation needs JAX's plugin for CUDA (pip install
+'gspmd[gpu-offline]') but no GPU.
 """
 
 import argparse
@@ -111,7 +112,7 @@ def stream_efficiency(rows: Sequence[dict], card: Chip) -> float:
 
 
 def attention_efficiency(rows: Sequence[dict], card: Chip) -> float:
-    """Return the share of the peak FLOP/s that fused attention reaches, not counting the seconds of its bytes."""
+    """Return the share of the peak FLOP/s that fused attention reaches, without the seconds for moving its bytes."""
     found = []
     for row in part(rows, "attention"):
         if row["what"].startswith("cudnn"):
@@ -122,12 +123,18 @@ def attention_efficiency(rows: Sequence[dict], card: Chip) -> float:
 
 
 def efficiency(overhead: float, matrix: float, read: float, write: float) -> Efficiency:
-    """Return the constants of a GPU; a tile is what one instruction of a warp group computes (wgmma, m64n8k16)."""
+    """Return the constants of a GPU.
+
+    A tile is the product that one instruction of a warp group computes (wgmma, m64n8k16).
+    """
     return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, 8, 64, 16)
 
 
 def errors(rows: Sequence[dict], launch: float, card: Chip, fitted: Efficiency) -> list[float]:
-    """Return the logarithm of model over measurement for each product; a trip runs two products and a counter."""
+    """Return the logarithm of modelled over measured seconds of each product.
+
+    A trip of the measured loop runs two products and a counter.
+    """
     found = []
     for row in part(rows, "products"):
         sizes = (row["groups"], row["m"], row["k"], row["n"])
@@ -137,7 +144,7 @@ def errors(rows: Sequence[dict], launch: float, card: Chip, fitted: Efficiency) 
 
 
 def fit(rows: Sequence[dict], launch: float, card: Chip) -> Efficiency:
-    """Fit the constants to the logarithms, with a loss that discounts outliers."""
+    """Fit the constants to the logarithms that `errors` returns, with a loss that discounts outliers."""
     least, start, most = np.log([[1e-7, 0.1, 0.1, 0.1], [3e-6, 0.7, 0.8, 0.8], [1e-4, 1, 1, 1]])
     off = lambda logs: errors(rows, launch, card, efficiency(*map(exp, logs)))  # noqa: E731
     return efficiency(*map(exp, least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x))

@@ -52,8 +52,8 @@ class Row:
         published: the figure, in `unit`.
         unit: "tokens/s" or "TFLOP/s", both for one GPU; or "s", the seconds of a step.
         flags: flags of `gspmd compile`, without the phase.
-        passes: number of passes that the published program computes; a backward pass counts as two.
-        unlike: why the prediction is not comparable with the published figure; empty if it is.
+        passes: number of passes that the published program computes, where a backward pass counts as two.
+        unlike: the reason why the prediction is not comparable with the published figure; empty if it is comparable.
     """
 
     source: str
@@ -83,7 +83,9 @@ class Row:
 
 
 def megatron_flops(config: ModelConfig, batch: int, length: int) -> float:
-    """Return a step's FLOPs as Megatron-LM counts them: 96 B s l h² (1 + s/6h + V/16lh), with a second forward pass.
+    """Return a step's FLOPs as Megatron-LM counts them.
+
+    They are 96 B s l h² (1 + s/6h + V/16lh), which includes a second forward pass.
 
     Args:
         config: the model.
@@ -98,7 +100,7 @@ def megatron_flops(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def gpt(layers: int, embed: int, heads: int) -> str:
-    """Return the flags of a Megatron model: GPT-3, with all of its biases, in other sizes."""
+    """Return the flags of a Megatron model, which is GPT-3 in other sizes, with all of its biases."""
     return (
         f"--config gpt-3 --model.layers {layers} --model.embed {embed} --model.heads {heads} --model.kv-heads {heads} "
         f"--model.head-size {embed // heads} --model.feed-forward {4 * embed}"
@@ -112,12 +114,12 @@ def narayanan(
     """Return a row of table 1 of Narayanan et al. 2021.
 
     Args:
-        published: TFLOP/s of a GPU.
+        published: TFLOP/s of one GPU.
         sizes: layers, hidden size and heads.
         data, tensor, stages: the degrees of parallelism.
         batch: sequences of a step.
         micro: sequences of a microbatch.
-        rounds: chunks of layers of a stage.
+        rounds: number of chunks of layers on each stage.
     """
     microbatches = batch // (data * micro)
     if stages == 1:
@@ -138,11 +140,11 @@ def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batc
     Args:
         published: seconds of a step.
         sizes: layers, hidden size and heads.
-        stages: pipeline devices; 8 are tensor-parallel.
+        stages: number of pipeline stages; each has 8 tensor-parallel devices.
         batch: sequences of a step; each is a microbatch if there are stages.
-        rounds: chunks of layers of a stage.
-        full: whether every layer is computed again; otherwise the row is the table's "present work", with sequence
-            parallelism and selective recomputation.
+        rounds: number of chunks of layers on each stage.
+        full: whether every layer is computed again in the backward pass. If false, the row is the table's "present
+            work", with sequence parallelism and selective recomputation.
     """
     nodes = "8" if stages == 1 else f"{stages}x8"
     if stages == 1:
@@ -218,7 +220,7 @@ NOT_COMPILED = {
         "its sinks and windows are supported since this release, and the row has not been compiled",
     ),
 }  # fmt: skip
-"""Published steps that have not been compiled: GPUs, figure, source, and why."""
+"""Published steps that have not been compiled: number of GPUs, figure, source, and reason."""
 
 
 def main() -> None:
@@ -269,7 +271,7 @@ def tables(kept: dict[str, Any]) -> dict[str, str]:
 
 
 def first_of(name: str) -> str:
-    """Return the first row with the same command as this row; rows with one command share their figures."""
+    """Return the first row with the same command as this row; rows with the same command share their figures."""
     return next((each for each, row in ROWS.items() if name in ROWS and row.command == ROWS[name].command), name)
 
 
@@ -309,7 +311,7 @@ def plan_again(name: str) -> None:
 
 
 def compiled(row: Row, program: Path | None) -> dict[str, Any]:
-    """Compile a row as `gspmd compile` does, and return its figures; write the program into a file if one is given."""
+    """Compile a row as `gspmd compile` does, and return its figures; if a file is given, write the program into it."""
     settings = row.settings
     report = offline.compiled(settings, topology(settings.topology))
     figures = {
@@ -325,7 +327,7 @@ def compiled(row: Row, program: Path | None) -> dict[str, Any]:
 
 
 def simulated_again(row: Row, text: str) -> dict[str, Any]:
-    """Return a row's figures from its compiled program: those that change with the plan and the model of time."""
+    """Return those figures of a row that change with the plan and the model of time, from its compiled program."""
     plan, mesh = planned(row)
     figures = {"as_planned": gspmd.ledger(text, mesh).compare(plan).agrees}
     return figures | timed(plan, timeline(hlo.parse(text), topology(row.settings.topology).chip, dict(mesh.shape)))
@@ -358,7 +360,7 @@ def gathered() -> dict[str, Any]:
 
 
 def timed(plan: ProgramPlan, line: Timeline) -> dict[str, Any]:
-    """Return the figures of a plan's and a timeline's seconds."""
+    """Return the figures that state the seconds of a plan and of a timeline."""
     waits = {f"{part.category} {''.join(part.axes)}": part.exposed for part in line.parts if part.exposed > 1e-6}
     slices = sum(span.seconds * span.times for span in line.spans if span.category == "other" and span.name in SLICES)
     return {"planned": plan.seconds, "waits": waits, "slices": slices} | split(line)
@@ -399,7 +401,7 @@ def compared(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def parts(kept: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the shares of each step's time, and the largest parts by source line."""
+    """Yield a table of the parts of each step's time as shares, and of the largest parts by source line."""
     yield "| step | products | other kernels | slices among them | waiting | waiting for | hidden | largest parts |"
     yield "|:--|--:|--:|--:|--:|:--|--:|:--|"
     for name, found in compiled_rows(kept):
@@ -414,7 +416,7 @@ def parts(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def pipelines(kept: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the products of pipelines, as multiples of the model's."""
+    """Yield a table of the FLOPs of pipelines' products, as multiples of the model's FLOPs."""
     yield (
         "| step | stages × rounds | microbatches | bubble | FLOPs of a GPU | of the model | published program | "
         "second forward pass | slots that wait | output in every slot | together |"
@@ -457,7 +459,7 @@ def wrapped(name: str, line: str) -> Iterator[str]:
 
 
 def compiled_rows(kept: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names and figures of the rows that were compiled, each program once."""
+    """Yield the names and figures of the rows that were compiled; rows of the same program appear once."""
     seen = set()
     for name, row in ROWS.items():
         found = kept.get(row.command, {})
@@ -478,12 +480,12 @@ def schedule_of(settings: offline.CompileSettings) -> Schedule:
 
 
 def model_flops(settings: offline.CompileSettings) -> float:
-    """Return the FLOPs of a step's products, forward and backward, each once."""
+    """Return the FLOPs of a step's products, forward and backward, without recomputation."""
     return settings.batch * settings.length * settings.model.flops_per_token(settings.length)
 
 
 def output_share(settings: offline.CompileSettings) -> float:
-    """Return the share of the logits' product in the FLOPs of the model."""
+    """Return the share of the model's FLOPs that the product of the logits takes."""
     config = settings.model
     return 6 * config.vocabulary * config.embed / config.flops_per_token(settings.length)
 

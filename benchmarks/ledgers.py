@@ -102,7 +102,7 @@ def model_of(layout: Layout, options: argparse.Namespace) -> tuple[models.ModelC
 def on_host(
     layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
 ) -> tuple[ProgramPlan, Ledger]:
-    """Return the plan of a step with lowering blocking, and the ledger of one compiled with the chosen lowering."""
+    """Return the plan of a step with lowering `blocking`, and the ledger of the step in the chosen lowering."""
     sizes = mesh_of(layout, 8, options)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):
@@ -142,7 +142,10 @@ def program(config: models.ModelConfig, layout: Layout, mesh: jax.sharding.Mesh,
 
 
 def mesh_of(layout: Layout, devices: int, options: argparse.Namespace) -> dict[str, int]:
-    """Return the chosen mesh; by default a slice's torus if it has three axes, or else the layout's own factors."""
+    """Return the chosen mesh.
+
+    By default this is a slice's torus if the torus has three axes, and otherwise the layout's own choice of factors.
+    """
     shape = options.mesh.split(",") if options.mesh else options.topology.partition(":")[2].split("x")
     return dict(zip("xyz", map(int, shape))) if len(shape) == 3 else layout.mesh_for(devices)
 
@@ -162,7 +165,7 @@ def totals(comparison: Comparison) -> Iterator[str]:
 
 
 def ratio(planned: int, compiled: int) -> str:
-    """Return the compiled bytes relative to the planned ones, as text."""
+    """Return the compiled bytes relative to the planned bytes, as text."""
     return "=" if planned == compiled else f"× {compiled / planned:.2f}" if planned and compiled else ""
 
 
@@ -183,7 +186,7 @@ def by_step(comparison: Comparison) -> Iterator[str]:
 
 
 def by_equation(plan: ProgramPlan, ledger: Ledger) -> Iterator[str]:
-    """Yield a table of the equations, each with its gradient, whose compiled bytes differ from the planned ones."""
+    """Yield a table of the equations, each with its gradient, whose compiled bytes differ from the planned bytes."""
     planned = sent([(e.equation, e.step.kind, e.step.axes, e.wire_bytes) for e in plan.entries if e.step.is_collective])
     compiled = sent([(e.equation or line(e.source), e.kind, e.axes, e.wire_bytes) for e in ledger.entries])
     names = [name for name in {**planned, **compiled} if planned.get(name) != compiled.get(name)]
@@ -202,7 +205,7 @@ Sent = Mapping[tuple[str, tuple[str, ...]], int]
 
 
 def sent(collectives: Sequence[tuple]) -> dict[str, Sent]:
-    """Sum bytes by equation and, for each, by kind and axes."""
+    """Sum bytes by equation and, for each equation, by kind and axes."""
     found: dict[str, Counter] = {}
     for equation, kind, axes, count in collectives:
         if count:
@@ -230,7 +233,7 @@ def mark(options: argparse.Namespace) -> str:
 
 
 def written(old: str, name: str, preset: str, tables: str) -> str:
-    """Return a page with one preset's section between two markers replaced, or inserted in order."""
+    """Return a page in which one preset's section between two markers is replaced, or inserted in order if new."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     if begin not in old or end not in old:
         raise SystemExit(f"the page has no lines '{begin.strip()}' and '{end}'; add them where these tables belong.")

@@ -4,7 +4,8 @@
     python benchmarks/looped.py --layouts weight-stationary-2d --tokens 4096   # one row
 
 Seconds are simulated (`gspmd.audit.timeline`) from the cycles that the TPU compiler estimates, with transfers at the
-links' full rate. Nothing runs. Each cell has its own process, since the compiler reads its flags only once.
+links' full rate. Nothing runs. Each cell is measured in a process of its own, because the compiler reads its flags only
+once.
 """
 
 import argparse
@@ -193,7 +194,7 @@ def text(cell: Cell, best: float = 0.0) -> str:
 
 
 def summary(row: dict[str, Cell]) -> str:
-    """Return the speedup of the best schedule over `xla` and over `blocking`, and the share of communication it hides.
+    """Return the speedups of the best schedule over `xla` and `blocking`, and the share of communication that it hides.
 
     The papers compare with the compiler's own program, which is `xla`. The share is the part of the exposed
     communication of `blocking` that is hidden.

@@ -41,10 +41,13 @@ RESIDUAL = dict.fromkeys(("attention.residual", "ffn.residual"), "B_xL_yzE")
 
 
 def formulas(model: Megatron) -> tuple[float, float]:
-    """Return the bytes per device of parameters, gradients and moments, and of a layer's activations under `selective`.
+    """Return two numbers of bytes per device by the paper's formulas.
 
-    16 · (12 L h² (1 + 13/12h) / (t p) + V h / t) holds for float32, as here, and for float16 with float32 masters, as
-    in the paper; the table is on every stage, as here. (34 − 2) s b h / t leaves out the masks of dropout.
+    The first is for parameters, gradients and moments, the second for a layer's activations under `selective`.
+
+    The first number is 16 · (12 L h² (1 + 13/12h) / (t p) + V h / t). It holds for float32, as here, and for float16
+    with float32 masters, as in the paper. The embedding table is on every stage, as here. The second number is (34 − 2)
+    s b h / t, which leaves out the masks of dropout.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5; Narayanan et al. 2021 (arXiv 2104.04473),
     section 5.1 for the number of parameters.

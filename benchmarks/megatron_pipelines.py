@@ -21,7 +21,7 @@ TOPOLOGY, CHIPS = "tpu-v5p:8x8x16", 1024
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model of `MEGATRON` on all chips, with one sequence per microbatch and pipeline."""
+    """A model of `MEGATRON` on all chips; a microbatch has one sequence for each pipeline."""
 
     name: str
     schedule: str
@@ -53,7 +53,7 @@ class Pipeline:
 
 
 PIPELINES = (Pipeline("175B", "1f1b", 96), Pipeline("175B", "gpipe", 96), Pipeline("1T", "1f1b", 512))
-"""175B has a batch of 1536 sequences, GPT-3's 3.2 million tokens; 1T has the 512 microbatches of Megatron's table."""
+"""175B has a batch of 1536 sequences, which are GPT-3's 3.2 million tokens; 1T has Megatron's 512 microbatches."""
 
 
 def pipelines(kept: Kept, _: Sequence[str]) -> Iterator[str]:
@@ -100,10 +100,11 @@ def flops(settings: command.CompileSettings) -> float:
 
 
 def simulated(line: Timeline, each: Pipeline) -> dict[str, float]:
-    """Return a step's seconds, its MFU, and its bubble: the share of time that does not grow with the microbatches.
+    """Return a step's seconds, its MFU, and its bubble, the share of time that does not grow with the microbatches.
 
-    The time of a microbatch is what one more would add: a trip of each loop with at least as many trips as there are
-    microbatches. Everything else, such as the stages' waiting and the sums and update at the end, is fixed.
+    The time of a microbatch is the time that one more microbatch would add. This is one trip of each loop that has at
+    least as many trips as there are microbatches. Everything else, such as the stages' waiting and the sums and update
+    at the end, is fixed.
     """
     loops = [span for span in line.spans if span.category == "loop" and span.times == span.trips >= each.microbatches]
     of_one = sum(within(line, loop) / loop.trips for loop in loops)

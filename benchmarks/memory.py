@@ -3,11 +3,11 @@
     python benchmarks/memory.py --json memory.json --write docs/accuracy.md    # about a minute for each step
     python benchmarks/memory.py --step llama-zero-3 --ledger 12
 
-Every step is a preset on a mesh, with its remat and number of microbatches, at a reduced depth: blocks are computed in
-a loop, so more of them would compile in the same time. *Planned* is the memory that `gspmd search` gives for the
-layout. *Compiled* is the largest sum of arguments, results and temporaries at one time, as the compiler assigns their
-buffers. `--ledger` prints the largest arrays that the plan counts, and the largest that the compiled program makes.
-Needs the compiler for TPUs, but no TPU.
+Every step is a preset on a mesh, with a choice of remat and a number of microbatches, at a reduced depth. Blocks are
+computed in a loop, so more blocks would compile in the same time. *Planned* is the memory that `gspmd search` gives for
+the layout. *Compiled* is the largest sum of arguments, results and temporaries at one time, as the compiler assigns
+their buffers. `--ledger` prints the largest arrays that the plan counts, and the largest arrays that the compiled
+program makes. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def measured(name: str, kept: Kept) -> dict[str, Any]:
-    """Return the planned and compiled bytes of a step, with the largest arrays of each."""
+    """Return the planned and the compiled bytes of a step, with the largest arrays of the plan and of the program."""
     settings = command.parse(shlex.split(f"{STEPS[name]} --phase train --lowering blocking"))
     return planned(settings) | kept(STEPS[name], partial(compiled, settings))
 
@@ -131,7 +131,10 @@ def planned(settings: command.CompileSettings) -> dict[str, Any]:
 
 
 def largest(question: MeshProblem, answer: Answer) -> list[tuple[float, str]]:
-    """Return the arrays that the plan counts, largest first: bytes on one device, and the lines that shard them."""
+    """Return the arrays that the plan counts, largest first.
+
+    Each has its bytes on one device, and the lines that shard it.
+    """
     picks, found = [answer.picks[option.name] for option in question.prices.choices], []
     for where, arrays in (("argument", question.stored), ("other", question.others)):
         for array, count in arrays.items():

@@ -4,10 +4,10 @@
     python benchmarks/mfu.py --only runs --run mixtral-8x7b-v6e --json mfu.json
     python benchmarks/mfu.py --only memory depth pipelines --json mfu.json --write docs/mfu.md
 
-`runs` compiles as `gspmd compile` does, with the flags that the page shows; `parts` splits the time of a step. `memory`
-compares the planned memory of Megatron's models of 175, 530 and 1000 billion parameters with Korthikanti et al.'s
-formulas; `pipelines` compiles their steps on 1024 chips; `depth` compares tracing and compiling of many and of few
-layers. Needs the compiler for TPUs, but no TPU.
+`runs` compiles steps as `gspmd compile` does, with the flags that the page shows. `parts` splits the time of a step
+into parts. `memory` compares the planned memory of Megatron's models of 175, 530 and 1000 billion parameters with the
+formulas of Korthikanti et al. `pipelines` compiles the steps of these models on 1024 chips. `depth` compares tracing
+and compiling of many layers with that of few layers. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Run:
         length: tokens per sequence.
         mfu: the published MFU.
         tokens: the published tokens per second and chip.
-        causal: whether the published count of FLOPs has only half of attention's scores.
+        causal: whether the published count of FLOPs includes only half of attention's scores.
         options: the published options of the compiler.
     """
 
@@ -106,7 +106,9 @@ recipes' training/v5p/Llama3.1-405B-MaxText without its HOST_OFFLOAD_FLAGS, sinc
 
 
 def flops_per_token(config: ModelConfig, length: int, causal: bool = False) -> float:
-    """Return MaxText's model FLOPs per trained token: all products, forward and backward, without recomputation.
+    """Return the model FLOPs per trained token as MaxText counts them.
+
+    They are the FLOPs of all products, forward and backward, without recomputation.
 
     Args:
         config: the model.
@@ -158,7 +160,7 @@ def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Yield a table of the shares of each step's time."""
+    """Yield a table of the parts of each step's time, as shares."""
     yield "| step | products | other instructions | copies waited for | collectives waited for | hidden | as planned |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     for name in names:
@@ -212,7 +214,7 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
 
 
 def split(line: Timeline) -> dict[str, Any]:
-    """Split a step's seconds into products, other instructions, and waiting; and by source line.
+    """Split a step's seconds in two ways: into products, other instructions and waiting, and by source line.
 
     An instruction that contains a product counts as a product, with everything that is fused into it.
     """
@@ -256,7 +258,7 @@ def memory(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def depth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Yield a table of processor seconds to trace, lower and compile a training step of 12 and of 96 layers."""
+    """Yield a table of the processor seconds to trace, lower and compile training steps of 12 and of 96 layers."""
     found = kept("depth", seconds_by_layers)
     yield "| processor seconds | 12 layers | 96 layers | |"
     yield "|---|--:|--:|--:|"

@@ -5,9 +5,10 @@
     python benchmarks/moe_curves.py --out curves --plot docs/images/moe_curves.png --only-draw
 
 Every run is `scripts/train_moe.py` with the default config on one device, since losses do not depend on the layout. A
-finished run is read from its folder; an interrupted one is resumed. Equal FLOPs: a token in a top-1 mixture uses as
-many weights as in the dense model, and a token in a top-2 mixture as many as in a dense model with layers 1.5 F wide,
-since every other layer is a mixture and uses 2 F. The routers add a quarter of a percent.
+finished run is read from its folder; an interrupted one is resumed. The compared models have equal FLOPs per token. A
+token in a top-1 mixture uses as many weights as in the dense model. A token in a top-2 mixture uses as many weights as
+in a dense model with layers 1.5 F wide, because every other layer is a mixture and uses 2 F. The routers add a quarter
+of a percent.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def _parsed() -> argparse.Namespace:
 
 
 def _hold_to_settings(options: argparse.Namespace) -> None:
-    """Exit with a message if the folder's runs were made with other flags or another default config."""
+    """Exit with a message if the folder's runs were made with different flags or a different default config."""
     settings = json.dumps(tomllib.loads(CONFIG.read_text()), indent=1)
     path, now = options.out / "settings.txt", f"{shlex.join(options.flags)}\n{settings}\n"
     if path.exists() and path.read_text() != now and not options.only_draw:
@@ -111,7 +112,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _results(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the FLOPs per token of each model, and the held-out bits per byte by step for each finished seed."""
+    """Return for each model its FLOPs per token and, for each finished seed, the held-out bits per byte by step."""
     found = {}
     for name, (_, rival) in MODELS.items():
         runs = {seed: [row for row in _rows(_folder(out, name, seed)) if "val_bits_per_byte" in row] for seed in SEEDS}

@@ -4,10 +4,10 @@
     python benchmarks/moe_layer.py --json moe.json --write docs/moe.md       # 8 and 32 experts, k = 1 and 2
     python benchmarks/moe_layer.py --size 1024,256,1024 65536,256,1024 --only dense sort dropless
 
-All programs of a case run in turns over several rounds, so that other load on the machine affects all of them alike;
-the figures are medians. Sizes are tokens, E, F: by default 4096,256,1024 in float32 on CPUs, and 65536,4096,14336 in
-bfloat16 on GPUs. The other libraries need `pip install haliax==1.4.dev453 levanter==1.2.dev1644 gitpython chex`,
-preferably in a separate environment.
+All programs of a case run in turns over several rounds, so that other load on the machine affects all programs alike.
+The figures are medians. The sizes are the number of tokens, E and F. By default they are 4096,256,1024 in float32 on
+CPUs, and 65536,4096,14336 in bfloat16 on GPUs. The other libraries need `pip install haliax==1.4.dev453
+levanter==1.2.dev1644 gitpython chex`, preferably in a separate environment.
 """
 
 import argparse
@@ -42,7 +42,10 @@ MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table --
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; every implementation has X · C = factor · k · tokens slots, or k · tokens rows without slots."""
+    """One layer to measure.
+
+    Every implementation has X · C = factor · k · tokens slots, or k · tokens rows if it has no slots.
+    """
 
     tokens: int
     embed: int
@@ -59,7 +62,7 @@ class Case:
         return max(count for count in range(1, max(1, self.tokens // GROUP) + 1) if self.tokens % count == 0)
 
     def config(self, form: str, groups: int) -> MoEConfig:
-        """Return our config, with the same routing as the other libraries: softmax, then the k largest."""
+        """Return our config, with the same routing as the other libraries: a softmax, then its k largest entries."""
         return MoEConfig(
             self.experts, router="top-k", k=self.k, renormalize=self.k > 1, capacity_factor=self.factor,
             dispatch=form, groups=groups,
@@ -76,8 +79,9 @@ class Case:
     def needed_bytes(self) -> int:
         """Bytes of the buffers that the gradient needs.
 
-        These are the slots and their outputs [X, C, E], and hidden activations [X, C, F]: for swiglu both halves with
-        their cotangents, otherwise the nonlinearity's input and output and one cotangent.
+        The buffers are the slots and their outputs [X, C, E], and hidden activations [X, C, F]. For swiglu, the hidden
+        activations are both halves with their cotangents. For other nonlinearities, they are the nonlinearity's input
+        and output, and one cotangent.
         """
         wide = 4 if self.activation == "swiglu" else 3
         return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
@@ -165,9 +169,11 @@ def parsed() -> argparse.Namespace:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory; otherwise every run's buffers are new pages, which the kernel fills with zeros.
+    """Let malloc keep freed memory.
 
-    The buffers of a training step stay allocated, so a benchmark without this would overestimate the cost of the
+    Otherwise every run's buffers are new pages, which the operating system fills with zeros.
+
+    The buffers of a training step stay allocated, so a benchmark that frees memory would overestimate the cost of the
     gradients of many experts' weights.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
@@ -255,7 +261,10 @@ def measured(case: Case, only: list[str] | None, rounds: int, skipped: set[str])
 
 
 def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[tuple[tuple[str, str], Callable]]:
-    """Yield both programs of every available implementation; print once why one is not available."""
+    """Yield both programs of every available implementation.
+
+    If an implementation is not available, the reason is printed once.
+    """
     for name, build in IMPLEMENTATIONS.items():
         if (only and name not in (*only, DENSE, DENSE_DROPLESS)) or (name == GROUPED and case.groups == 1):
             continue
@@ -271,7 +280,7 @@ def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[
 
 
 def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Yield a Markdown table with a row for each implementation and columns for both passes."""
+    """Yield a Markdown table with a row for each implementation, and columns for the forward pass and the gradient."""
     shape = f"T={case.tokens} E={case.embed} F={case.hidden}, {case.experts} experts, k={case.k}"
     yield f"\n{shape}, {case.activation}, {case.dtype}; buffers of the gradient {case.needed_bytes / 1e6:.0f} MB\n"
     yield "| implementation | rows | forward ms | of dense | forward + gradient ms | of dense | temporary MB |"

@@ -2,8 +2,9 @@
 
     python benchmarks/moe_offline.py --json layers.json --write docs/moe.md       # minutes
 
-Sizes are GShard's (E = 1024, F = 8192, ReLU, top-2), on 256 TPU v5p with two experts each. The layer has the router,
-dispatch, both all-to-alls, products and combine, and its whole backward pass. Needs the compiler for TPUs, but no TPU.
+Sizes are GShard's (E = 1024, F = 8192, ReLU, top-2), on 256 TPU v5p with two experts each. The expert layer has the
+router, the dispatch, both all-to-alls, the products, the combine, and its whole backward pass. Needs the compiler for
+TPUs, but no TPU.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def table(kept: Kept) -> Iterator[str]:
-    """Yield a table of both layers' seconds, with computing and waiting apart."""
+    """Yield a table of the seconds of both layers, which shows the seconds of computing and of waiting separately."""
     found = {name: kept(name, lambda each=name: measured(each)) for name in LAYERS}
     yield "| layer | computing | products | other | of dense | waiting |"
     yield "|---|--:|--:|--:|--:|--:|"
@@ -63,7 +64,10 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def dense(layout: Any, groups: int) -> tuple:
-    """Return a dense layer with whole weights and as many rows as the experts have slots, and its arguments."""
+    """Return a dense layer and its arguments.
+
+    Its weights are unsharded, and it has as many rows as the experts have slots.
+    """
     rows = EXPERTS * CONFIG.capacity(TOKENS)
     x = abstract((groups, rows, EMBED), "G_xyzLE")
 

@@ -1,8 +1,8 @@
 """Mixture-of-experts layers of other libraries, and straightforward ones in plain JAX, for benchmarks/moe_layer.py.
 
-Each is a function of a case that returns a layer, from weights and tokens [T, E] to outputs [T, E]. All of them route
-by a softmax whose k largest entries are the gates, divided by their sum if k > 1. Libraries are imported only when
-their layer is built, so that a missing one is reported and skipped.
+Each function takes a case and returns a layer, which takes weights and tokens [T, E] and returns outputs [T, E]. All
+layers route by a softmax. Its k largest entries are the gates, which are divided by their sum if k > 1. Libraries are
+imported only when their layer is built, so that a missing library is reported and skipped.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Layer = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
 
 
 def gates(case: Any, weights: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest probabilities of each token, and their experts, both [..., k]."""
+    """Return the k largest probabilities of each token, and the experts with these probabilities, both [..., k]."""
     gate, expert = jax.lax.top_k(jax.nn.softmax(x.astype(jnp.float32) @ weights["router"]), case.k)
     return (gate / gate.sum(-1, keepdims=True) if case.k > 1 else gate), expert
 
@@ -29,7 +29,7 @@ def activated(case: Any, product: Callable, x: jax.Array, weights: dict[str, jax
 
 
 def plain_onehot(case: Any) -> Layer:
-    """Build the papers' einsums over masks [G, L, X, C], in groups of tokens, differentiated by JAX."""
+    """Build a layer of the papers' einsums over masks [G, L, X, C], in groups of tokens, differentiated by JAX."""
     groups, capacity = case.groups, case.config("onehot", case.groups).capacity(case.tokens // case.groups)
 
     def layer(weights, x):

@@ -4,11 +4,12 @@
     python benchmarks/moves.py --moves 40 --chips tpu-v6e:4x4 tpu7x:2x2x4 --seed 1
     python benchmarks/moves.py --moves 40 --chips "tpu-v5e:4x4*2" "tpu-v5p:2x2x4*4"   # over several slices
 
-Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
-its collectives; the compiled ones are the seconds in which the timeline waits for collectives. The seconds of slices
-and copies are shown separately: in a program of one move, most of them copy the result. A gather that goes round each
-axis of a torus includes its copies, in the plan too, so the plan of such a move is compared with the whole program.
-Each move is also compiled by the compiler's own partitioner (`jax.sharding.reshard`), to compare whole programs.
+Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The planned seconds are the
+seconds of the plan's collectives. The compiled seconds are the seconds in which the timeline waits for collectives. The
+seconds of slices and copies are shown separately, because in a program of one move most of them copy the result. A
+gather that goes round each axis of a torus includes its copies, also in the plan. So the plan of such a move is
+compared with the whole program. Each move is also compiled by the compiler's own partitioner (`jax.sharding.reshard`),
+to compare whole programs.
 """
 
 import argparse
@@ -30,13 +31,14 @@ SMALLEST, LARGEST = 20, 31.5
 
 
 class Move(NamedTuple):
-    """A move, and its seconds: planned, waiting for collectives when compiled, and computing.
+    """A move, and its seconds: planned, and in the compiled program waiting for collectives and computing.
 
-    If a gather in it goes round each axis of a torus, `waits` is the whole program and includes what it computes.
+    If the move has a gather that goes round each axis of a torus, `waits` is the time of the whole program, including
+    its computation.
 
     Attributes:
         takes: seconds of the whole program.
-        own: seconds of the program that the compiler's partitioner makes; infinite if that does not fit.
+        own: seconds of the program that the compiler's partitioner makes; infinite if this program does not fit.
     """
 
     chip: str
@@ -52,7 +54,7 @@ class Move(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Planned over compiled; infinite if nothing is waited for."""
+        """Planned over compiled seconds; infinite if the compiled program waits for nothing."""
         return self.planned / self.waits if self.waits else inf
 
 
@@ -80,7 +82,7 @@ def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
 
 
 def compiled(name: str, rng: random.Random) -> Move | None:
-    """Draw a move on a slice and compile it; None if it is too small or too large, or sends nothing."""
+    """Draw a move on a slice and compile it; return None if the move is too small or too large, or sends nothing."""
     slices = topology(name)
     # Several slices are a separate axis, and so are the two devices of a chip.
     shape = (*([slices.slices] * (slices.slices > 1)), *slices.shape, *([slices.cores] * (slices.cores > 1)))

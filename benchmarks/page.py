@@ -27,7 +27,7 @@ class Kept:
         self.figures: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, name: str, measure: Any) -> dict[str, Any]:
-        """Return the figures of this name; measure them if there are none."""
+        """Return the figures under a name; if there are none, measure them by calling `measure`."""
         if name not in self.figures:
             self.figures[name] = measure()
             if self.path:
@@ -42,7 +42,7 @@ def write_tables(
     names: Sequence[str],
     page: Path | None,
 ) -> None:
-    """Print tables, made from the saved figures and the chosen names, and write them into a page if one is given."""
+    """Print tables of the saved figures of the chosen names; if a page is given, write the tables into it."""
     for name, table in tables.items():
         text = "\n".join(table(kept, names))
         print(text, flush=True)

@@ -4,8 +4,8 @@
     python benchmarks/palm.py --only contexts --write docs/palm.md
     python benchmarks/palm.py --only rows --row decode-512 --json rows.json
 
-`contexts` is table 1, the longest context; `rows` is table 2, latency and MFU, with each row in the paper's layout, in
-the planner's choice, and in faster layouts; `hand` compares the decode step with a handwritten one
+`contexts` is table 1, the longest context. `rows` is table 2, latency and MFU; each row is in the paper's layout, in
+the planner's choice, and in faster layouts. `hand` compares the decode step with a handwritten decode step
 (`decode_by_hand.py`). The programs are those of `gspmd generate`. Needs the compiler for TPUs, but no TPU.
 """
 
@@ -47,7 +47,7 @@ LONGEST = (
 
 @dataclass(frozen=True)
 class File:
-    """The part of a configuration file that is used here."""
+    """The part of a configuration file that this benchmark reads."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -58,7 +58,8 @@ class Row:
 
     Attributes:
         steps: number of executions of the program: 64 for the 64 tokens of a decode.
-        faster: further layouts and lowerings to compile, each with a number: heads are padded to a multiple of it.
+        faster: further layouts and lowerings to compile, each with a number; heads are padded to a multiple of this
+            number.
     """
 
     phase: str
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
-    """Yield table 1: the longest context whose cache fits into its share of a chip's memory."""
+    """Yield table 1: the longest context whose cache fits into the cache's share of a chip's memory."""
     yield "| attention | batch | layout | cache per token of context | longest context | paper | |"
     yield "|---|--:|---|--:|--:|--:|--:|"
     for name, layout, measured in LONGEST:
@@ -116,7 +117,7 @@ def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
 
 
 def context(name: str, layout: str, batch: int) -> dict[str, Any]:
-    """Return the longest context, from the bytes of the cache among the arguments of compiled decode steps.
+    """Return the longest context, computed from the bytes of the caches that are arguments of compiled decode steps.
 
     The bytes of one position come from the difference between two programs; T is padded to whole tiles of 8 positions.
     """
@@ -151,7 +152,7 @@ def palm() -> ModelConfig:
 
 
 def layout_named(name: str, several_keys: bool = False) -> Layout:
-    """Return the layout with this name among those that the planner chooses from."""
+    """Return the layout with this name among the layouts from which the planner chooses."""
     return next(each for each in serving_layouts(several_keys=several_keys) if each.name == name)
 
 

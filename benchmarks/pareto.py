@@ -7,8 +7,8 @@ As in figure 1 of Pope et al. 2022, each point is a decode step with 2048 tokens
 of a prompt of 2048 tokens, with one batch size and number of chips. Cost is chips · seconds / tokens. For each point,
 all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan leaves
 out the work between products, so a compiled program is slower. Points on the frontier are compiled until every point on
-it is compiled; all other points are off the frontier even with their planned seconds. Needs the compiler for TPUs, but
-no TPU.
+the frontier is compiled. All other points are off the frontier even with their planned seconds. Needs the compiler for
+TPUs, but no TPU.
 """
 
 import argparse
@@ -47,7 +47,7 @@ NAMES = {"palm-8b": "PaLM 8B", "palm-62b": "PaLM 62B", "palm-540b": "PaLM 540B"}
 
 @dataclass(frozen=True)
 class Point:
-    """One phase of a model with a number of chips and rows, in the layout that the planner picks.
+    """One phase of a model on a number of chips, with a number of rows, in the layout that the planner picks.
 
     Attributes:
         seconds: planned seconds of a step.
@@ -65,7 +65,7 @@ class Point:
 
     @property
     def latency(self) -> float:
-        """Seconds of a step, as compiled if it was compiled, otherwise as planned."""
+        """Seconds of a step: those of the compiled step or, if it was not compiled, the planned seconds."""
         return self.compiled or self.seconds
 
     @property
@@ -142,7 +142,10 @@ def plan(model: str, phase: str, chips: int, batch: int) -> list[Point]:
 
 
 def measured(point: Point) -> Point:
-    """Compile a point; if its program does not fit, its seconds are infinite, which keeps it off every frontier."""
+    """Compile a point.
+
+    If the program does not fit, the seconds of the point are infinite, which keeps the point off every frontier.
+    """
     machine, mesh = slice_of(point.chips)
     config = config_of(point.model)
     layout = next(each for each in layouts(config, point.phase, mesh) if each.name == point.layout)
@@ -167,7 +170,10 @@ def config_of(model: str) -> models.ModelConfig:
 
 
 def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
-    """Return the layouts to try; heads are padded to a multiple of the devices, or else of the devices of y and z."""
+    """Return the layouts to try.
+
+    Heads are padded to a multiple of the number of devices, or otherwise of the number of devices along y and z.
+    """
     alone = mesh.shape["y"] * mesh.shape["z"]
     padded = [-(-config.heads // share) * share for share in (mesh.devices.size, alone)]
     heads = next((size for size in padded if size < 2 * config.heads), config.heads)
@@ -176,7 +182,7 @@ def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other point of the same model and phase beats in latency and cost, fastest first."""
+    """Return the points that no other point of their model and phase beats in latency and cost, fastest first."""
     points, best = sorted(points, key=lambda point: (point.latency, point.cost)), []
     for point in points:
         if point.latency < float("inf") and all(point.cost < other.cost for other in best):

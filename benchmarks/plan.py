@@ -3,9 +3,9 @@
     python benchmarks/plan.py                  # a table of medians, in milliseconds and microseconds
     python benchmarks/plan.py --json plan.json # the same as plain data
 
-Nothing runs on a device. Before each first plan, every cache of the planner is emptied, so it takes as long as in a new
-process; a process that has planned the same equation for other sizes needs half as long or less. Plans are `blocking`,
-since the additional work for `looped` is not part of the search.
+Nothing runs on a device. Before each first plan, every cache of the planner is emptied, so the plan takes as long as in
+a new process. A process that has planned the same equation for other sizes needs half as long or less. Plans are
+`blocking`, because the additional work for `looped` is not part of the search.
 """
 
 import argparse

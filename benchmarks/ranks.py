@@ -8,9 +8,8 @@ For each step `gspmd search` prices every preset and writes the layout that it f
 of them, each on the mesh, with the remat and in the microbatches that the search gave it. The table has Kendall's rank
 correlation of planned and compiled seconds over the presets (with programs within 0.1% of each other as ties, and
 without ties), the ratios of planned to compiled seconds and, over all programs, of planned to compiled bytes, and the
-compiled seconds of the layout that was found and of the best preset.
-Figures are kept in the folder, and not made again: take a new folder if plans or programs have changed. Needs the
-compilers for TPUs and for GPUs, but no TPU or GPU.
+compiled seconds of the layout that was found and of the best preset. Figures are kept in the folder and not made again,
+so use a new folder if plans or programs have changed. Needs the compilers for TPUs and for GPUs, but no TPU or GPU.
 """
 
 import argparse
@@ -47,10 +46,10 @@ STEPS = {
 }
 """Flags of `gspmd search` and `gspmd compile`: steps of serving, and of training."""
 SEARCHED = {"llama-8b-train-h100": "--remat full --microbatches 1"}
-"""Further flags of `gspmd search`; without them it searches every choice of remat and number of microbatches."""
+"""Further flags of `gspmd search`, which without these flags searches every choice of remat and of microbatches."""
 FOUND = "found"
 TIE = 0.001
-"""The relative difference up to which two programs count as equally fast: a plan does not rank them."""
+"""The relative difference up to which two programs count as equally fast, so that plans need not rank them."""
 MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
 
 
@@ -90,7 +89,7 @@ def line(program: Mapping[str, Any]) -> str:
 
 
 def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
-    """Return the planned and the compiled seconds of each preset, and of the layout found."""
+    """Return the planned and the compiled seconds of each preset and of the layout that the search found."""
     layout, figures = folder / f"{step}.toml", folder / f"{step}.json"
     if not figures.exists():
         part = figures.with_suffix(".part")
@@ -142,7 +141,9 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
 
 
 def kendall(pairs: list[tuple[float, float]], tie: float = 0.0) -> float:
-    """Return Kendall's rank correlation (tau-b) of two quantities; ties count neither as in order nor as out of it.
+    """Return Kendall's rank correlation (tau-b) of two quantities.
+
+    A tied pair counts neither as in order nor as out of order.
 
     Args:
         pairs: the two quantities of each item.
@@ -160,7 +161,10 @@ def kendall(pairs: list[tuple[float, float]], tie: float = 0.0) -> float:
 
 
 def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield the lines of the file of expected errors: by phase and chip, the median over all programs of presets."""
+    """Yield the lines of the file of expected errors.
+
+    For each phase and chip, the expected error is the median over all programs of presets.
+    """
     yield "# Median of |planned / compiled - 1|, by phase and chip. Written by python benchmarks/ranks.py --errors"
     each: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step, programs in found.items():
@@ -177,7 +181,7 @@ def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield the table."""
+    """Yield the lines of the table."""
     names = "step", "programs", "rank correlation", "without ties", "planned / compiled", "memory", "found"
     yield f"| {' | '.join(names)} | best preset | found / preset |"
     yield f"|:--|{'--:|' * 8}"

@@ -3,9 +3,9 @@
     python benchmarks/search.py --folder searched --write docs/search-figures.md  # hours: the largest two take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row runs `gspmd search` with its flags in a process of its own, which saves its figures in the folder; rows that
-have figures there are not repeated. The table has the fastest program that was found, and the fastest program of a
-preset. Needs the compiler for TPUs, but no TPU.
+Each row runs `gspmd search` with the row's flags in a process of its own, which saves the figures in the folder. Rows
+that have figures in the folder are not repeated. The table has the fastest program that was found, and the fastest
+program of a preset. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measured(name: str, folder: Path) -> dict[str, Any]:
-    """Return the figures of a row; search and compile it if they are not in the folder."""
+    """Return the figures of a row; if they are not in the folder, search and compile the row."""
     kept = folder / f"{name}.json"
     if not kept.exists():
         fresh = kept.with_suffix(".part")

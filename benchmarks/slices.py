@@ -35,7 +35,7 @@ et al. 2022, arXiv 2204.02311, section 4)."""
 
 
 def command_of(slices: int) -> str:
-    """Return the flags of the training step on some slices."""
+    """Return the flags of the training step on a number of slices."""
     name = "tpu-v5p:4x8x8" + (f"*{slices}" if slices > 1 else "")
     return (
         f"--phase train --config llama-2-70b --lowering blocking --layout {LAYOUT} "
@@ -45,7 +45,7 @@ def command_of(slices: int) -> str:
 
 
 def measured(kept: Kept, slices: int) -> dict[str, Any]:
-    """Return the figures of the compiled step on some slices."""
+    """Return the figures of the compiled step on a number of slices."""
     flags = command_of(slices)
 
     def compiled() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def palm(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def draw(kept: Kept, path: Path) -> None:
-    """Draw the seconds that a step uses the network, and the part of them that the step waits for."""
+    """Draw the seconds in which a step uses the network, and the part of these seconds in which the step waits."""
     import matplotlib as mpl
 
     mpl.use("agg")

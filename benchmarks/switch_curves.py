@@ -2,9 +2,9 @@
 
     python benchmarks/switch_curves.py --out curves --plot docs/images/switch_curves.png --write docs/moe.md
 
-Both are runs of `gspmd train --config switch-small`, side by side on one device and one core each: span corruption on
-the source of Python's standard library. The dense model has no experts; without the routers, both have the same FLOPs
-per token. A finished run is read from its folder; an interrupted one is resumed.
+Both models are trained by `gspmd train --config switch-small`, side by side on one device and one core each. The task
+is span corruption on the source of Python's standard library. The dense model has no experts. Without the routers, both
+models have the same FLOPs per token. A finished run is read from its folder; an interrupted one is resumed.
 
 Source: Fedus et al. 2021, Switch Transformers (arXiv 2101.03961), figures 4 to 6.
 """
@@ -35,7 +35,7 @@ CONFIG = ROOT / "configs" / "switch-small.toml"
 MARKS = ("<!-- table: python benchmarks/switch_curves.py -->", "<!-- end of table -->")
 COLORS = {"dense T5": "#57606a", "Switch": "#1f6feb"}
 NEAR = 25
-"""Steps over which a curve of the loss is averaged: single batches differ by more than the models do."""
+"""Steps over which a curve of the loss is averaged, because single batches differ by more than the models do."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _started(out: Path, name: str, core: int, steps: int) -> subprocess.Popen | None:
-    """Start a run on one core; return None if it is finished."""
+    """Start a run on one core and return its process; return None if the run is finished already."""
     folder = _folder(out, name)
     if _is_finished(folder):
         return None
@@ -104,7 +104,7 @@ def _rows(out: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return for each update the seconds of all updates so far, without validations."""
+    """Return for each update the total seconds of all updates so far, without the seconds of validations."""
     training = _settings()["training"]
     tokens = training["batch"] * training["length"]
     return list(accumulate(tokens / row["tokens_per_second"] for row in rows if "tokens_per_second" in row))

@@ -5,9 +5,9 @@
     python benchmarks/thin.py --chip tpu-v4 --fit             # and print a row for gspmd/hardware/matmul.toml
 
 Needs the compiler for TPUs (pip install 'gspmd[tpu]') but no TPU; takes one to ten minutes on two cores. Every product
-is compiled in three forms: `plain`, by itself; `write`, a loop over chunks of a free dimension, each written to its
-place in the result; and `accumulate`, a loop over chunks of the contracted dimension, each added to a float32
-accumulator.
+is compiled in three forms. `plain` is the product by itself. `write` is a loop over chunks of a free dimension; each
+product is written to its place in the result. `accumulate` is a loop over chunks of the contracted dimension; each
+product is added to a float32 accumulator.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def moved(self) -> Traffic:
-        """The bytes in the form that the model of time takes as its argument."""
+        """The bytes as a `Traffic`, the form that the model of time takes as its argument."""
         return Traffic(self.read, 0, self.written) if self.form == "accumulate" else Traffic(self.read, self.written)
 
 
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def shapes(count: int) -> list[Shape]:
-    """Return the series of ever thinner chunks, the large shapes, and `count` random shapes of the grid."""
+    """Return a series of ever thinner chunks, the large shapes, and `count` random shapes of the grid."""
     grid = [s for s in product(LEFT, CONTRACTED, RIGHT) if 2**21 <= prod(s) <= 2**38]
     drawn = np.random.default_rng(0).permutation(len(grid))[:count]
     series = [(left, *weight) for left in (16, 64, 256, 1024, 2048) for weight in SERIES]
@@ -129,7 +129,7 @@ def accumulate(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def operands(form: str, left: int, contracted: int, right: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a form's operands, with all of their chunks."""
+    """Return the shapes of a form's operands; these are the whole operands, with all of their chunks."""
     of_left, of_right = () if form == "plain" else (TRIPS,), (TRIPS,) if form == "accumulate" else ()
     return [(*of_left, left, contracted), (*of_right, contracted, right)]
 
@@ -164,7 +164,7 @@ def measure(machine: Topology, form: str, group: list[Shape]) -> Iterator[Sample
 
 
 def compiled(machine: Topology, run: Callable, sizes: list[tuple[int, ...]]) -> Module:
-    """Compile a program in which every device computes the same by itself."""
+    """Compile a program in which every device computes the same result by itself."""
     mesh = machine.mesh({"x": machine.num_devices}, "auto")
     place = NamedSharding(mesh, PartitionSpec())
     arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=place) for size in sizes]
@@ -222,7 +222,7 @@ def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
 def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
     """Return the model's errors over all forms, and for each form.
 
-    They are the number of products, and the median and the 90th percentile of |ratio - 1|.
+    The errors are the number of products, and the median and the 90th percentile of |ratio - 1|.
     """
     found = {}
     for form in ("all", *FORMS):

@@ -3,10 +3,10 @@
     python benchmarks/torus_gather.py                           # v4 and v5p, 2.7 GB, about four minutes
     python benchmarks/torus_gather.py --chips tpu-v5p:4x4x8 --rows 4096 --columns 32768
 
-Seconds are those of the compiled program's timeline. `gather` is a program with only the gather, in which the compiler
-copies the result of its own gather. `product` multiplies the gathered matrix, which needs no such copy; the time of a
-program with only the product is subtracted. `memory` is the memory that the compiler allocates for `product` besides
-arguments and results: for the gathered matrix, and for blocks on their way.
+Seconds come from the timeline of the compiled program. `gather` is a program with only the gather, in which the
+compiler copies the result of its own gather. `product` is a program that multiplies the gathered matrix, which needs no
+such copy; the time of a program with only the product is subtracted. `memory` is the memory that the compiler allocates
+for `product` in addition to arguments and results, namely for the gathered matrix and for blocks that are being sent.
 """
 
 import argparse

@@ -5,8 +5,9 @@
     python benchmarks/training_throughput.py --json throughput.json   # and write the same as plain data
 
 Eight fake devices share the cores of this host. A permute is a memory copy by a core that would otherwise multiply, so
-hiding it cannot pay. The ratio to lowering `blocking` shows only the extra work of looping: smaller products, copies of
-chunks, more instructions. benchmarks/looped.py predicts the gain of looping on devices with real links.
+hiding the permute cannot save time. The ratio to lowering `blocking` shows only the extra work of looping, which is
+smaller products, copies of chunks, and more instructions. benchmarks/looped.py predicts the gain of looping on devices
+with real links.
 """
 
 import argparse
@@ -98,7 +99,10 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(name: str, load: Load) -> Row:
-    """Compile a preset's step in both lowerings, and time them in turns, so that other load affects both alike."""
+    """Compile a preset's step in both lowerings, and time the two programs in turns.
+
+    Other load on the machine then affects both programs alike.
+    """
     layout = Layout.load(name)
     mesh = jax.make_mesh(tuple(layout.mesh_for(8).values()), tuple(layout.mesh_for(8)))
     with jax.set_mesh(mesh):
@@ -134,7 +138,7 @@ def placed(tokens: np.ndarray, layout: Layout, mesh: jax.sharding.Mesh) -> jax.A
 
 
 def timed(update: Callable, state: Any, *rest: jax.Array) -> Callable[[int], float]:
-    """Return a function that times a number of steps, each call continuing from the state of the last."""
+    """Return a function that times a number of steps; each call continues from the state after the previous call."""
 
     def run(steps: int) -> float:
         nonlocal state

@@ -1,4 +1,4 @@
-"""The reading of docstrings for the reference: examples become code, Source and Differs separate paragraphs."""
+"""The reading of docstrings for the reference: examples become code; Source and Differs become separate paragraphs."""
 
 import re
 
@@ -11,7 +11,7 @@ class Docstrings(griffe.Extension):
     """Turn examples into blocks of code, since Markdown would read `>>>` as quotations."""
 
     def on_object(self, *, obj, **_):
-        """Rewrite one docstring, whatever it belongs to."""
+        """Rewrite the docstring of one object: a module, a class, a function or an attribute."""
         if obj.docstring:
             obj.docstring.value = _as_markdown(obj.docstring.value)
 

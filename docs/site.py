@@ -1,8 +1,8 @@
-"""Additions to the pages for the site: README.md as its first page, and links that leave docs/.
+"""Additions to the pages for the site: README.md as the first page, and new targets for links that leave docs/.
 
-Pages link to files of the tree by relative paths, as the code host needs it. Here such a link is turned into one to the
-same page of the site, or to the code host if the site has no such page. A link to a missing file stays as it is, and
-fails a strict build.
+Pages link to files of the tree by relative paths, because the code host needs such paths. Here the path is replaced by
+a link to the same page of the site, or by a link to the code host if the site has no such page. A link to a missing
+file stays unchanged, and a strict build fails because of it.
 """
 
 import re

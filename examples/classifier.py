@@ -76,7 +76,7 @@ class Classifier:
         }
 
     def loss(self, layout, params, tokens, key, train):
-        """Return the mean cross-entropy of the kind of the last token, and the run's figures."""
+        """Return the mean cross-entropy for the kind of each window's last token, and the run's figures."""
         at, head = layout.section("encoder"), layout.section("head")
         normed = "stream, norm, norm_bias"
         heads = at.spec("heads")

@@ -3,9 +3,9 @@
     python examples/plain_nnx.py                                          # examples/plain_nnx.toml on x=4, y=2
     python examples/plain_nnx.py mine.toml x=8,y=1
 
-A student of residual blocks learns to imitate a teacher. Its modules take a section of a `gspmd.Layout`, and write
-their equations with the names of its lines; parameters are `nnx.Param`s, placed by `gspmd.annotate`. Everything else is
-ordinary JAX, flax and optax: gradients by `jax.value_and_grad`, updates by `optax.adamw`.
+A student of residual blocks learns to imitate a teacher. The student's modules take a section of a `gspmd.Layout`, and
+write their equations with the names of the section's lines. Parameters are `nnx.Param`s, placed by `gspmd.annotate`.
+Everything else is ordinary JAX, flax and optax: gradients by `jax.value_and_grad`, updates by `optax.adamw`.
 """
 
 import sys
@@ -95,7 +95,7 @@ def batch(at, number):
 
 
 def begin(layout):
-    """Return the uncompiled step and its first arguments; call this under the mesh."""
+    """Return the uncompiled step and its first arguments; the mesh must be set when this is called."""
     model, optimizer = Student(layout), optax.adamw(3e-3)
     params = nnx.state(model, nnx.Param)
     return make_step(model, optimizer), (params, jax.jit(optimizer.init)(params), *batch(model.at, 0))

@@ -75,7 +75,10 @@ class Recurrence:
         return logits, {"state": state}
 
     def logits(self, layout, params, tokens, state=None):
-        """Return logits [B, L, V] of tokens [B, L], continuing from a state [N, B, F] if given, and the new state."""
+        """Return the logits [B, L, V] of tokens [B, L], and the new state.
+
+        If a state [N, B, F] is given, the tokens continue from this state.
+        """
         at, output = layout.section("recurrence"), layout.section("output")
         last, kept = at.spec("hidden").without("L"), at.spec("state")  # specs in which states are computed and kept
 

@@ -1,8 +1,8 @@
 """The start of a command: `python -m gspmd`, `gspmd`, and the files in scripts/ begin here.
 
-An interrupt while libraries are imported would end in a traceback, or be taken for a missing module, and SIGTERM would
-end the process without a word. So the first thing this file does is to install handlers that end the process with one
-line. Nothing else imports this file: a program that uses gspmd as a library keeps its own handlers.
+While libraries are imported, an interrupt would end in a traceback, or would be taken for a missing module. SIGTERM
+would end the process without a message. So this file first installs handlers that end the process with one line.
+Nothing else imports this file: a program that uses gspmd as a library keeps its own handlers.
 """
 
 import sys

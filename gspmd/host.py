@@ -1,7 +1,7 @@
-"""The devices of a process: fake devices on this host's cores, or those of an accelerator.
+"""The devices of a process: fake devices on this host's cores, or the devices of an accelerator.
 
 Everything that must happen before JAX starts a backend, or before JAX is imported, happens here and nowhere else.
-`import gspmd` imports this module, and until it is imported an interrupt of a command ends in a traceback. So even
+`import gspmd` imports this module, and an interrupt of a command ends in a traceback until the import is done. So even
 libraries that take only a millisecond to import are imported in the functions that need them.
 """
 
@@ -87,7 +87,7 @@ def use_host_devices(count: int) -> None:
 def share_devices(processes: int) -> None:
     """Tell `start` that the devices of the run are divided evenly among several processes.
 
-    It is called once JAX knows of the processes.
+    This function is called as soon as JAX knows of the processes.
 
     Args:
         processes: the number of processes in the run.
@@ -97,13 +97,13 @@ def share_devices(processes: int) -> None:
 
 
 def start(devices: int | None = None, platform: str | None = None, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend and return the devices to use, of all processes.
+    """Start the backend, and return the devices to use, which are those of all processes.
 
-    On an accelerator `devices` defaults to all devices; on the CPU to `host_devices` fake ones.
+    On an accelerator, `devices` defaults to all devices. On the CPU, `devices` defaults to `host_devices` fake devices.
 
     Args:
-        devices: number of devices; None for the default above.
-        platform: "cpu", "gpu" or "tpu"; None for the best that JAX finds.
+        devices: number of devices; None means the default described above.
+        platform: "cpu", "gpu" or "tpu"; None means the best platform that JAX finds.
         host_devices: number of fake devices to make if the platform is the CPU.
 
     Returns:
@@ -144,7 +144,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 
 def cache_folder(name: str) -> Path:
-    """Return the subfolder `name` of the cache folder: of $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    """Return the subfolder `name` of the cache folder: $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
     from pathlib import Path
 
     base = os.environ.get("GSPMD_CACHE")
@@ -206,7 +206,7 @@ def _cpu() -> str:
 
 
 def is_fake(devices: Sequence[jax.Device]) -> bool:
-    """Return whether the devices are fake ones on this host's cores: their times say nothing about real devices."""
+    """Return whether the devices are fake devices on this host's cores, whose times say nothing about real devices."""
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
@@ -222,7 +222,7 @@ def describe(devices: Sequence[jax.Device]) -> str:
 def memory(devices: Sequence[jax.Device]) -> int | None:
     """Return the bytes that programs may use on each of these devices, or None if the devices do not report them.
 
-    Devices of a CPU share the memory of their host, or the part that its container may use.
+    Devices of a CPU share the memory of their host, or the part of it that the process's container may use.
     """
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
@@ -239,7 +239,10 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def quiet_libtpu() -> None:
-    """If this machine has no TPU, tell libtpu that it is only used to compile; variables set by the user are kept."""
+    """If this machine has no TPU, tell libtpu that it is only used to compile.
+
+    Environment variables that the user has set are kept.
+    """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
@@ -257,9 +260,9 @@ def quiet_libtpu() -> None:
 
 
 def skip_check_of_cuda() -> None:
-    """If this machine has no NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
+    """On a machine without an NVIDIA GPU, tell JAX's plugin for CUDA, if installed, that it is only used to compile.
 
-    Otherwise the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
+    If it is not told, the plugin requires all CUDA libraries, and fails with a traceback whenever a backend starts.
     """
     import sys
 

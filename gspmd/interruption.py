@@ -55,7 +55,7 @@ class HungUp(KeyboardInterrupt):
 
 
 def number_of(interrupt: BaseException | type[BaseException]) -> int:
-    """Return the signal that caused an interrupt, given the exception or its type.
+    """Return the number of the signal that caused an interrupt, given the exception or its type.
 
     >>> number_of(KeyboardInterrupt()) == signal.SIGINT, number_of(Terminated) == signal.SIGTERM
     (True, True)
@@ -93,24 +93,25 @@ def begin_command() -> None:
 
 
 def is_left_working() -> bool:
-    """Return whether a thread still runs after an interrupt; it would crash if the interpreter shut down."""
+    """Return whether a thread still runs after an interrupt; the thread would crash if the interpreter shut down."""
     return not all(finished.is_set() for finished in _left)
 
 
 def answering(compile: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call a compiler; in the process of a command, handle signals meanwhile, as `interruptibly` does.
+    """Call a compiler; in the process of a command, signals are handled during the call, as by `interruptibly`.
 
-    Any other process handles a signal only after the compiler has returned, as JAX does. A program or a notebook
-    continues after Ctrl-C: it could exit, or call the compiler again, while the first call is still running.
+    Any other process handles a signal only after the compiler has returned, as JAX does. The reason is that a program
+    or a notebook continues after Ctrl-C. It could then exit, or call the compiler again, while the first call is still
+    running.
     """
     return interruptibly(compile, *args, **more) if _in_command else compile(*args, **more)
 
 
 def interruptibly(work: "Callable[..., T]", *args: "Any", **more: "Any") -> "T":
-    """Call, in a thread, a function that spends a long time in C code, so that signals are handled meanwhile.
+    """Call a function that spends a long time in C code; it runs in a thread, so that signals are handled meanwhile.
 
-    Python handles signals in the main thread, between two of its own instructions. After an interrupt the function
-    continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of
+    Python handles signals in the main thread, between two instructions of Python code. After an interrupt the called
+    function continues to run; see `is_left_working`. Settings that JAX keeps for each thread, such as those of
     `jax.log_compiles()`, do not apply inside the function.
     """
     from threading import Event, Thread, current_thread, main_thread, stack_size

@@ -12,7 +12,8 @@ All other modules use only public names of JAX, so that changes of a new release
 - what XLA's compiler for host devices does with optimization barriers;
 - the version of cuDNN, for which JAX asks the library while it traces.
 
-tests/test_jax_internals.py checks each of them against the installed JAX, so it shows what a new release has changed.
+tests/test_jax_internals.py checks each of these uses against the installed JAX, so it shows what a new release has
+changed.
 """
 
 import os
@@ -57,7 +58,8 @@ def has_no_rule_for_partial_sums(error: BaseException | None) -> bool:
     """Return whether JAX raised an error because an operation has no rule for partial sums.
 
     The error comes from the operation on a parameter whose gradient is a partial sum, or from the operation's gradient.
-    Most operations say so; cumulative sums, sorts and convolutions fail when they read the array's `PartitionSpec`.
+    The errors of most operations state this cause. Cumulative sums, sorts and convolutions fail only when they read the
+    array's `PartitionSpec`.
     """
     if isinstance(error, NotImplementedError):
         return "unreduced" in str(error)
@@ -65,7 +67,10 @@ def has_no_rule_for_partial_sums(error: BaseException | None) -> bool:
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
-    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced, or None if none is set."""
+    """Return the mesh of `jax.set_mesh` with its devices, or None if no mesh is set.
+
+    This also works while a function is traced.
+    """
     mesh = get_concrete_mesh()
     return None if mesh is None or mesh.empty else mesh
 
@@ -74,7 +79,10 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Return the numbers of constant and of carried operands of a `scan`; its sliced operands come last."""
+    """Return the number of constant operands and the number of carried operands of a `scan`.
+
+    The sliced operands come after these.
+    """
     params = equation.params
     if "num_consts" in params:  # JAX 0.10 and 0.11
         return params["num_consts"], params["num_carry"]
@@ -137,8 +145,8 @@ def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_
 def is_hoisted_from_checkpoint() -> bool:
     """Return whether JAX is evaluating a `jax.checkpoint` whose operands are all known.
 
-    JAX then moves the whole checkpoint out of the loop around it. The arguments of a rule do not tell this, so JAX's
-    own function is looked for on the stack.
+    In this case JAX moves the whole checkpoint out of the loop around it. The arguments of a rule do not show this, so
+    JAX's own function is looked for on the stack.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -154,16 +162,16 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether XLA's partitioner gets the names of mesh axes; it then aborts if it must split an axis unevenly."""
+"""Whether XLA's partitioner gets the names of mesh axes. If so, it aborts when it must split an axis unevenly."""
 
 
 def assume_cudnn(version: int) -> None:
     """Let JAX trace cuDNN's attention without the library, to compile for GPUs that are not attached.
 
-    JAX asks the library for its version. If there is no library, `version` is the answer from now on.
+    JAX asks the library for its version. If there is no library, JAX gets `version` as the answer from now on.
 
     Args:
-        version: a version as cuDNN numbers them: 90800 is 9.8.0.
+        version: a version in cuDNN's numbering, in which 90800 is 9.8.0.
     """
     ask = fused_attention_stablehlo.check_cudnn_version
 
@@ -185,7 +193,7 @@ distributed_runtime = global_state
 
 
 def detected_processes(limit: float) -> tuple[str, int, int] | None:
-    """Return what `jax.distributed.initialize` would detect, or None if there is no cluster.
+    """Return the processes that `jax.distributed.initialize` would detect, or None if there is no cluster.
 
     Args:
         limit: the maximum number of seconds to wait for the first process to give its address.

@@ -69,7 +69,7 @@ class MissingError(ReadError):
 def open_file(path: str | os.PathLike) -> BinaryIO:
     """Open a file to read bytes.
 
-    A FIFO or a device is an error, since reading it could block: its name may have come from a stranger.
+    A FIFO or a device is an error. Its name may have come from a stranger, and reading it could block.
 
     Raises:
         ReadError: the file does not exist (`MissingError`), is not a regular file, or the system refuses it.
@@ -104,7 +104,7 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
 
 
 def _chunks(file: BinaryIO, most: int) -> Iterable[bytes]:
-    """Yield a file in pieces, up to about `most` bytes: a single `read(most)` would allocate them all at once."""
+    """Yield a file in pieces, up to about `most` bytes; a single `read(most)` would allocate all bytes at once."""
     while most and (chunk := file.read(min(most, 2**20))):
         most -= len(chunk)
         yield chunk
@@ -133,7 +133,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
 
     Args:
         text: the JSON text.
-        unique: whether an object with a repeated key is an error; otherwise the last value counts.
+        unique: whether an object with a repeated key is an error. If false, the last value of the key counts.
 
     Raises:
         ReadError: the text is not JSON, or nested too deeply.
@@ -191,7 +191,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _toml_fault(text: str, said: str) -> str:
-    """Return Python's message or, if a key or a table is defined twice, its name and line."""
+    """Return Python's message or, if a key or a table is defined twice, a message with the name and the line."""
     at = re.search(r"\(at line (\d+), column \d+\)$", said)  # without it, the fault is at the end
     lines = text.split("\n")[: int(at[1]) if at else None]
     twice = re.match(r"Duplicate inline table key (.*) \(", said, re.DOTALL)
@@ -222,7 +222,10 @@ def _document_and_table(lines: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 
 def _last(value: Any) -> Any:
-    """Return the last element of an array (of an array of tables, the current table); any other value unchanged."""
+    """Return the last element of an array, and any other value unchanged.
+
+    For an array of tables, the last element is the current table.
+    """
     return value[-1] if isinstance(value, list) and value else value
 
 
@@ -249,7 +252,7 @@ def _quoted(part: str) -> str:
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
-    """Return why a path is not a folder, or None if it is one.
+    """Return the reason why a path is not a folder, or None if it is a folder.
 
     Example:
         >>> folder_fault("/"), folder_fault("/nowhere"), folder_fault("/" + 5000 * "a")
@@ -264,7 +267,7 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 
 
 def new_folder_fault(path: Path) -> str:
-    """Return why a folder cannot be created or written to, as far as this is known in advance; empty if it can be."""
+    """Return the reason why a folder cannot be created or written to, as far as it is known in advance, or ""."""
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     fault = folder_fault(there)
     try:
@@ -281,8 +284,8 @@ def new_folder_fault(path: Path) -> str:
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it, or return None for any other text.
 
-    `int` by itself also accepts underscores and digits of other scripts, and raises an error about Python's settings
-    for 5,000 digits; `str.isdigit` is true for `²`, which `int` does not accept.
+    `int` by itself also accepts underscores and digits of other scripts, and for 5,000 digits it raises an error about
+    Python's settings. `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:
         >>> [whole_number(text) for text in ("8", " 8 ", "-8", "²", "٣", "1_000", "9" * 5000)]
@@ -316,7 +319,10 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether all text can be encoded: JSON allows half of a surrogate pair, which then stays in the text."""
+    """Return whether all text in a value can be encoded.
+
+    JSON allows half of a surrogate pair, which stays in the text and cannot be encoded.
+    """
     try:
         return bool(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -324,7 +330,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise an error about nesting deeper than `DEEPEST` levels; the check goes level by level, without recursion."""
+    """Raise an error if nesting is deeper than `DEEPEST` levels; the check goes level by level, without recursion."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _inner(each)]
@@ -339,7 +345,10 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def _check_numbers(value: Any) -> None:
-    """Raise an error about whole numbers beyond 64 bits, as the TOML standard does; Python's parser accepts them."""
+    """Raise an error about whole numbers beyond 64 bits.
+
+    The integers of the TOML standard have 64 bits, but Python's parser accepts larger ones.
+    """
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)

@@ -1,4 +1,4 @@
-"""Write files so that a failure, for example a full disk, leaves the old contents."""
+"""Write files so that the old contents stay if writing fails, for example because the disk is full."""
 
 import errno
 import os
@@ -13,19 +13,19 @@ from pathlib import Path
 # a sticky folder (/tmp).
 _NOT_RENAMED = {errno.EBUSY, errno.EPERM, errno.EACCES, errno.EXDEV}
 _LONGEST_ENDING = 20
-"""Suffixes with more characters are left out of the temporary file's name, which could otherwise become too long."""
+"""A suffix with more characters is left out of the temporary file's name, which could otherwise become too long."""
 _OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/")
 _MOST_LINKS = 40
-"""The maximum number of links that Linux follows; a longer chain is a circle."""
+"""The maximum number of links that Linux follows; a longer chain of links counts as a circle."""
 
 
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Write a file whole: if writing fails, the old contents stay, or no file if there was none.
+    """Write a file completely; if writing fails, the old contents stay, and no new file appears.
 
     The contents are written to a temporary file in the same folder, with the same suffix, mode and group. This file is
-    renamed at the end. Some files are written directly, so that after a failure they contain what was written until
-    then: pipes, devices, open files such as /dev/stdout, and files in a read-only folder. The same holds for files
-    whose owner or links a rename would change: files of another user, and files with a second name (a hard link).
+    renamed at the end. Some files are written directly: pipes, devices, open files such as /dev/stdout, and files in a
+    read-only folder. After a failure, they contain what was written until then. Files whose owner or links a rename
+    would change are also written directly; these are files of another user, and files with a second name (a hard link).
 
     Args:
         path: the file; if it is a symbolic link, its target is replaced.

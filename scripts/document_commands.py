@@ -32,7 +32,7 @@ TABLED = {
     "search": (search_settings, search_settings.SearchSettings),
     "compile": (compile_settings, compile_settings.CompileSettings),
 }
-"""Commands with settings: the module, and the dataclass."""
+"""Commands with settings, each with the module and the dataclass of its settings."""
 MODEL = "model."
 _TOP = """# Commands
 
@@ -48,7 +48,7 @@ such as `--model.moe.experts`, need that table in the file of `--config`.
 
 
 def page_of_commands() -> str:
-    """Return the page."""
+    """Return the text of docs/commands.md."""
     parsers = {
         "explain": explain_settings.make_parser("explain"),
         "page": page.make_parser(),
@@ -68,7 +68,7 @@ def page_of_commands() -> str:
 
 
 def _of_settings(module: Any, cls: type) -> Iterator[str]:
-    """Yield the examples of a command, and its flags except those of the model."""
+    """Yield the examples of a command, and its flags except the flags of the model."""
     yield from (f"```text\n{_dedented(part)}\n```\n" for part in module.__doc__.split("\n\n") if part[:4] == "    ")
     flags = [*described.every_flag(cls, cls())]
     if any(flag.table.startswith(MODEL) for flag in flags):
@@ -81,7 +81,7 @@ def _dedented(part: str) -> str:
 
 
 def _tables(flags: Iterable[Flag], common: Collection[str]) -> Iterator[str]:
-    """Yield the common flags in a table, then the others, then those of each further table."""
+    """Yield tables of flags: the common flags, then the other flags, then the flags of each table of settings."""
     groups: dict[str, list[str]] = {}
     for flag in sorted(flags, key=lambda flag: (flag.field not in common or bool(flag.table), flag.table)):
         kind = "Common" if flag.field in common and not flag.table else "Others" if common else "Flags"

@@ -19,7 +19,7 @@ def renewed(page: str) -> str:
     """Return the page with its tables renewed from the code.
 
     Raises:
-      ValueError: the page lacks the two comments around a table, or has them more than once.
+      ValueError: for some table, the page lacks the two comments around it, or has these comments more than once.
     """
     for name, text in _tables().items():
         pieces = re.split(f"(<!-- (?:begin|end) {name} -->)", page)
@@ -31,7 +31,7 @@ def renewed(page: str) -> str:
 
 
 def _tables() -> dict[str, str]:
-    """Return the generated texts by name: tables, with blank lines around them, and lists of names for a sentence."""
+    """Return the generated texts by name: tables with blank lines around each, and lists of names for a sentence."""
     dimensions = "\n".join(f"| {letter} | {meaning} |" for letter, meaning in DIMENSIONS.items())
     overrides = "\n".join(f"- `[{section}]`: {meaning}" for section, meaning in OVERRIDES.items())
     padded = "\n".join(f"- {dim}: {how}." for dim, how in PADDED.items())

@@ -24,7 +24,7 @@ SIZES, MESH = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 
 
 
 def pictures() -> dict[str, Figure]:
-    """Return every picture of docs/pictures.md, by the name of its file."""
+    """Return every picture of docs/pictures.md, each under the name of its file."""
     return {
         "plan.svg": gspmd.plan(EQUATION, SIZES, MESH).figure(),
         "steps.svg": gspmd.plan(EQUATION, SIZES, {"x": 2, "y": 2, "z": 2}).steps_figure(),
@@ -44,7 +44,7 @@ def address_of(server: subprocess.Popen[str]) -> str:
 
 
 def draw_page(path: Path) -> None:
-    """Draw the page of an equation in a browser, while a device is pointed at; the PNG says how it was made."""
+    """Draw the page of an equation in a browser, with the pointer on a device; the PNG says how it was made."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
     from playwright.sync_api import sync_playwright

@@ -1,4 +1,4 @@
-"""annotate() places an array by its spec, and spec_of() reads the spec that an array has."""
+"""The functions `annotate`, which places an array by its spec, and `spec_of`, which reads the spec of an array."""
 
 import string
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
     A concrete array is placed, or moved if it has a different placement. A traced array under Auto axes gets the spec
     as a constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the placement of a
-    traced array is part of its type: an array that no mesh axis shards, such as a new one, is placed, and any other
-    array is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
+    traced array is part of its type. If no mesh axis shards the array, as in a new array, it is placed; any other array
+    is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding of the spec.
 
     Args:
       x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.
-      spec: such as `"B_xLE_yz"`. `E_?` is allowed under Auto axes only. A partial sum is allowed under Explicit axes
-          only, for an array that is already this partial sum; to make one, write an equation.
+      spec: the spec, such as `"B_xLE_yz"`. `E_?` is allowed under Auto axes only. A partial sum is allowed under
+          Explicit axes only, and only for an array that already is this partial sum. To make a partial sum, write an
+          equation.
 
     Returns:
       The array with that placement.
@@ -69,14 +70,16 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
 
 def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
-    """Return the spec of an array: from its type under Explicit axes, from its sharding if it is concrete.
+    """Return the spec of an array.
+
+    Under Explicit axes it is read from the array's type. For a concrete array it is read from the sharding.
 
     Args:
       x: an array.
       dims: the letters of its dimensions, `"BLE"`; A, B, C, … by default.
 
     Returns:
-      The spec; a dimension whose placement the compiler has yet to choose is left open.
+      The spec. A dimension is left open (`E_?`) if the compiler has not chosen its placement yet.
 
     Raises:
       SpecError: `dims` does not have one letter for each dimension.

@@ -12,8 +12,8 @@ from gspmd.annotate.spec import Spec
 def check_type(x: Any, spec: Spec, doing: str) -> Any:
     """Check, under Explicit axes, that the type of an array agrees with the spec, and return the array.
 
-    Mesh axes of size 1 are part of a type but shard nothing: if type and spec differ only in such axes, the array gets
-    the spec's type.
+    Mesh axes of size 1 are part of a type but shard nothing. If the type and the spec differ only in such axes, the
+    returned array has the type of the spec.
 
     Raises:
       SpecError: the type differs from the spec, or the array is on other devices; the message begins with `doing`.
@@ -65,7 +65,7 @@ def _mesh_of(x: Any) -> Any:
 
 
 def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
-    """Return the spec of an array with these dimensions, from its type or sharding; open where these are unknown."""
+    """Return the spec of an array, from its type or sharding; a dimension is left open if its placement is unknown."""
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))
@@ -74,7 +74,10 @@ def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
 
 
 def mesh_with_devices() -> Any:
-    """Return the current mesh with its devices, or the abstract mesh under a trace, where the devices are not known."""
+    """Return the current mesh with its devices.
+
+    While a function is traced, the devices are not known, and the result is the abstract mesh.
+    """
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside jit
@@ -89,7 +92,7 @@ def _devices_of(x: Any) -> list[int]:
 
 
 def _partition_spec_of(x: Any) -> Any:
-    """Return the partition spec (`jax.P`) of an array, or None while the compiler has not chosen it."""
+    """Return the partition spec (`jax.P`) of an array, or None if the compiler has not chosen the sharding yet."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         if sharding.mesh.empty:  # made outside of any mesh, so not sharded

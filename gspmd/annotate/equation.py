@@ -39,13 +39,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Equation:
-    """One equation of a program: the products `terms` are added up, and the results are sharded as `outputs`.
+    """One equation of a program: the products `terms` are added up, and the results are sharded as `outputs` say.
 
     Attributes:
       terms: the products that are added; only one unless the equation is a sum.
       outputs: the spec of the result, or of each result if an operand is a group.
       group: whether the result is a tuple.
-      text: the notation from which it was read; not part of equality.
+      text: the notation that was read; comparisons with `==` ignore this attribute.
     """
 
     terms: tuple[Term, ...]
@@ -65,7 +65,7 @@ class Equation:
 
     @classmethod
     def sum_of(cls, products: Iterable[Sequence[Specs]], result: Specs) -> "Equation":
-        """The sum of several products, each given by its operands: `BF_x, F_xE + BD_x, D_xE -> BE_x`.
+        """The sum of several products; each product is given by its operands: `BF_x, F_xE + BD_x, D_xE -> BE_x`.
 
         Raises:
           SpecError: the operands and the result do not form an equation, as for `parse_equation`.
@@ -92,7 +92,7 @@ class Equation:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The start and end in `text` of each of `specs`, for the carets of an error, or () if there is no text."""
+        """The start and the end of each of `specs` in `text`, for the carets of an error, or () if there is no text."""
         from gspmd.annotate.diagnosis.refusals import spans  # imported here, as below, since most notation has no fault
 
         return spans(self.text) if self.text else ()
@@ -114,7 +114,7 @@ class Equation:
             raise unfit_sizes(self, sizes, faults)
 
     def sizes(self, shapes: Sequence[tuple[int, ...] | Sequence[tuple[int, ...]]]) -> dict[str, int]:
-        """Return the size of every dimension, from a shape for each operand (for a group, a tuple of shapes).
+        """Return the size of every dimension, given the shape of each operand; a group has a tuple of shapes.
 
         Raises:
           SpecError: there is not one shape for each operand, a rank differs, or a dimension has two different sizes.
@@ -141,7 +141,7 @@ class Via(tuple[Term, ...]):
     """The left side of an equation, as `via=` accepts it: a tuple of terms, with the specs to which operands move.
 
     Attributes:
-      text: the notation from which it was read; not part of equality.
+      text: the notation that was read; comparisons with `==` ignore this attribute.
     """
 
     text: str
@@ -253,7 +253,7 @@ def _given_operand(specs: Any) -> Operand:
 
 
 def _check_form(what: str, text: str, terms: Sequence[Term], result: Operand | None = None) -> None:
-    """Raise SpecError unless the operands, and the result of an equation, fit together."""
+    """Raise SpecError unless the operands fit together and, in an equation, the result fits them."""
     operands = [operand for term in terms for operand in term.operands]
     groups = [operand for operand in operands if operand.group]
     # A product has at most two operands; an equation has at most one group, and a sum has none; "()" has no spec.

@@ -22,7 +22,10 @@ _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neith
 
 
 class NotationError(ValueError):
-    """An error about notation; `.faults` holds every fault, including those that the message only counts."""
+    """An error about notation.
+
+    The attribute `faults` has every fault, including the faults that the message counts but does not list.
+    """
 
     def __init__(self, message: str, faults: Iterable["Fault"] = ()):
         super().__init__(message)
@@ -48,7 +51,7 @@ class PlanError(NotationError):
 
 
 class LayoutError(NotationError):
-    """A table of specs that is wrong in itself, or does not fit a model or a mesh."""
+    """A table of specs that has faults of its own, or that does not fit a model or a mesh."""
 
 
 for _kind in (SpecError, PlanError, LayoutError):
@@ -60,7 +63,7 @@ _Error = TypeVar("_Error", bound=NotationError)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
+    """One fault: the notation, its wrong span, the fact, and the remedy. Fact and remedy are whole sentences.
 
     Faults of several tensors may have the same cause. A caller may report faults with the same nonempty `cause`
     together.
@@ -80,7 +83,7 @@ class Fault:
 
 
 def report(kind: type[_Error], doing: str, faults: Iterable[Fault]) -> _Error:
-    """Return the error that lists every fault; the caller raises it, `from None`."""
+    """Return the error that lists every fault; the caller raises this error with `from None`."""
     from gspmd.annotate.diagnosis.message import message
 
     faults = tuple(faults)

@@ -1,4 +1,4 @@
-"""The annotation calls of GShard and of GSPMD, written on `annotate`. Messages call the dimensions A, B, C, ….
+"""The annotation calls of GShard and of GSPMD, implemented by `annotate`. Messages call the dimensions A, B, C, ….
 
 GShard numbers the devices, and GSPMD arranges their numbers as a mesh. Here the mesh of `jax.set_mesh` has named axes,
 and device number i is the i-th device of this mesh, with the last axis fastest.
@@ -38,9 +38,9 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     """Split one dimension into `num_partitions` parts.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
-    Differs: the dimension is split over the mesh axes whose sizes multiply to `num_partitions`. If several choices of
-        axes do, an error asks for `annotate` instead. With fewer parts than devices, the other devices hold copies and
-        are not idle.
+    Differs: the dimension is split over mesh axes whose sizes multiply to `num_partitions`. If several choices of axes
+        have this product, an error asks for `annotate` instead. With fewer parts than devices, the other devices hold
+        copies and are not idle.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -52,12 +52,12 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
 
 
 def shard(tensor: Any, device_assignment: Any) -> Any:
-    """Split several dimensions; part [i, j, …] goes to device number `device_assignment[i, j, …]`.
+    """Split several dimensions of a tensor; part [i, j, …] goes to device number `device_assignment[i, j, …]`.
 
     Args:
       tensor: the array.
-      device_assignment: device numbers, in an array with as many dimensions as the tensor; its shape is the number of
-        parts along each dimension. It contains every device of the mesh once.
+      device_assignment: an array of device numbers with as many dimensions as the tensor. Its shape is the number of
+          parts along each dimension. It contains the number of every device of the mesh once.
 
     Raises:
       SpecError: the arguments do not fit the tensor, or no choice of mesh axes gives each part to its device.
@@ -81,14 +81,14 @@ def mesh_split(
     unspecified_dims: Sequence[int] | None = (),
     manual_mesh_dims: Sequence[int] | None = (),
 ) -> Any:
-    """Split every dimension of a tensor over one dimension of a device mesh, or over none.
+    """Split each dimension of a tensor over one dimension of a device mesh, or leave the dimension whole.
 
     Args:
       tensor: the array.
-      device_mesh: the current mesh, or device numbers in an array, each of whose dimensions is one mesh axis or several
-        merged; the dimensions may be in any order.
-      tensor_split_dims_mapping: for each dimension of the tensor, the dimension of `device_mesh` that splits it; -1 for
-        none.
+      device_mesh: the current mesh, or an array of device numbers. Each dimension of this array is one mesh axis, or
+        several mesh axes merged into one; the dimensions may be in any order.
+      tensor_split_dims_mapping: for each dimension of the tensor, the index of the dimension of `device_mesh` that
+        splits it; -1 if none does.
       unspecified_dims: dimensions of the tensor that are left to the compiler (Auto axes only).
       manual_mesh_dims: must be empty; write programs that are manual over some mesh axes with `jax.shard_map`.
 

@@ -93,7 +93,7 @@ class Parser:
         return tuple(dims), tuple(axes), sums.get("partialsum", ()), sums.get("reduced", ())
 
     def take(self, mark: str) -> bool:
-        """Consume `mark` if it comes next, and return whether it did; an empty `mark` matches the end of the text."""
+        """Return whether `mark` comes next, and consume it if so; an empty `mark` matches the end of the text."""
         found = _MARK.match(self.text, self.at)
         if found is None or found[1] != mark:
             return False

@@ -1,4 +1,4 @@
-"""The spec: a tensor's dimensions, the mesh axes that shard each, and the mesh axes of its partial sum."""
+"""The spec: a tensor's dimensions, the mesh axes that shard each dimension, and the mesh axes of its partial sum."""
 
 import math
 import string
@@ -31,10 +31,11 @@ class Spec:
 
     Attributes:
       dims: one capital letter for each dimension, `("B", "L", "E")`.
-      axes: for each of `dims`, the mesh axes that shard it, major first; `()` if unsharded, `("?",)` if left open.
+      axes: for each of `dims`, the mesh axes that shard the dimension, major first; `()` if the dimension is unsharded,
+          and `("?",)` if it is left open.
       partial: the mesh axes over which the devices hold partial sums, sorted.
-      reduced: the mesh axes over which the gradient is a partial sum, sorted; the tensor itself is replicated over
-          them.
+      reduced: the mesh axes over which the gradient is a partial sum, sorted. The tensor itself is replicated over
+          these axes.
 
     Example:
       >>> spec = Spec.parse("B_x L E_{y,z} (partialsum-w)")
@@ -146,7 +147,7 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
-        """Return this spec with `dim` sharded over `axes`, major first, and no `reduced`: `B_xLE_yz` from `B_xLE`."""
+        """Return this spec with `dim` sharded over `axes`, major first, without `reduced`: `B_xLE_yz` from `B_xLE`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
@@ -217,8 +218,8 @@ class Spec:
           mesh: size of every mesh axis by name, or a `jax.sharding.Mesh`.
 
         Raises:
-          SpecError: the spec does not fit the sizes or the mesh (see `check`), or a dimension is left open (`E_?`), so
-            that its local size is not known.
+          SpecError: the spec does not fit the sizes or the mesh (see `check`), or a dimension is left open (`E_?`) and
+              therefore has no known local size.
 
         Example:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
@@ -251,7 +252,7 @@ class Spec:
 
 
 def fits(spec: Spec, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> bool:
-    """Return whether a mesh has every axis of a spec, and every dimension has a size that its axes divide.
+    """Return whether a spec fits: the mesh has every axis of the spec, and the axes divide the size of every dimension.
 
     Args:
       spec: the spec.

@@ -8,7 +8,7 @@ from typing import Any, overload
 from gspmd.annotate.errors import SpecError, shown
 
 LARGEST = 2**40
-"""The limit of dimension sizes: every size is smaller, so that bytes and FLOPs fit into 64 bits."""
+"""The limit of dimension sizes: every size must be smaller, so that bytes and FLOPs fit into 64 bits."""
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -41,7 +41,9 @@ def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
 @overload
 def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
-    """Return sizes by dimension, or a shape, as Python integers: numpy's integers overflow when bytes are counted.
+    """Return sizes by dimension, or a shape, as Python integers.
+
+    Integers of numpy would overflow when bytes are counted.
 
     A value that is not a whole number is returned unchanged, and no spec fits it.
 

@@ -1,4 +1,4 @@
-"""The parser of commands without settings files, whose errors are short messages with a remedy; NAME=SIZE flags."""
+"""The parser of commands without settings files, and the parsing of flags such as `--mesh NAME=SIZE`."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         flags: the parser's flags, each with the values that shell completion proposes.
         words: the words that shell completion proposes if no flag is expected.
-        subcommands: the parsers of its subcommands.
+        subcommands: the parsers of the parser's subcommands.
     """
 
     def __init__(self, **options: Any):
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
         """Add a flag or an argument as argparse does, with values for shell completion to propose.
 
-        An empty value is an error, unless the flag has a type of its own.
+        An empty value is an error, unless `options` has the type or the choices of the flag.
         """
         if options.get("action") in (None, "append") and "choices" not in options:
             options.setdefault("type", _optional if names[0].startswith("-") else _given)
@@ -42,14 +42,17 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the flags, and report unknown ones here: argparse would leave a subcommand's to the parent parser."""
+        """Parse the flags, and report unknown flags.
+
+        argparse would let the parent parser report the unknown flags of a subcommand.
+        """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(word or repr(word) for word in unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print an error message without the usage that argparse puts before it, and exit with code 2."""
+        """Print an error message without the description of usage that argparse prints first, and exit with code 2."""
         if found := re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             words = [word.strip("' ") for word in found[2].split(",")]
             message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()
@@ -80,7 +83,7 @@ def _optional(text: str) -> str:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse sizes of mesh axes as `numbers` does; refuse a name that no spec can have."""
+    """Parse sizes of mesh axes as `numbers` does; refuse a name that a mesh axis cannot have in a spec."""
     found = numbers(text)
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
         fact = "mesh axes are named by a lowercase letter and then letters, digits or _"
@@ -119,7 +122,9 @@ def numbers(text: str) -> dict[str, int]:
 
 
 def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the words of a command line without the given flags and their values; each has one value.
+    """Return the words of a command line without the given flags and without their values.
+
+    Each of these flags has exactly one value.
 
     >>> without(["--batch", "8", "--out", "a.toml", "--json=b"], ["--out", "--json"])
     ['--batch', '8']

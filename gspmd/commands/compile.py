@@ -64,7 +64,10 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report of the smallest slice (fewest GPUs) on which the model fits, or of the largest if none does."""
+    """Return the report for the smallest TPU slice, or the fewest GPUs, on which the model fits.
+
+    If the model fits on no slice, the report is for the largest slice that was compiled.
+    """
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -84,7 +87,7 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
 
 
 def layout_of(settings: CompileSettings) -> Layout:
-    """Return the layout named by the flags, with the changes that they make."""
+    """Return the layout that the flags name, with the changes that the flags make."""
     sharding = settings.sharding
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     return layout.lowered(sharding.lowering) if sharding.lowering else layout
@@ -104,7 +107,10 @@ def phase_layout(settings: CompileSettings) -> Layout:
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """Return the mesh of a slice after checking that it divides the sizes in the layout of the compiled phase."""
+    """Return the mesh of a slice, after checking that its axes divide the dimensions that they shard.
+
+    The layout is that of the compiled phase.
+    """
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     source = settings.source_length or settings.length
     tokens = {"encode": source, "decode": 1}.get(settings.phase, settings.length)
@@ -143,9 +149,9 @@ def compiled(
     Args:
         settings: the program to be compiled.
         target: the slice, or the nodes of GPUs.
-        called: the name of the program in progress messages; by default its model and layout.
-        tell: a function that gets the name of each phase of the compilation as it begins; by default the terminal shows
-            it.
+        called: the name of the program in progress messages; by default the names of its model and its layout.
+        tell: a function that is called with the name of each phase of the compilation when the phase begins; by
+            default, the terminal shows the name.
     """
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
@@ -197,7 +203,11 @@ def flops_of_row(settings: CompileSettings) -> float:
 
 
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Return the program to compile, its abstract arguments, and which of these it may overwrite or reorder."""
+    """Return the program to compile, its abstract arguments, and options for `jax.jit`.
+
+    The options say which arguments the program may overwrite, and for which arguments it may choose the order in
+    memory.
+    """
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout
@@ -228,12 +238,14 @@ def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callabl
 
 
 def say_chosen(layout: Layout) -> None:
-    """Report on stderr the choices that were made among a layout's alternatives."""
+    """Report on stderr which of a layout's alternatives were chosen."""
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
 def save(settings: CompileSettings, report: Report, command: str) -> list[str]:
-    """Write the files named by flags; if the compiler refused the program, only the figures can be written.
+    """Write the files that the flags name.
+
+    If the compiler refused the program, only the figures can be written.
 
     Returns:
         A message for each file that could not be written.

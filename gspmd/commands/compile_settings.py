@@ -26,7 +26,7 @@ from gspmd_models.finetuning.config import LoraConfig
 
 DEFAULT = "palm-8b"
 SERVED = ("encode", *PHASES)
-"""Phases of serving, the programs of `gspmd_models.decoding.programs`."""
+"""Phases of serving; each is a program of `gspmd_models.decoding.programs`."""
 COMMON = (
     "config", "topology", "phase", "batch", "length", "layout", "set", "mesh", "dtype", "weights", "cache",
     "microbatches", "smallest", "details", "json", "trace", "gantt",
@@ -165,7 +165,10 @@ def _written_twice(settings: CompileSettings) -> list[str]:
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
-    """Return the given flags that only a training step uses; such settings in a file are ignored by other phases."""
+    """Return the given flags that only a training step uses.
+
+    Such settings in a file are not an error, because the other phases ignore them.
+    """
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
     given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])

@@ -15,13 +15,13 @@ FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.p
 
 
 def find(name: str) -> str:
-    """Return the path of a configuration's file, given that path or the name of a shipped configuration.
+    """Return the path of a configuration's file, given this path or the name of a shipped configuration.
 
     A file takes precedence over a shipped configuration with its name.
 
     Raises:
-        ConfigError: there is no file at a path (a name with a slash or `.toml`) that resembles a configuration's, or
-            no configuration has a name that is not a path.
+        ConfigError: `name` is not a path, and no shipped configuration has this name; or `name` is a path (it has a
+            slash or ends in `.toml`) without a file, and resembles the name of a shipped configuration.
 
     Example:
         >>> Path(find("tiny")).name, find("mine/steps.toml")
@@ -53,7 +53,7 @@ def _is_missing(path: str) -> bool:
 
 
 def called(documentation: str, command: str, script: str) -> tuple[str | None, str]:
-    """Return the program's name and the description for the help of a command, or of the script that runs it.
+    """Return the program name and the description that `--help` shows, for a command or for the script that runs it.
 
     Args:
         documentation: the description, with example command lines that begin with `command`.
@@ -61,7 +61,8 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
         script: the name of the file in scripts/ that was started; empty if the command itself was.
 
     Returns:
-        The program's name (None for the script's own), and the description with command lines of the script.
+        The program name (None means the script's own name), and the description, in which the example command lines
+        call the script.
     """
     if not script:
         return command, documentation
@@ -98,7 +99,7 @@ def fitted(description: str, width: int) -> str:
 
 
 def _continued(command: str, width: int) -> str:
-    """Break a command line into lines of a width, joined by backslashes."""
+    """Break a command line into lines of at most `width` characters, joined by backslashes."""
     words = re.split(r" (?=--)", command)  # A flag stays with its value.
     lines = [words[0]]
     for word in words[1:]:

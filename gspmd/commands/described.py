@@ -1,6 +1,7 @@
 """The help of flags: the docstrings of fields of settings as running text; a short help has only the common flags.
 
-tyro makes a flag of every field of a dataclass. The rule here tells tyro the fields, and the help text of each.
+tyro makes a flag of every field of a dataclass. The rule `Describe` tells tyro the fields, and the help text of each
+field.
 """
 
 import ast
@@ -23,7 +24,10 @@ _OURS = ("gspmd", "gspmd_models")
 
 
 class RefusedError(Exception):
-    """Raised if a dataclass refuses the values of flags; not a ValueError, because tyro would print that itself."""
+    """The error for values of flags that a dataclass refuses.
+
+    This is not a ValueError, because tyro would print a ValueError itself.
+    """
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
@@ -33,7 +37,7 @@ def _given(word: str) -> str:
     """Return the text of a flag after checking that it is not empty.
 
     Raises:
-        ValueError: the text is empty, which in settings stands for a flag that is not given.
+        ValueError: the text is empty. In settings, an empty text stands for a flag that is not given.
     """
     if not word:
         raise ValueError("is empty; give it a value, or leave it out.")
@@ -60,7 +64,7 @@ AnyText = Annotated[str, "empty too"]
 
 
 def _filled(hint: Any) -> Any:
-    """Return the type of a setting, changed so that its flag refuses an empty string, unless it is `AnyText`."""
+    """Return the type of a setting, changed so that the flag refuses an empty string; `AnyText` stays unchanged."""
     if hint is str:
         return Annotated[str, _TEXT]
     if hint == tuple[str, ...]:
@@ -77,10 +81,11 @@ def _filled(hint: Any) -> Any:
 
 @dataclass(frozen=True)
 class Describe:
-    """The rule by which tyro makes flags of dataclasses of settings.
+    """The rule by which tyro turns dataclasses of settings into command-line flags.
 
     Attributes:
-        common: names of the settings to show in the help; None for all, with each table in a group of its own.
+        common: names of the settings to show in the help. None shows all settings, with each table of settings in a
+            group of its own.
     """
 
     common: Collection[str] | None = None
@@ -111,7 +116,8 @@ class Describe:
     def _annotated(self, hint: Any, name: str, default: Any) -> Any:
         """Return the type of a field with the annotations that tyro reads.
 
-        These hide its flag, put it into the common group, or state its default in words.
+        The annotations hide the field's flag, put the flag into the common group, or state the field's default in
+        words.
         """
         if is_dataclass(default):
             if self.common is None:
@@ -135,7 +141,10 @@ class Describe:
         return Annotated[hint, tyro.conf.arg(**said)] if said else hint
 
     def _text(self, text: str, default: Any) -> str:
-        """Return the help text of a flag; for a boolean, which has two flags, the text of the flag that turns it on."""
+        """Return the help text of a flag.
+
+        A boolean has two flags; the text is that of the flag that turns the boolean on.
+        """
         if isinstance(default, bool) and text.startswith("Whether "):
             text = text.removeprefix("Whether ").removeprefix("to ")
             text = text[:1].upper() + text[1:]
@@ -168,7 +177,7 @@ def _constructor(cls: type) -> Any:
 
 
 def _flagged(fault: str, names: Collection[str]) -> str:
-    """Return a fault that begins with one of these settings' names, with the flag in place of the name.
+    """Return a fault; if it begins with the name of one of these settings, the flag takes the place of the name.
 
     >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
     '--sample-bytes must not be negative, but is -1.'
@@ -178,7 +187,7 @@ def _flagged(fault: str, names: Collection[str]) -> str:
 
 
 def choices_of(hint: Any) -> tuple:
-    """Return the values of a `Literal`, and None if it is optional; an empty tuple for any other type.
+    """Return the values of a `Literal`, and None if the type is optional; return an empty tuple for any other type.
 
     >>> choices_of(Literal["cpu", "gpu"] | None)
     (None, 'cpu', 'gpu')
@@ -196,8 +205,9 @@ class Flag:
     """A flag that tyro makes of a setting.
 
     Attributes:
-        name: the flag, such as "--model.heads"; for a boolean, which has two flags, the flag that turns it on.
-        table: the prefix of its settings table with a dot, such as "model."; empty if it is in no table.
+        name: the flag, such as "--model.heads". A boolean has two flags; this is the flag that turns the boolean on.
+        table: the name of the settings table that contains the setting, followed by a dot, such as "model."; empty if
+            no table contains the setting.
         field: the name of the setting, without its table.
         choices: the values that the flag accepts, if there are few.
         default: the value that the setting has without the flag.
@@ -224,7 +234,7 @@ def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
 
     Args:
         cls: the dataclass.
-        default: an instance, which determines which optional tables there are.
+        default: an instance of the dataclass; it determines which of the optional tables exist.
         table: the prefix of the flags, such as "model.".
     """
     hints, texts = get_type_hints(cls, include_extras=True), documented(cls)

@@ -16,8 +16,8 @@ from gspmd.planner import drawing
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
     """Print the plan and write its pictures; return the exit code of the command.
 
-    The exit code is 2 for bad input, with one message on stderr. It is also 2 if pictures cannot be written. If this is
-    known in advance, nothing is planned; a full disk is reported after the plan.
+    The exit code is 2 for bad input, with one message on stderr. The exit code is also 2 if pictures cannot be written.
+    If it is known in advance that they cannot be written, nothing is planned; a full disk is reported after the plan.
 
     Args:
         argv: the flags.
@@ -47,7 +47,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
 
 def _planned(options: argparse.Namespace) -> tuple[gspmd.Plan, str]:
-    """Return the plan and its JSON; only the latter needs the plans of the gradients."""
+    """Return the plan, and the JSON of the plan, which has the plans of the gradients if flags ask for them."""
     given = {name: getattr(options, name) for name in ("dtype", "chip", "lowering", "via")}
     plan = gspmd.plan(options.equation, options.sizes, options.mesh, **given)
     return plan, plan.to_json(gradients=options.gradients)

@@ -55,7 +55,10 @@ def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None 
 
 
 def longest(source: Source) -> int:
-    """Return the length, in tokens, of the longest sequences of the training: targets or, with an encoder, sources."""
+    """Return the length, in tokens, of the longest sequences on which the run was trained.
+
+    For a model with an encoder, these are the targets or the sources.
+    """
     if source.run is None:
         return 2048
     training = source.run.training
@@ -63,5 +66,5 @@ def longest(source: Source) -> int:
 
 
 def promised(kept: Path) -> int:
-    """Return the context length, in tokens, of the checkpoint from which a run began; 0 if it began without one."""
+    """Return the context length, in tokens, of the checkpoint from which a run began; 0 if there was no checkpoint."""
     return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

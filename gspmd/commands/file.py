@@ -64,11 +64,11 @@ def source_length_of(file: File) -> int:
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Return the settings of a command with `--source-length` and `--phase`, and faults that concern the source.
+    """Check the source of a command that has `--source-length` and `--phase`; return the settings and the faults.
 
     Args:
-        settings: the settings after the flags. If flags removed the encoder, the settings are returned without a
-            source.
+        settings: the settings after the flags. If the model has no encoder, for example because flags removed it, the
+            settings are returned without a source.
         default: the settings in the file, before the flags.
     """
     given: Any = settings
@@ -85,7 +85,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return a fault for each number of token groups of experts that does not divide a batch, or its sources."""
+    """Return faults if the number of token groups of experts does not divide a batch's tokens, or its source tokens."""
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

@@ -45,7 +45,10 @@ def faults_of(flag: str, given: str, suffix: str = "", kind: str = "") -> Iterat
 
 
 def unwritten(flag: str, path: str, write: Callable[[str], object]) -> list[str]:
-    """Write the file of a flag by the function `write`; return the fault if that fails, and otherwise nothing."""
+    """Write the file that a flag names, with the function `write`.
+
+    The returned list has the fault if writing fails, and is empty otherwise.
+    """
     try:
         write(path)
     except OSError as error:

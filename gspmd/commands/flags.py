@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at the flags that decide how others are parsed, and the parser of all."""
+"""The flags of a command: an early look at the flags that decide how others are parsed, and the parser of all flags."""
 
 import argparse
 import io
@@ -40,11 +40,12 @@ HELP = {"-h", "--help", "--help-all"}
 
 @dataclass(frozen=True)
 class EarlyFlags:
-    """The flags that must be known before all flags can be parsed, as they were given.
+    """The flags that must be known before all flags can be parsed, with the values that the user gave.
 
-    The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
-    decides which flags exist. So these few flags are looked up first. A value is None if the flag is not given, and ""
-    if it is given without a value or with an empty one, which the parser of all flags then refuses.
+    The defaults of a command's flags come from a file or from a run's folder, and flags name this file or folder. A
+    custom model also decides which flags exist. So these few flags are looked up first. A value is None if the flag is
+    not given. A value is "" if the flag is given without a value or with an empty value; the parser of all flags
+    refuses such a flag later.
     """
 
     config: str | None = None
@@ -62,10 +63,10 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> "EarlyFlags":
-        """Look up these flags, without checking them or any others.
+        """Look up these flags, without checking these or any other flags.
 
-        No flag is refused here: a process that is one of several must know where to join the others before it can tell
-        them about faults in its flags.
+        No flag is refused here. The reason is that one of several processes must know where to join the other processes
+        before it can tell them about faults in its flags.
 
         >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
         EarlyFlags(..., resume=True, ..., distributed='auto', ...)
@@ -96,15 +97,16 @@ def parse(
     """Read settings from a TOML file and from flags; flags take precedence over the file.
 
     Args:
-        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
-            model, whose fields then replace the fields of [model] (`gspmd.training.model.finding`); for such a model
-            without `--config`, `default` is not read.
+        cls: a dataclass of settings. If it has a field `model_class`, then `--model`, or `class` in [model], may name a
+            custom model. The fields of the custom model replace the fields of [model] (`gspmd.training.model.finding`).
+            For a custom model without `--config`, the file `default` is not read.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without `--config` starts from the settings of
-            the run, without its platform and without the settings that flags replace: `--devices` replaces its
-            number of devices and its meshes, `--mesh` its number of devices, `--set` its `--set`, `--relayout` its
-            changes of layout, and `--layout` its `--set`, its changes of layout and its schedule of stages.
-            `--resume STEP` means `--resume --resume-step STEP`; the step may be given only once.
-        default: the TOML file if neither flag is given.
+            the run, without the run's platform and without the settings that flags replace. `--devices` replaces the
+            run's number of devices and its meshes. `--mesh` replaces its number of devices. `--set` replaces its
+            `--set`. `--relayout` replaces its changes of layout. `--layout` replaces its `--set`, its changes of layout
+            and its schedule of stages. `--resume STEP` means `--resume --resume-step STEP`; the step may be given only
+            once.
+        default: the TOML file to read if neither `--config` nor `--resume` is given.
         find: a function from the name in --config, or `default`, to the path of the TOML file.
         description: the description in --help.
         prog: the program's name in --help; by default `sys.argv[0]`.
@@ -143,7 +145,7 @@ def parse(
 
 
 def distributed(argv: Sequence[str]) -> str:
-    """Return the value of `--distributed`, without checking other flags; it is "" if help is asked for.
+    """Return the value of `--distributed`, without checking other flags, or "" if the flags ask for help.
 
     >>> distributed(["--steps", "many", "--distributed=auto"])
     'auto'
@@ -167,7 +169,8 @@ def parse_flags(
         base: the settings in the absence of flags.
         description: the description in --help.
         prog: the program's name in --help; by default `sys.argv[0]`.
-        common: names of the settings whose flags --help shows; --help-all shows all flags. If empty, so does --help.
+        common: names of the settings whose flags --help shows. If there are no names, --help shows all flags.
+            --help-all always shows all flags.
 
     Raises:
         ConfigError: flags belong to a table that the settings do not have, or settings contradict each other.
@@ -200,7 +203,10 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """A text buffer that tyro takes for standard output: it has the same encoding, and is a terminal if that is one."""
+    """A text buffer that tyro takes for standard output.
+
+    The buffer has the encoding of standard output, and counts as a terminal if standard output is a terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +219,10 @@ class _LikeOutput(io.StringIO):
 
 
 def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:
-    """Print tyro's help and exit; our own description is added here, because tyro would make one paragraph of it."""
+    """Print tyro's help with the command's description, and exit.
+
+    The description is added here, because tyro would print it as a single paragraph.
+    """
     shown = _LikeOutput()
     with suppress(SystemExit), redirect_stdout(shown):
         tyro.cli(cls, args=["--help"], description="", **options)
@@ -237,18 +246,20 @@ def _wide() -> Iterator[None]:
 
 
 def _merged(cls: type[Dataclass]) -> list[str]:
-    """Return the tables of settings whose names are left out of their flags."""
+    """Return the tables of settings whose names are left out of the flags of their settings."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
 
 
 def _in_short(message: str, prog: str, merged: Collection[str], argv: Sequence[str] = ()) -> str:
-    """Shorten an error message of tyro, a box with the help of similar flags, to a few lines with a remedy.
+    """Shorten an error message of tyro to a few lines with a remedy.
+
+    tyro's message is a box that contains the help of similar flags.
 
     Args:
         message: the message of tyro.
         prog: the program's name.
-        merged: the tables of settings whose names are left out of their flags.
+        merged: the tables of settings whose names are left out of the flags of their settings.
         argv: the words of the command line.
 
     >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
@@ -292,10 +303,10 @@ def _in_short(message: str, prog: str, merged: Collection[str], argv: Sequence[s
 
 
 def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
-    """Return the flags that the user may have meant by an unknown one.
+    """Return the flags that the user may have meant by an unknown flag.
 
-    If the flag begins with the name of a table that is left out of flags (`merged`), this is the flag without that
-    name; otherwise these are the most similar known flags.
+    If the flag begins with the name of a table in `merged`, which flags leave out, the result is the flag without this
+    name. Otherwise the result is the most similar known flags.
     """
     table, dot, rest = flag.removeprefix("--").partition(".")
     if dot and table in merged:
@@ -304,14 +315,17 @@ def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
-"""For messages: table -> the words for a configuration without this table."""
+"""A mapping from table to the words by which messages describe a configuration without this table."""
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
-    """Raise an error about flags of a table that the settings do not have; the parser would only call them unknown.
+    """Raise an error about flags of a table that the settings do not have.
+
+    The parser would only say that such flags are unknown.
 
     Raises:
-        ConfigError: there are such flags. The message names their tables, and says where to write these.
+        ConfigError: there are such flags. The message names the tables of these flags, and says where to write the
+            tables.
     """
     faults = {}
     for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -360,7 +374,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return the saved settings of a run, without settings of its machine and settings that a flag replaces."""
+    """Return the saved settings of a run, except settings of its machine and settings that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")
@@ -383,7 +397,7 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
 
 
 def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Parse a flag with a few possible values; the error names the nearest value, unlike tyro's own."""
+    """Return a parser for a flag with a few possible values; its error, unlike tyro's, names the nearest value."""
     choices = choices_of(info.type)
     if not choices:
         return None

@@ -145,7 +145,9 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the sampling settings of the flags, completed by those of generation_config.json, which are printed.
+    """Return the sampling settings; those that no flag gives come from generation_config.json.
+
+    The settings that come from the file are printed.
 
     Raises:
         ConfigError: the file has settings that are not supported, and no flag allows ignoring them.
@@ -169,7 +171,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:
-    """Raise an error about flags that do not apply to beam search, or, without --beams, apply only to it.
+    """Raise an error about flags that do not apply to beam search or, without --beams, apply only to beam search.
 
     Raises:
         ConfigError: such flags are given; the message names them.
@@ -195,7 +197,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Continue the prompts with a run's custom model or, with --explain, print the bytes it would send and hold."""
+    """Continue prompts with a run's custom model or, with --explain, print the bytes that a step sends and holds."""
     tokenizer = tokenizer_of(folder)
     subject = own.subject(run)
     refuse_for_own(settings, subject)
@@ -344,7 +346,7 @@ def variable_of(given: str) -> tuple[str, Any]:
     (('enable_thinking', False), ('date', '1 May'))
 
     Raises:
-        ConfigError: the text is not NAME=VALUE, or the name is that of an argument that the template gets anyway.
+        ConfigError: the text is not NAME=VALUE, or NAME is an argument that every template gets.
     """
     name, equals, value = given.partition("=")
     taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
@@ -411,15 +413,15 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print the texts in order; each is printed while it is generated, once the text before it has ended.
+    """Print the texts in order; each text is printed while it is generated, once the text before it has ended.
 
     Args:
         console: the console for messages that are not part of a text.
-        prompts: the prompts; equally many texts begin with each of them.
+        prompts: the prompts; the same number of texts begins with each prompt.
         texts: the texts, still empty.
         bursts: the generated tokens of the texts, in bursts.
-        ended: a set to which the indices of those texts are added that end with a stop string, or with an id that has
-            no token.
+        ended: a set; the function adds to it the index of every text that ends with a stop string, or with an id that
+            has no token.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -461,7 +463,10 @@ def write(
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:
-    """Return the line above a text if there are several; it has the text's beam score (`beam_loop`), if given."""
+    """Return the line that is printed above a text, or "" if there is only one text.
+
+    The line shows the text's score in a beam search (`beam_loop`), if `scores` has any.
+    """
     if count == 1:
         return ""
     return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

@@ -25,7 +25,8 @@ def found(checkpoint: str) -> str:
     """Return the folder of a checkpoint: an existing folder, or the downloaded copy of a model named ORG/NAME.
 
     Raises:
-        ConfigError: the text could be such a name, but there is no copy; the message has the command to download one.
+        ConfigError: the text has the form ORG/NAME, but no copy has been downloaded; the message has the command that
+            downloads one.
     """
     if not _NAME.fullmatch(checkpoint) or os.path.exists(checkpoint):
         return checkpoint
@@ -42,7 +43,7 @@ def found(checkpoint: str) -> str:
 
 
 def beside(checkpoint: str, folder: Path) -> str:
-    """Return the checkpoint that a file names, with a relative path taken relative to `folder`, the file's folder.
+    """Return the checkpoint that a file names; a relative path is resolved from `folder`, the file's folder.
 
     >>> beside("org/model", Path("mine")), beside("../there", Path("mine"))
     ('org/model', 'mine/../there')

@@ -37,7 +37,7 @@ SECTIONS = (*PARTS, PIPELINE)
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
-    """Parse the flags; the attribute `does` of the result is the function of the subcommand.
+    """Parse the flags; the attribute `does` of the result is the function that runs the subcommand.
 
     Args:
         argv: the flags.
@@ -104,7 +104,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
 
 def list_presets(options: argparse.Namespace) -> int:
-    """Print the presets, with the mesh axes and the first sentence of the file of each."""
+    """Print each preset with its mesh axes and the first sentence of its file."""
     sheet = Sheet("", [Column("layout"), Column("mesh axes", goes=1), Column("what it shards", folds=True)])
     for name in preset_names():
         sheet.add(name, ", ".join(Layout.load(name).axes) or "none", escape(_summary(text_of(name))))
@@ -121,7 +121,7 @@ def _summary(text: str) -> str:
 
 
 def show_layout(options: argparse.Namespace) -> int:
-    """Print a layout, section by section, or its file."""
+    """Print a layout section by section, or print the text of its file; write pictures of the layout if asked to."""
     if faults := [*pictures.faults_of(options)]:
         print(f"gspmd layouts show: {faults[0]}", *faults[1:], sep="\n", file=sys.stderr)
         return 2
@@ -210,7 +210,10 @@ def diff_layouts(options: argparse.Namespace) -> int:
 
 
 def _differing(a: Layout, b: Layout) -> Iterator[tuple[str, str, str]]:
-    """Yield key and both specs of each line that differs, in the order of the first layout, then of the second."""
+    """Yield the key and both specs of each line that differs.
+
+    Lines of the first layout come first, in its order. Lines that only the second layout has follow.
+    """
     ours, theirs = lines_of(a), lines_of(b)
     for key in dict.fromkeys((*ours, *theirs)):
         if ours.get(key) != theirs.get(key):

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or list the commands; return the exit code: 2 for an unknown command, 130 for an interrupt.
 
     Args:
-        argv: the command and its flags; by default those of this process, which then ends with the exit code.
+        argv: the command and its flags; by default the arguments of this process, and the process then ends with the
+            exit code.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     return _run(name, flags) if argv is not None else _process(name, flags)
@@ -94,7 +95,7 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
 
 
 def _written(command: Callable[[], int]) -> int:
-    """Run a command until its output is written; return its exit code, or another one if writing fails.
+    """Run a command, and write all its output; return its exit code, or a different code if writing fails.
 
     A closed output, as with `| head` or a closed terminal, is not reported, because nobody wants to read more.
     """
@@ -168,7 +169,8 @@ def _among_others(flags: Sequence[str]) -> bool:
 def _ending_at_once() -> Iterator[None]:
     """Let a signal end the process with a one-line message inside a `with` block, while libraries are imported.
 
-    An exception could arise anywhere in these libraries, and some would print it, or take it for a missing module.
+    An exception could be raised anywhere in these libraries. Some libraries would print the exception, or would take it
+    for a missing module.
     """
     ours = current_thread() is main_thread()  # Only the main thread can handle signals.
     if ours:
@@ -189,16 +191,19 @@ def _starting() -> Any:
 
 
 def _raises() -> bool:
-    """Return whether this process handles interrupts: they are not ignored, and no caller has its own handler."""
+    """Return whether this process handles interrupts.
+
+    This is so if interrupts are not ignored, and no caller has installed a handler.
+    """
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
-    """Raise an interrupt again, soon after its exception was swallowed by the code in which it was raised.
+    """Raise an interrupt again, soon after the code in which its exception was raised has swallowed the exception.
 
-    Such code is a finalizer, or a callback of the garbage collector. JAX has such a callback: the exception of a signal
-    that arrives during a collection is raised in it, and a collection takes longer the more objects there are.
+    Finalizers and callbacks of the garbage collector swallow exceptions. JAX has such a callback: if a signal arrives
+    during a collection, its exception is raised in the callback. A collection takes longer the more objects there are.
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
         return show(raised)

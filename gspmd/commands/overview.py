@@ -77,6 +77,6 @@ def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
 
 
 def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
-    """Raise an error, before anything is loaded, if the devices have no room for the arrays."""
+    """Raise an error, before anything is loaded, if the devices have no room for the arrays that `held` returns."""
     remedy = "Use more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
     memory.check("cannot generate text:", held(generator, sizes), mesh.local_devices, remedy)

@@ -28,7 +28,7 @@ def module_of(settings: Any) -> list[ModuleType]:
 
 
 def subject(settings: Any, dtype: Any = jnp.float32) -> Own:
-    """Return the custom model of settings, as a model whose loss is computed in a dtype."""
+    """Return the custom model that settings name, as a model whose loss is computed in the given dtype."""
     return Own(settings.model, dtype)
 
 
@@ -36,8 +36,8 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     """Raise an error about settings that do not apply to a custom model.
 
     Args:
-        settings: the settings of a command, with `lora` and `sharding`; those of a run also with `checkpoint` and
-            `training`.
+        settings: the settings of a command, with fields `lora` and `sharding`. The settings of a run also have
+            `checkpoint` and `training`.
         doing: the first words of the error message.
         tokens: number of ids of a run's tokenizer, or None for bytes.
 

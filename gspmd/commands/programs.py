@@ -1,7 +1,7 @@
 """The programs of a run in one of its arrangements: update and evaluation, with the state that they need.
 
-Each has an abstract form (with shapes, dtypes and shardings instead of arrays), in which it is checked, planned and
-explained before any array exists.
+Each program has an abstract form, with shapes, dtypes and shardings instead of arrays. In this form the program is
+checked, planned and explained before any array exists.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainSt
     """Trace one update and one evaluation, to find the faults that no other check finds.
 
     So a fault is reported before the text is read and the model is built, and not only when the arrangement begins. The
-    check takes about a second, but makes a run only a third of a second longer, because the run then finds its plans in
+    check takes about a second. It makes a run only a third of a second longer, because the run then finds its plans in
     the cache.
     """
     with arrangement.context():
@@ -170,7 +170,11 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt with its continuation by the trained model; of an encoder–decoder, the output for a source."""
+    """Return the prompt with its continuation by the trained model.
+
+    An encoder–decoder reads the prompt as its source; the result is then the prompt and the model's output, on two
+    lines.
+    """
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

@@ -40,7 +40,10 @@ def guarded(
     errors: tuple[type[Exception], ...] = (),
     interrupted: str = "Interrupted before the run began.",
 ) -> int:
-    """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
+    """Run a command and return its exit code.
+
+    The exit code is the code that the command returns, where None counts as 0. If the command raises an error, the exit
+    code is 1 for a failed run, 2 for bad input and 130 for an interrupt.
 
     A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, and otherwise 143.
 
@@ -50,7 +53,7 @@ def guarded(
     Args:
         command: the function to run, which takes the flags and returns an exit code or None.
         argv: the flags.
-        called: the command line to resume with, in advice; by default `python sys.argv[0]`.
+        called: the command line that advice gives for resuming; by default `python sys.argv[0]`.
         errors: further exceptions to treat as errors made by the user.
         interrupted: the message for an interrupt that the command does not handle itself.
     """
@@ -119,7 +122,7 @@ def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str =
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
-    """Raise an error about flags that are not UTF-8: file names and config.json cannot hold such text.
+    """Raise an error about flags that are not UTF-8, because file names and config.json cannot hold such text.
 
     Raises:
         ConfigError: some flags are not UTF-8, or have null bytes; the message lists each of them.
@@ -132,7 +135,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _naming_files() -> Iterator[None]:
-    """Turn a system error about a named file, for example that its name is too long, into an error of the user's."""
+    """Turn a system error about a named file, such as a name that is too long, into an error made by the user."""
     try:
         yield
     except OSError as error:
@@ -175,13 +178,14 @@ def _saved(out: Path, called: str) -> str:
 
 
 def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
-    """Return the commands that continue a run and that sample from it, by their purpose.
+    """Return the command that continues a run and the command that samples from it, each under its purpose.
 
     Args:
         out: the run's folder.
         steps: number of steps that the run has done.
         prompt: the beginning of the sample, or None if the model cannot generate text.
-        called: as in `guarded`; by default the commands name `sys.argv[0]`, and the file for sampling in its folder.
+        called: as in `guarded`. By default one command runs `sys.argv[0]`, and the other runs the file `generate.py` in
+            the same folder.
 
     Example:
         >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]

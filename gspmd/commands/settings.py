@@ -89,14 +89,14 @@ def parse(argv: Sequence[str], script: str = "") -> RunSettings:
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
-    """Return the settings with model and tokenizer of the checkpoint with which the run begins, or once began.
+    """Return the settings with the model and tokenizer of the checkpoint with which the run begins, or began earlier.
 
-    If a run is resumed from its folder, its settings already have both. If it is resumed with the flags that began it,
-    `--from` must name the same checkpoint.
+    If a run is resumed from its folder, its settings already have the model and the tokenizer. If a run is resumed with
+    the flags that began it, `--from` must name the same checkpoint.
 
     Raises:
-        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with another
-            checkpoint, or with random weights.
+        ConfigError: flags describe the model, although the checkpoint determines it; or the resumed run did not begin
+            with this checkpoint, but with another one or with random weights.
         CheckpointError: the checkpoint cannot be read.
     """
     resumed = settings.training.resume
@@ -122,7 +122,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
 
 
 def _another_beginning(settings: RunSettings) -> str:
-    """Return a fault if the resumed run surely did not begin with the checkpoint of `--from`, or else ""."""
+    """Return a fault if the resumed run surely did not begin with the checkpoint of `--from`, and otherwise ""."""
     out = Path(settings.training.out) if settings.training.out else newest_run()
     try:
         begun = str(load_settings(out).get("checkpoint") or "")

@@ -63,7 +63,7 @@ class Source:
 
 
 def bytes_of(model: Any) -> checkpoints.Tokenizer:
-    """Return the tokenizer of a model of bytes, which for an encoder–decoder also has an end token and sentinels."""
+    """Return the tokenizer of a model of bytes; for an encoder–decoder, it also has an end token and sentinels."""
     has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has other settings
     return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
 

@@ -84,7 +84,7 @@ class Checked:
     """A run that has passed every check, before anything is compiled or allocated for it.
 
     Attributes:
-        settings: the settings of the run; for `--layout auto`, with the mesh that the search chose.
+        settings: the settings of the run. For `--layout auto`, they have the mesh that the search chose.
         arranged: the arrangements of the run in order, each with its state as shapes.
         tokenizer: the tokenizer of the text, or None if tokens are bytes.
         found: the layout that the search found, or None without `--layout auto`.
@@ -101,10 +101,10 @@ class Checked:
 def check(console: Console, settings: RunSettings) -> Checked:
     """Check settings, layouts, sizes, memory and programs before anything is compiled.
 
-    Slower checks come later: first the settings are checked, then the sizes under each layout, once the devices are
-    started, and last the traced programs. If a run changes its layout, all its layouts are checked here, not hours
-    later when they come into force. The header is printed between the checks. With --explain, memory and programs are
-    not checked, because the explanation shows why they do not fit.
+    Slower checks come later. First the settings are checked. Once the devices are started, the sizes under each layout
+    are checked, and last the traced programs. If a run changes its layout, all its layouts are checked here, and not
+    hours later when the run changes to them. The header is printed between the checks. With --explain, memory and
+    programs are not checked, because the explanation shows why they do not fit.
 
     Raises:
         ConfigError, LayoutError, PlanError, SpecError, HostError: a check has failed; the message says which.
@@ -203,7 +203,7 @@ def with_fitting_sample(
 ) -> RunSettings:
     """Return the settings with the length of the sample reduced, if needed, to fit the model's context.
 
-    If it is reduced, the console says so.
+    If the length is reduced, the console says so.
 
     Raises:
         ConfigError: the prompt has no tokens, or leaves no room in the context for a further token.
@@ -303,7 +303,7 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 def run_loop(
     console: Console, checked: Checked, arranged: Arranged, called: str, argv: Sequence[str], began: float
 ) -> None:
-    """Train; at the end draw the plots, write a sample, and print the commands that continue the run or sample from it.
+    """Train; then draw the plots, write a sample, and print the commands that continue the run or sample from it.
 
     Raises:
         Interrupted, Unwritable, Diverged: the run ended early, as in `fit` and `runner.interrupts`.
@@ -338,7 +338,7 @@ def run_loop(
 
 
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
-    """Save the tokenizer with the run, with checksums; replace a damaged copy if the run is resumed."""
+    """Save the tokenizer with the run, with checksums; if the run is resumed, replace a damaged copy."""
     if (folder / checksums.FILE).exists() and (fault := checksums.fault_of(folder)):
         console.print(f"{str(folder)!r} is damaged, and written again: {fault}.", soft_wrap=True, markup=False)
         shutil.rmtree(folder)

@@ -22,7 +22,7 @@ COMPARED = ("blocking", "looped", "xla")
 
 
 class EquationAnswer:
-    """The plan of a request, and everything that the page shows about it.
+    """The plan of the equation that a request gives, and everything that the page shows about this plan.
 
     Raises:
         SpecError, PlanError: as for `gspmd.plan`.
@@ -46,7 +46,10 @@ class EquationAnswer:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the plan and its pictures as data for JSON, with each amount also as text, as tables print it."""
+        """Return the plan and its pictures as data for JSON.
+
+        Each amount is there as a number, and also as text, written as in printed tables.
+        """
         plan, measured = self.plan, roofline(self.plan)
         return {
             "plan": json.loads(plan.to_json(gradients=False)),
@@ -75,7 +78,7 @@ class EquationAnswer:
         }
 
     def alternatives(self) -> list[dict[str, Any]]:
-        """List the plans that the search compared, and how much more each costs than the cheapest."""
+        """List the plans that the search compared, and how much more each plan costs than the cheapest."""
         ranked = self.plan.alternatives(limits.ALTERNATIVES + 1)
         pinnable = len(self.plan.equation.terms) == 1
         return [
@@ -152,7 +155,7 @@ def _added(plan: Plan) -> Spec:
 
 
 def inline(figure: Figure) -> str:
-    """Return a figure as an SVG element, without a style sheet: the page's security policy allows only its own."""
+    """Return a figure as an SVG element without a style sheet, because the page's policy allows only the page's own."""
     left, top, wide, high = (f"{value:.6g}" for value in figure.box)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" width="{wide}" height="{high}"'
     label = f'viewBox="{left} {top} {wide} {high}" aria-label="{escape(figure.title)}: {escape(figure.description)}"'

@@ -1,9 +1,9 @@
 """The guard in front of the page: it checks where a request comes from and its size, and adds headers to every answer.
 
-The page listens on the loopback address, which keeps other machines out, but not the pages of other sites that a
-browser on this machine has open. Such pages can send requests to it, directly or by a name that they make the browser
-resolve to this address (DNS rebinding). So a request must name this page as its host, and must come from this page. A
-link on another site may open this page, which is how an equation is shared.
+The page listens on the loopback address. This keeps other machines out, but not the pages of other sites that a browser
+on this machine has open. Such pages can send requests to this server: directly, or by a name that they make the browser
+resolve to the loopback address (DNS rebinding). So a request must name this server as its host, and must come from this
+server's page. A link on another site may open the page, because links are how an equation is shared.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ POLICY = "; ".join(
         "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
     )
 )  # fmt: skip
-"""The policy: only files of the page itself are loaded, no inline script runs, and no site may frame the page."""
+"""The security policy: only the page's own files are loaded, no inline script runs, and no site may frame the page."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class Guard:
-    """An ASGI application that wraps another one, and passes on only the requests of this page.
+    """An ASGI application that wraps another application, and passes on only the requests of this page.
 
     Args:
         application: the application that answers the requests.
@@ -61,7 +61,7 @@ class Guard:
         self._origins = {f"http://{host}" for host in self._hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or send the error for it."""
+        """Answer a request, or send the error for a request that is refused."""
         if scope["type"] == "lifespan":
             return await self._application(scope, receive, send)
         if scope["type"] != "http":
@@ -92,7 +92,7 @@ class Guard:
             raise
 
     def _check(self, scope: Scope) -> None:
-        """Raise an error about a request that does not come from this page."""
+        """Raise an error if a request does not come from this page."""
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
             raise Refused(
@@ -138,7 +138,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a receive function that gives the body that has been read, and then the messages that come after it."""
+    """Return a receive function that first gives the body that has been read, and then the messages that come later."""
     given = False
 
     async def replayed() -> Message:

@@ -47,10 +47,12 @@ from gspmd_models.step import Language
 
 @dataclass(frozen=True)
 class LayoutRequest(Texts):
-    """A training step of a model in a layout; `lines` has changes of the layout, one `key = spec` per line.
+    """A request about a training step of a model in a layout.
 
-    `own` has all lines of a layout that a search found, and replaces `layout`. If `remat` is empty, the model's own
-    rematerialization is used.
+    `lines` has changes of the layout, one `key = spec` per line.
+
+    `own` has all lines of a layout that a search found; these lines replace `layout`. If `remat` is empty, the model's
+    own rematerialization is used.
     """
 
     config: str = ""
@@ -84,7 +86,7 @@ class Shelf:
         self._configs, self._folder = configs, None if folder is None else folder.resolve()
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """Return, by name, the tables of every config file whose model is the transformer, not a custom model."""
+        """Return, by name, the tables of every config file whose model is the transformer and not a custom model."""
         found = {path.stem: read_toml(path) for path in sorted(self._configs.glob("*.toml"))}
         return {name: tables for name, tables in found.items() if "class" not in tables.get("model", {"class": 0})}
 
@@ -97,7 +99,7 @@ class Shelf:
         return found
 
     def _is_within(self, path: Path) -> bool:
-        """Return whether a layout's file, and all files on which it is based, are in the folder, following links."""
+        """Return whether a layout's file, and all files on which it is based, are in the folder; links are followed."""
         assert self._folder is not None
         for _ in range(limits.BASES):
             if not path.resolve().is_relative_to(self._folder):
@@ -149,7 +151,7 @@ class Shelf:
 
 
 class LayoutAnswer:
-    """The plan of the training step of a request, and everything that the page shows about it.
+    """The plan of the training step that a request asks for, and everything that the page shows about this plan.
 
     Raises:
         NotationError, ConfigError: the request names something that does not exist, or that does not fit.
@@ -216,10 +218,10 @@ class LayoutAnswer:
         return {name: device_bytes(tree) for name, tree in held.items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the bytes on one device that blocks keep for the backward pass, or why these are not known.
+        """Return the bytes on one device that blocks keep for the backward pass, or the reason why they are not known.
 
-        `all` has the sum of these and of the state and the gradients; `over` says how much more that is than the memory
-        of the chip, if it is more.
+        `all` has the sum of these bytes and of the bytes of the state and the gradients. If the sum is more than the
+        memory of the chip, `over` says by how much.
         """
         count, reason = self._kept()
         total, has = sum(self.held.values()) + (count or 0), self.chip.hbm_bytes
@@ -228,7 +230,7 @@ class LayoutAnswer:
         return known | {"all": {"bytes": total} | _said(bytes=total), "over": over, "capacity": has}
 
     def _kept(self) -> tuple[int | None, str]:
-        """Return the bytes that blocks keep; None and the reason if these are not predicted."""
+        """Return the bytes that blocks keep, and ""; or None, and the reason why these bytes are not predicted."""
         if self.model.encoder_layers:
             return None, "not predicted for a model with an encoder"
         sizes = self.batch // self.microbatches, self.length
@@ -237,7 +239,10 @@ class LayoutAnswer:
         return count, "" if count is not None else "not predicted for stages, nor for one block of each kind"
 
     def record(self) -> dict[str, Any]:
-        """Return everything as data for JSON, with each amount also as tables print it."""
+        """Return everything as data for JSON.
+
+        Each amount is there as a number, and also as text, written as in printed tables.
+        """
         plan, held = self.planned, self.held
         totals = {
             "seconds": plan.seconds - plan.hidden_seconds,
@@ -266,7 +271,7 @@ class LayoutAnswer:
         }
 
     def _rows(self, entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
-        """Add up the steps of each equation, with the equation that takes the most seconds first."""
+        """Add up the steps of each equation; the equation that takes the most seconds comes first."""
         found: defaultdict[str, list[PlannedStep]] = defaultdict(list)
         for entry in entries:
             found[entry.equation].append(entry)
@@ -282,7 +287,7 @@ class LayoutAnswer:
 
     @cached_property
     def _sections(self) -> dict[str, dict[str, str]]:
-        """Map each section to its specs in canonical text, and each spec to the lines that have it."""
+        """Map each section to its specs in canonical text, and each of these specs to the lines that have the spec."""
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key, text in self.layout.table.items():
             section, _, name = key.partition(".")
@@ -292,7 +297,10 @@ class LayoutAnswer:
         return found
 
     def _lines_of(self, equation: str) -> list[str]:
-        """Return the lines of the layout that an equation reads, from the section that has most of its specs."""
+        """Return the lines of the layout that an equation reads.
+
+        They are taken from the section that has most of the equation's specs.
+        """
         specs = set()
         for word in re.findall(r"[^\s,()+>-][^\s,()+]*", equation):
             with suppress(SpecError):  # The name of an operation, an arrow, or the suffix of a partial sum.
@@ -304,7 +312,7 @@ class LayoutAnswer:
         return best if len(best) > 1 else []
 
     def _lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the key of every line, with its spec and its spec before the changes."""
+        """Yield for every line its key, its spec, and its spec before the changes."""
         for layout, prefix in ((self.written, ""), *((self.written, name) for name in self.written.overrides)):
             table = layout.overrides[prefix] if prefix else layout.table
             before = self.base.overrides.get(prefix, {}) if prefix else self.base.table
@@ -312,7 +320,7 @@ class LayoutAnswer:
                 yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
 
     def _own_layout(self) -> Layout:
-        """Return the layout with the lines of the request; a search has found these lines.
+        """Return the layout that consists of the lines of the request, which a search has found.
 
         Raises:
             BadRequest: a line is not written as a search writes one.
@@ -327,13 +335,19 @@ class LayoutAnswer:
 
     @property
     def toml(self) -> str:
-        """The layout as the text of a file: changes to another layout, or all lines of a layout found by a search."""
+        """The layout as the text of a file.
+
+        The file has changes to another layout, or all lines of a layout that a search found.
+        """
         if self.own:
             return self.document(self.own | self.changes)
         return self.document(self.changes)
 
     def document(self, lines: Mapping[str, str]) -> str:
-        """Return a layout file with these lines; if a search found them, with the lowering that the search prices."""
+        """Return a layout file with these lines.
+
+        If a search found the lines, the file also has the lowering that the search prices.
+        """
         lowering = self.request.lowering or (PRICED if self.own else "")
         sections: defaultdict[str, list[str]] = defaultdict(list)
         for key, text in lines.items():
@@ -368,7 +382,7 @@ _KEY, _SPECS = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Za-z0-9_{},.() ?
 
 
 def slice_of(chip: Chip, devices: int) -> str:
-    """Return the name of a TPU slice, or of GPU nodes, with a number of devices, or "" if there is none.
+    """Return the name of the TPU slice, or of the GPU nodes, with this number of devices, or "" if there is none.
 
     >>> from gspmd.hardware.chips import CHIPS
     >>> slice_of(CHIPS["tpu-v5p"], 64), slice_of(CHIPS["h100"], 4), slice_of(CHIPS["tpu-v5p"], 2)
@@ -393,7 +407,7 @@ def compiler_fault(of: Chip) -> str:
 
 
 def read_lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the changes of a layout: `ffn.w_in = E_xF_y` on each line.
+    """Yield the key and the spec of each changed line of a layout; the text has one `ffn.w_in = E_xF_y` per line.
 
     Raises:
         BadRequest: a line has no key or no equals sign.
@@ -439,7 +453,7 @@ def _said(**figures: float) -> dict[str, str]:
 
 
 def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
-    """Add up the steps of each kind and mesh axes, with those that take the most seconds first."""
+    """Add up the steps of each kind over the same mesh axes; the sum with the most seconds comes first."""
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
     for entry in entries:
         row = found[entry.step.name]
@@ -456,7 +470,10 @@ def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
 def planned(
     request: LayoutRequest, shelf: Shelf, part: Callable[[LayoutAnswer], dict[str, Any]] = LayoutAnswer.record
 ) -> dict[str, Any]:
-    """Return a part of the answer to a request; raise a ConfigError as a NotationError, so that the page shows it."""
+    """Return a part of the answer to a request.
+
+    A ConfigError is raised as a NotationError, so that the page shows the message.
+    """
     try:
         return part(LayoutAnswer(request, shelf))
     except ConfigError as error:

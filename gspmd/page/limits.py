@@ -16,7 +16,7 @@ DEVICES = 2**17
 """The maximum number of devices of a mesh."""
 
 SECONDS = 20.0
-"""The maximum time that an answer may take, in seconds; then its process is ended."""
+"""The maximum time that an answer may take, in seconds; the process of an answer that takes longer is ended."""
 
 WAITING = 16
 """The maximum number of requests that may wait for an answer at the same time. A page sends one at a time."""
@@ -40,10 +40,10 @@ BASES = 16
 """The maximum number of files in a chain of layouts, each based on the next."""
 
 LAYOUT_SECONDS = 120.0
-"""The maximum time that the answer to a layout may take, in seconds; it takes long because the model is traced."""
+"""The maximum time that the answer to a layout may take, in seconds. It is long because the model is traced."""
 
 SEARCH_SECONDS = 900.0
 """The maximum time of a search or a compilation, in seconds; the page has a button that ends it sooner."""
 
 BEATS = 0.5
-"""Seconds between two lines of an answer that is sent part by part; these show whether the page is still open."""
+"""Seconds between two lines of an answer that is sent part by part; sending a line shows if the page is still open."""

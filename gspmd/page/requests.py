@@ -1,4 +1,4 @@
-"""Read requests: objects of strings, within limits, and sizes in the form of the command line."""
+"""Read requests: JSON objects of strings within limits, and sizes written as on the command line."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from gspmd.reading import WHOLE, ReadError, parse_json, whole_number
 
 
 class BadRequest(ValueError):
-    """The error for a request that is malformed or exceeds the limits; the page itself never sends one."""
+    """The error for a request that is malformed or exceeds the limits; the page itself never sends such a request."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -84,19 +84,19 @@ def read_dimensions(text: str) -> dict[str, int]:
     """Read the sizes of dimensions: `B=512,L=1`.
 
     Raises:
-        SpecError: a pair is not a capital letter and a positive whole number, or its letter was given before; the
-            message lists every such pair.
+        SpecError: a pair is not a capital letter and a positive whole number, or an earlier pair has the same letter.
+            The message lists every such pair.
     """
     return _numbers(text, "dimensions", _DIMENSION, "a dimension is one capital letter", "B=512")
 
 
 def _numbers(text: str, what: str, names: re.Pattern, rule: str, example: str) -> dict[str, int]:
-    """Read names and sizes from the text that was typed, which may end in a comma.
+    """Read names and sizes from text that a user typed; the text may end in a comma.
 
     Args:
         text: the text.
-        what: what has these sizes, for the error message.
-        names: the names that it may have, and `rule` the same in words.
+        what: the name, in error messages, of the thing that has these sizes.
+        names: the pattern of the allowed names; `rule` describes this pattern in words.
         example: an example of a pair, for the error message.
     """
     found: dict[str, int] = {}
@@ -130,8 +130,8 @@ def read_mesh(text: str) -> dict[str, int]:
     """Read a mesh, within the limits of the page.
 
     Raises:
-        SpecError: a pair is not the name of a mesh axis and a positive whole number, or its name was given before; or
-            the mesh has too many axes or devices.
+        SpecError: a pair is not the name of a mesh axis and a positive whole number, or an earlier pair has the same
+            name; or the mesh has too many axes or devices.
     """
     rule = "mesh axes are named by a lowercase letter and then letters, digits or _"
     mesh = _numbers(text, "mesh axes", NAME, rule, "x=4")

@@ -32,7 +32,7 @@ SHORT = "gspmd.page.tasks:Tasks"
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 _ENDING = "gspmd page has been ended in its terminal. Start it again, and ask once more."
-"""The answer of such a task if the server is about to end."""
+"""The answer that a task of `TOLD` gives if the server is about to end."""
 
 
 def application(
@@ -41,7 +41,7 @@ def application(
     """Return the page as an ASGI application.
 
     Args:
-        port: the port on which the page will be served; its requests have to name it.
+        port: the port on which the page will be served; requests must name this port.
         configs: the folder of the config files that come with gspmd.
         folder: the folder whose layouts may be read, if there is one.
         long: the class of the tasks that take minutes, as `module:name`, since this package may not import it.
@@ -106,7 +106,7 @@ def application(
 
 
 class _Desk:
-    """A worker process, the requests that wait for it, and a function that returns the seconds each may take."""
+    """A worker process, the requests that wait for it, and a function that returns the seconds that each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
@@ -115,7 +115,7 @@ class _Desk:
 class _Told(Response):
     """An answer in lines of JSON: notes about progress, then the HTTP status and the last part of the answer.
 
-    If the page is closed, or its button stops the answer, the connection ends, and with it the process that answers.
+    If the page is closed, or its button stops the answer, the connection ends. Then the process that answers ends too.
     """
 
     def __init__(self, desk: _Desk, task: str, given: Mapping[str, Any], ending: Callable[[], bool]):

@@ -1,4 +1,4 @@
-"""The tasks of the worker process: each converts the JSON object of a request to data for JSON."""
+"""The tasks of the worker process: each task turns the JSON object of a request into data for JSON."""
 
 from collections.abc import Callable, Mapping
 from operator import methodcaller
@@ -34,7 +34,10 @@ class Tasks:
         }  # fmt: skip
 
     def warm(self) -> None:
-        """Import what the first answer needs, and plan one equation, or read the models and layouts."""
+        """Import what the first answer needs, and prepare it.
+
+        A process for equations plans one equation. A process for layouts reads the models and layouts.
+        """
         if self._configs is not None:
             self._shelf({})
             return
@@ -82,7 +85,7 @@ class Tasks:
     def _kept(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the memory of the activations that a training step keeps.
 
-        It takes as long to compute as the plan of the step, so the page asks for it later.
+        This memory takes as long to compute as the plan of the step, so the page asks for the memory later.
         """
         return self._of_layout(given, "kept")
 
@@ -106,7 +109,7 @@ class Tasks:
 def answered(
     task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of a request, and the answer: `refused`, with a reason, if the request is bad."""
+    """Return the HTTP status of a request, and the answer; the answer to a bad request is `refused`, with a reason."""
     try:
         return 200, task(given)
     except BadRequest as error:

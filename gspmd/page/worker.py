@@ -1,8 +1,8 @@
-"""A separate process that computes answers, and is ended if an answer takes too long.
+"""A separate process that computes answers, and that is ended if an answer takes too long.
 
 The processes exchange lines of JSON. The worker answers one line after the other, with the tasks of a class that the
-server names. It ends as soon as its input is closed, even if it is still computing when the page ends. Notes may come
-before an answer: messages about its progress, and parts of it that are already known.
+server names. The worker ends as soon as its input is closed, even if the worker is still computing when the page ends.
+Notes may come before an answer: messages about progress, and parts of the answer that are already known.
 """
 
 import json
@@ -25,7 +25,7 @@ _NOTE = "note "
 
 
 class TooLong(RuntimeError):
-    """The error for an answer that took longer than it may; the process has been ended."""
+    """The error for an answer that took longer than allowed; the process has been ended."""
 
 
 class Ended(RuntimeError):
@@ -89,7 +89,7 @@ class Worker:
             return int(status), body
 
     def interrupt(self) -> None:
-        """End the process: the answer that is waited for is lost, and the next request starts a new process."""
+        """End the process; the pending answer is lost, and the next request starts a new process."""
         process = self._process
         if process is not None:  # The lock is not taken: a thread that waits for an answer holds it.
             _kill(process)
@@ -136,7 +136,7 @@ class Worker:
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    """End a process, and the processes that it started: it leads a process group of its own."""
+    """End a process and the processes that it started, which form a process group of their own."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

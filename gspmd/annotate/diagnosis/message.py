@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 MOST_FAULTS = 12
-"""The maximum number of faults that a message lists; it counts the rest, and `.faults` of the error holds them all."""
+"""The maximum number of faults that a message lists.
+
+The message says how many more faults there are; the error's attribute `faults` has all faults.
+"""
 _WIDEST = 160  # characters of a notation
 _LONGEST = 400  # characters of a sentence
 

@@ -37,7 +37,7 @@ class Dim:
 
 @dataclass
 class LocatedSpec:
-    """A spec with the positions of its dimensions and mesh axes; it is `broken` if a part could not be read."""
+    """A spec with the positions of its dimensions and mesh axes; the spec is `broken` if a part could not be read."""
 
     start: int
     end: int = 0

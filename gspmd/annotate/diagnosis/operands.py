@@ -13,7 +13,7 @@ _DEEPEST = 8  # nested groups that are read; even a group in a group is a fault,
 
 
 class EquationReader(Reader):
-    """A reader of equations, which collects faults as the reader of specs does."""
+    """A reader of equations, which collects faults like the reader of specs, `Reader`."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -37,11 +37,11 @@ class EquationReader(Reader):
         return sides
 
     def arrow(self) -> str:
-        """Consume an arrow, or what is meant as an arrow, and return it, or "" if there is none."""
+        """Consume an arrow, or text that is meant as an arrow, and return this text; return "" if no arrow is next."""
         return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
     def terms(self) -> list[LocatedTerm]:
-        """Read the terms up to an arrow or the end, each a list of operands."""
+        """Read the terms up to an arrow or the end; each term is a list of operands."""
         terms = [[self.operand()]]
         while self.at < len(self.text) and not self._at_arrow():
             start = self.at
@@ -66,7 +66,7 @@ class EquationReader(Reader):
         return _ARROW_MEANT.match(self.text, self.at) is not None and not self.has_arrow
 
     def _comma(self) -> bool:
-        """Consume a comma, or what is meant as a comma."""
+        """Consume a comma, or text that is meant as a comma."""
         start = self.at
         if self.take(","):
             return True
@@ -107,7 +107,7 @@ class EquationReader(Reader):
     def _at_another(self, spec: LocatedSpec) -> bool:
         """Return whether another spec begins here, after a space.
 
-        It does if `spec` has ended in a partial sum, or if the next word repeats a dimension of `spec`.
+        Another spec begins if `spec` has ended in a partial sum, or if the next word repeats a dimension of `spec`.
         """
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
@@ -115,7 +115,7 @@ class EquationReader(Reader):
         return spec.partial is not None or (word is not None and not set(word.group()).isdisjoint(spec.names))
 
     def _clashes(self, spec: LocatedSpec) -> None:
-        """Report repeated dimensions and axes, or only the missing comma if two operands were read as one."""
+        """Report repeated dimensions and axes; if two operands were read as one spec, report only the missing comma."""
         names = spec.names
         at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
         halves = [[axis.name for dim in dims for axis in dim.axes] for dims in (spec.dims[:at], spec.dims[at:])]

@@ -1,7 +1,7 @@
 """The error for text that the parser rejects: the text is read again, and every fault is listed.
 
-If this reader finds no fault in a text that the parser refuses, one of the two has a bug, and an AssertionError names
-the text. A property test compares the two.
+If this second reader finds no fault in a text that the parser refuses, either the reader or the parser has a bug, and
+an AssertionError names the text. A property test compares the reader with the parser.
 """
 
 import string
@@ -50,7 +50,7 @@ _ALIKE = str.maketrans("ΑΒΕΖΗΙΚΜΝΟΡΤΥΧουАВЕЅІЈКМНОРС
 def _lookalikes(text: str) -> list[Fault]:
     """Return a fault for each character that is not a Latin letter but looks like one.
 
-    A reader could not tell the two apart.
+    A person who reads the text could not tell the character from the Latin letter.
 
     >>> print(_lookalikes("\u0392LE_x")[0].fact)
     'Β' is GREEK CAPITAL LETTER BETA, not the letter B.
@@ -65,7 +65,7 @@ def _lookalikes(text: str) -> list[Fault]:
 
 
 def _of_jax(given: Any) -> str:
-    """Return the fault and the remedy if a PartitionSpec, a sharding or a tuple of names is given, or "" otherwise.
+    """Return the fault and the remedy if a PartitionSpec, a sharding or a tuple of names is given, and otherwise "".
 
     >>> print(_of_jax(("batch", "length")))
     a spec is one string, with a capital letter for each dimension.
@@ -106,7 +106,10 @@ def _axes(axes: Sequence[str]) -> str:
 
 
 def spec_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be one spec, or only its letters of another script if it has any."""
+    """Return every fault of a text that should be one spec.
+
+    If the text has letters of another script, only the faults of these letters are returned.
+    """
     if alike := _lookalikes(text):
         return alike
     reader = Reader(text)

@@ -1,7 +1,7 @@
 """The rules of a whole equation, for texts whose specs may also have faults.
 
-A product has two operands, of which one may be a group; a sum has no groups; every term of a sum has all the
-dimensions of the result. The remedy names the equations to write instead, wherever they are known.
+A product has two operands, and one of these may be a group. A sum has no groups, and every term of a sum has all the
+dimensions of the result. If it is known which equations to write instead, the remedy names these equations.
 `is_well_formed` of `annotate/equation.py` checks the same rules without explaining faults.
 """
 
@@ -13,7 +13,7 @@ from gspmd.annotate.parser import dim_text
 def form_faults(
     text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None, *, is_via: bool = False
 ) -> list[Fault]:
-    """Return every fault in the form of an equation; `outputs` is None if the text is only a left side, as a via is."""
+    """Return every fault in the form of an equation; `outputs` is None for a via, which is only a left side."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs, is_via)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
@@ -58,7 +58,10 @@ def _split_product(text: str, term: LocatedTerm, terms: list[LocatedTerm], outpu
 
 
 def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
-    """Write a product of many operands as products of two; intermediate results keep only dimensions still needed."""
+    """Write a product of many operands as products of two operands.
+
+    Intermediate results keep only the dimensions that are still needed.
+    """
     left, left_text, equations = term[0].specs[0].dims, _slice(text, term[0]), []
     for at, operand in enumerate(term[1:-1], 1):
         wanted = {name for later in [*term[at + 1 :], *results] for name in later.specs[0].names}
@@ -70,7 +73,10 @@ def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
 
 
 def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
-    """Return the dimensions of a product, each sharded as at its first occurrence if those mesh axes are still free."""
+    """Return the dimensions of a product.
+
+    Each dimension is sharded as at its first occurrence, if no other dimension uses these mesh axes.
+    """
     dims: dict[str, Dim] = {}
     used: set[str] = set()
     for dim in [*one, *two]:
@@ -82,7 +88,10 @@ def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
 
 
 def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
-    """Return the fault of a comma beside an empty operand: before the operand or, if it is the first, after it."""
+    """Return the fault of a comma beside an empty operand.
+
+    This is the comma before the operand, or the comma after the operand if it is the first.
+    """
     behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
     at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
     return Fault(text, at, at + 1, f"an operand is missing next to this comma, {so}.", "Drop the comma.")

@@ -1,7 +1,7 @@
 """Faults in the sizes or shapes of arrays for a spec or an equation on a mesh.
 
-Functions here take a spec as any object with the fields of a `Spec`: the module of `Spec` imports this module, which
-therefore cannot import `Spec`.
+Functions here take a spec as any object with the fields of a `Spec`. The reason is that the module of `Spec` imports
+this module, so this module cannot import `Spec`.
 """
 
 import math
@@ -37,9 +37,9 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
 
 def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
-    """Return a fault of the dimension with index `at`, with the caret under it in the canonical text.
+    """Return a fault of the dimension with index `at`, with the caret under this dimension in the canonical text.
 
-    The index after that of the last dimension stands for the partial sum.
+    The index after the last dimension stands for the partial sum.
     """
     pieces = [dim_text(dim, axes) for dim, axes in zip(spec.dims, spec.axes)]
     text = str(spec)
@@ -50,7 +50,7 @@ def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
 
 
 def no_local_shape(spec: Any) -> SpecError:
-    """Return the error for a spec with an open dimension: the local size of such a dimension is not known."""
+    """Return the error for a spec with an open dimension, because the local size of such a dimension is not known."""
     at = spec.axes.index((OPEN,))
     fault = fault_at(spec, at, f"dimension {spec.dims[at]} is left open, so its local size is not known.")
     return report(SpecError, f"cannot tell the local shape of '{spec}'", [fault])
@@ -77,7 +77,10 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axis whose name the axes of a suffix spell, or ""; a partial sum's axes may be in any order."""
+    """Return the mesh axis whose name the axes of a suffix spell, or "" if there is none.
+
+    The axes of a partial sum may spell the name in any order.
+    """
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
     arrange = sorted if axes is spec.partial or axes is spec.reduced else list
@@ -189,7 +192,10 @@ def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: i
 
 
 def _one_for_each_cause(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the first fault of every cause: one wrong size makes a fault in every spec that has the dimension."""
+    """Return the first fault of every cause.
+
+    One wrong size is the cause of a fault in every spec that has the dimension.
+    """
     found: dict[tuple, list[Fault]] = {}
     for fault in faults:
         found.setdefault(fault.cause or (fault.fact,), []).append(fault)

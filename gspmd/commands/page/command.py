@@ -23,7 +23,7 @@ LONG = "gspmd.commands.page.tasks:LongTasks"
 """The tasks of the page that take minutes."""
 _PORT = 8765
 _PORTS = 20
-"""If no port is given, the number of ports that are tried in turn, from `_PORT` on."""
+"""The number of ports, from `_PORT` on, that are tried in turn if no port is given."""
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
@@ -88,7 +88,9 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         def tells(record: logging.LogRecord) -> bool:
             """Return whether a record is for the user.
 
-            Answers that are pending when the page ends are canceled on purpose, and a WebSocket is a stranger's.
+            Records about answers that are pending when the page ends are not for the user, because these answers are
+            canceled on purpose. The same holds for records about WebSockets. The page uses no WebSocket, so only a
+            stranger asks for one.
             """
             about = record.getMessage()
             return not (server.should_exit or "upgrade request" in about or "WebSocket" in about)
@@ -124,7 +126,7 @@ def _folder(text: str) -> Path:
 
 
 def _listen(port: int | None) -> socket.socket:
-    """Listen on a port of the loopback address: the given one, or the first free one."""
+    """Listen on a port of the loopback address: the given port, or the first free port."""
     for number in [port] if port else range(_PORT, _PORT + _PORTS):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The compilation that a page asks for: as by `gspmd compile`, for the page's layout, with ledger and timeline."""
+"""The compilation that a page asks for: what `gspmd compile` does, for the page's layout, with ledger and timeline."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The search that a page asks for: as by `gspmd search`, compared with the page's layout, and sent part by part."""
+"""The search that a page asks for: what `gspmd search` does, sent part by part, and compared with the page's layout."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 class SearchRequest(LayoutRequest):
     """A request to search, and to compare the result with the page's layout.
 
-    The search is on the mesh of that layout or on every mesh of a slice, with the layout's number of microbatches or
-    with any number.
+    The search considers either only the mesh of that layout or every mesh of a slice. It considers either only the
+    layout's number of microbatches or every number.
     """
 
     topology: str = ""
@@ -50,7 +50,7 @@ class WhyRequest(Texts):
 
 
 class Searcher:
-    """The searches of a process; the last one is kept, for questions about its lines.
+    """The searches of a process; the last search is kept, to answer questions about the lines that it found.
 
     Args:
         shelf: the models and layouts that a page may name.
@@ -118,7 +118,7 @@ class Searcher:
         }
 
     def why(self, request: WhyRequest) -> dict[str, Any]:
-        """Return the cost of giving a line another spec, part by part.
+        """Return the cost of giving a line a different spec, part by part.
 
         Raises:
             LayoutError: the search is no longer kept, there is no such line, or the spec is not one of its options.
@@ -129,7 +129,7 @@ class Searcher:
 
 
 def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
-    """Return the flags of `gspmd search` for a request, after --config; every text of the request is checked."""
+    """Return the flags of `gspmd search` for a request, without `--config`; every text of the request is checked."""
     flags = ["--topology", Slice.named(request.topology).name]
     if request.meshes == "this":
         flags += ["--mesh", mesh_text({axis: size for axis, size in shown.mesh.items() if size > 1} or {"x": 1})]
@@ -150,7 +150,7 @@ def cost(answer: Answer) -> dict[str, Any]:
 
 
 def written(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """Return the lines of an answer, as key -> text; a key includes the section in which it is overridden."""
+    """Return the lines of an answer, as key -> text; if a section overrides a line, its key includes the section."""
     return {_key(line.section, line.key): line.text for line in ordered(candidate.phase.lines(answer.picks))}
 
 
@@ -159,7 +159,11 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the page's layout as a search prices it: on its own mesh if that was searched, else on its best mesh."""
+    """Return the page's layout as a search prices it.
+
+    The layout is priced on its own mesh if this mesh was searched, and otherwise on the mesh that is best for the
+    layout.
+    """
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:

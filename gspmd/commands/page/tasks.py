@@ -1,4 +1,4 @@
-"""The tasks of a page that take minutes, search and compilation, which run in separate processes."""
+"""The tasks of a page that take minutes and therefore run in separate processes: search and compilation."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,7 +19,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 class LongTasks:
-    """The tasks that a page may ask such a process for, by name.
+    """The tasks, by name, that a page may ask a process for long tasks to run.
 
     Args:
         configs: the folder of the shipped configs.

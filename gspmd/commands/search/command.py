@@ -94,11 +94,11 @@ def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None 
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
-    """Raise errors about models that cannot be searched, and missing compilers, before minutes of searching.
+    """Raise errors about models that cannot be searched and about missing compilers, before a search takes minutes.
 
     Raises:
-        PlanError: the search does not support the model or, with --stages, its stages; or nothing can be compiled for
-            --compile.
+        PlanError: the search does not support the model; with --stages, the search does not support the model's stages;
+            or with --compile, no program can be compiled here.
     """
     if settings.compile:
         topology(settings.topology)
@@ -114,16 +114,19 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
 
 
 def said(progress: Progress, text: str) -> None:
-    """Report the part of the search space that is being searched; without a terminal, in a line that stays."""
+    """Report the part of the search space that is being searched.
+
+    Without a terminal, the report is a line of output that is not overwritten later.
+    """
     progress.begin(text)
     progress.say(text)
 
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
-    """Return a function from a slice to the spaces to be searched: its meshes, each with every choice of remat.
+    """Return a function from a slice to the spaces to be searched: each mesh of the slice, with every choice of remat.
 
-    The number of microbatches is the given one, or all are searched. The programs of a custom model are traced once,
-    whatever the slice.
+    If a number of microbatches is given, only this number is searched, and otherwise every number. The programs of a
+    custom model are traced once and then used for every slice.
 
     Raises:
         LayoutError: the layout lacks lines of a custom model, or a line of --fixed.
@@ -150,7 +153,10 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
 
 
 def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
-    """Return the workload of the model with a choice of remat, with one microbatch if their number is searched."""
+    """Return the workload of a model, whose settings include the choice of remat.
+
+    If the number of microbatches is searched, the workload has one microbatch.
+    """
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
     fixed = tuple(settings.given.items())
@@ -174,15 +180,16 @@ class CommandResults:
         planned: the answer before anything was compiled.
         said: the comment on each choice.
         asked: the answers to --why.
-        presets, beside: the presets and the layouts of --beside with their costs, whether they are in the space or
-            outside.
-        front, drawn: for --frontier, the points of the staircase, and the presets and the layouts of --beside to be
-            drawn with them; all are on the mesh of the answer.
+        presets, beside: the presets, and the layouts of --beside, with their costs. Presets and layouts outside the
+            searched space are included.
+        front, drawn: for the picture of --frontier, the points of its staircase, and the presets and layouts of
+            --beside that are drawn with the staircase. All are on the mesh of the answer.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
-        lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: faults of questions of --why that name no line on this mesh; the answer is printed nevertheless.
-        interrupted: the exception because of which some results are missing; None for none.
+        lowering: the lowering of the fastest program of the shortlist; empty if no program was compiled.
+        faults: a fault for each question of --why about a line that does not exist on this mesh; the answer is printed
+            nevertheless.
+        interrupted: the exception because of which some results are missing; None if no result is missing.
     """
 
     finding: SearchResult
@@ -268,9 +275,9 @@ def compile_best(found: CommandResults, settings: SearchSettings, progress: Prog
 
 
 def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) -> None:
-    """Add programs to the shortlist as they are compiled; the layout of the fastest becomes the answer.
+    """Add programs to the shortlist as they are compiled; the layout of the fastest program becomes the answer.
 
-    The comments on the previous answer are dropped in this case.
+    If the answer changes, the comments on the previous answer are dropped.
     """
     for each in programs:
         found.shortlist = compiling.fastest([*found.shortlist, each])
@@ -284,8 +291,8 @@ def improve_preset(found: CommandResults, settings: SearchSettings, progress: Pr
     """If a preset is fastest, compile variants of it: each single change, then all changes that helped together.
 
     Of the lines in which the answer differs from the preset, some may save time and others may cost time. These
-    variants are written as the search writes layouts, with its mesh axes, norms and biases instead of those of the
-    preset.
+    variants are written as the search writes layouts, so they have the mesh axes, norms and biases of the search
+    instead of those of the preset.
     """
     first = found.fastest
     if not first or not first.preset:

@@ -29,11 +29,11 @@ class Listed:
     """A layout of the shortlist, perhaps compiled.
 
     Attributes:
-        name: a name that distinguishes it, such as "another ffn.w_in", or the name of a preset.
-        candidate, answer: the mesh, and the layout as an answer of the search.
+        name: a name that distinguishes the layout from the others, such as "another ffn.w_in", or the name of a preset.
+        candidate, answer: the candidate of the search, with the mesh; and the layout, as an answer of the search.
         mesh: sizes of the mesh axes, under the names that the layout uses.
         preset: whether the layout is a preset.
-        own: whether it is a layout of --beside, which is compared with the others but never written.
+        own: whether the layout is one of --beside, which is compared with the other layouts but never written.
         lowering: the lowering under which the layout is compiled; seconds are always planned under `blocking`.
         hidden: seconds that the loops of this lowering hide, by the cost model of `auto`.
         report: the compiler's report, or None if the layout is not compiled.
@@ -77,9 +77,9 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
     Args:
         settings: the settings of the search.
         listed: the layouts.
-        both: whether to compile each layout under `blocking`, and again under `auto` if `auto` loops any product:
-            programs show better than plans how much loops hide. If false, each is compiled only under the lowering with
-            which it is listed.
+        both: whether to compile each layout under `blocking`, and again under `auto` if `auto` loops any product. The
+            reason to compile both is that programs show better than plans how much loops hide. If false, each layout is
+            compiled only under the lowering with which it is listed.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -101,7 +101,7 @@ def fastest(listed: Iterable[Listed]) -> list[Listed]:
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """Return a layout under `blocking`, for which it is planned, and also under `auto` if `auto` loops any product."""
+    """Return a layout under `blocking`, the lowering of its plan, and also under `auto` if `auto` loops any product."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
@@ -159,9 +159,9 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
 
-    Without the compiler no preset is traced. A preset that the step refuses, for example because it cuts blocks of int8
-    moments, is not `usable`. Pipelines are not traced, because a trace counts the idle slots of their step differently
-    from a plan.
+    Without the compiler no preset is traced. A preset that the step refuses is not `usable`; an example is a preset
+    that cuts blocks of int8 moments. Pipelines are not traced, because a trace counts the idle slots of their step
+    differently from a plan.
     """
     every = [*presets]
     outside = [(each, stages_axes(Layout.load(each.name))) for each in every if each.answer is None and each.usable]
@@ -177,7 +177,7 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
 
 
 def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Placed:
-    """Return a preset that the search does not consider with its traced seconds, or the reason why it is refused."""
+    """Return a preset outside the searched space, with its traced seconds or the reason why the step refuses it."""
     listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
     try:
         return replace(preset, traced=_traced(settings, listed, target, Path()).seconds)

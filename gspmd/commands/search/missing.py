@@ -1,4 +1,4 @@
-"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a slice that has them."""
+"""The message for the case that no layout fits: the smallest layout, the missing bytes, and a larger slice."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,7 +27,7 @@ def nothing_fits(
         fault: the error that `find` raised.
         settings: the settings of the search.
         target: the slice.
-        spaces: a function from settings to a function that makes the spaces of a slice.
+        spaces: a function that takes settings, and returns a function from a slice to the spaces to be searched.
         tell: called with a text about each slice that is tried.
     """
     if fault.candidate is None or fault.nearest is None or fault.over is None:
@@ -57,7 +57,7 @@ def nothing_fits(
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """Return the smallest larger slice of the chip on which some layout fits, if there is one."""
+    """Return the smallest slice of the chip that is larger and on which some layout fits, or None if there is none."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
         if _some_fits(spaces(larger), limit):
@@ -72,9 +72,9 @@ def _fits_smaller_batch(
     spaces: Callable[[SearchSettings], Spaces],
     tell: Callable[[str], None],
 ) -> bool:
-    """Return whether some layout may fit with a smaller batch: the state alone may be too large.
+    """Return whether some layout may fit with a smaller batch; none can fit if the state alone is too large.
 
-    A batch of one sequence is tried. If no layout divides it, a larger batch may still fit.
+    A batch of one sequence is tried. If no layout can divide one sequence, a larger batch may still fit.
     """
     if settings.batch == 1:
         return False
@@ -87,7 +87,7 @@ def _fits_smaller_batch(
 
 
 def _some_fits(spaces: Iterable[Space], limit: float) -> bool | None:
-    """Return whether some layout of the spaces fits; None if they have no layout at all."""
+    """Return whether some layout of the spaces fits, or None if the spaces have no layout at all."""
     every = [*spaces][::-1]  # More axes have more layouts.
     any_layout = False
     for space in every:

@@ -19,7 +19,7 @@ _FRONT, _FOUND, _PRESET = PALETTE["collective-permute"], PALETTE["all-reduce"], 
 _NAMED = 2
 """The maximum number of presets that one label names."""
 _NEAR = 0.02, 0.03
-"""Marks closer than this, as fractions of the picture's width and height, share a label."""
+"""Marks that are closer to each other than these fractions of the picture's width and height share a label."""
 _LETTER, _LINE = 0.0077, 0.042
 """Width and height of a letter of a label, as fractions of the picture's width and height."""
 _STEEP = 1.5
@@ -74,7 +74,8 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
     Args:
         finding: the result of the search, whose answer is marked.
         front: the points of `frontier`.
-        presets: presets and layouts of --beside on the mesh of the answer, which are marked if visible.
+        presets: the presets and the layouts given with --beside, placed on the answer's mesh. Those within the visible
+            area are marked.
         title: the subject of the search, for the title.
     """
     from matplotlib.figure import Figure
@@ -107,8 +108,8 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
     """Return the range of bytes and seconds that shows the layouts of interest.
 
-    It extends from the smallest layout to beyond the limit or the largest layout, and from the cheapest to layouts that
-    do not cost much more.
+    The bytes extend from the smallest layout to beyond the limit or the largest layout. The seconds extend from the
+    cheapest layout to layouts that do not cost much more.
     """
     least, most = front[0].answer.bytes, max(front[-1].answer.bytes, finding.answer.bytes)
     right = max(finding.answer.bytes, min(1.05 * most, SEEN * finding.best.limit))
@@ -139,7 +140,7 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
-    """Draw a mark for each preset that fits; presets at nearly the same position share the label of the first."""
+    """Draw a mark for each preset that fits; presets at nearly the same position share one label."""
     places: list[tuple[float, float, list[str]]] = []
     for each in presets:
         if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):

@@ -151,7 +151,10 @@ class SearchSettings:
 
     @property
     def remats(self) -> tuple[Any, ...]:
-        """The choices of remat to be searched; a single one if nothing is trained, or if blocks are not recomputed."""
+        """The choices of remat to be searched.
+
+        There is a single choice if `remat` gives one, if nothing is trained, or if blocks are not recomputed.
+        """
         if self.remat or self.phase != "train" or self.model.repeats == 1:
             return (self.remat or self.model.remat,)
         return REMATS

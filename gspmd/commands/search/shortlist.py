@@ -13,8 +13,10 @@ from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd.search.phase import name_of
 
 APART = 0.01
-"""Layouts count as different if they differ by at least this fraction of a step: compiling both then tells more than
-compiling one."""
+"""Layouts count as different if they differ by at least this fraction of a step.
+
+Compiling two such layouts tells more than compiling one of them.
+"""
 SAME = 1e-6
 """Layouts that differ by less than this fraction of a step count as the same."""
 
@@ -25,8 +27,8 @@ MORE = 0.15
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the cheapest layouts that differ from it, and the cheapest preset.
 
-    Each of the layouts that differ is the best with another option of one choice, or with another mesh, choice of remat
-    or number of microbatches.
+    Each layout that differs from the answer is the best with another option of one choice, or the best with another
+    mesh, choice of remat or number of microbatches.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
@@ -35,9 +37,10 @@ def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequen
 def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the layouts that are fastest once loops under `auto` hide communication, and the best presets.
 
-    Only layouts that cost at most `MORE` more than the answer are traced: on each mesh the cheapest, the cheapest for
-    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, followed by the
-    fastest traced preset if that is another preset or on another mesh.
+    These layouts are traced on each mesh: the cheapest, the cheapest for each way to shard a tensor (`nearby`), and all
+    presets. Layouts that cost more than the answer by a fraction above `MORE` are not traced. Of the presets, the one
+    with the cheapest plan is listed. The fastest traced preset follows if it is a different preset, or is on a
+    different mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -63,7 +66,10 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
 
 
 def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
-    """Return the preset with all of these changes; nothing if they are fewer than two, or the result does not fit."""
+    """Return the preset with the changes of all `faster` layouts.
+
+    The list is empty if there are fewer than two such layouts, or if the preset with all changes does not fit.
+    """
     before = preset.answer.picks
     others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
     if len(faster) > 1:
@@ -80,7 +86,7 @@ def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
 
 
 def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
-    """Return the layouts with the seconds that their loops hide, if loops are of any use in this phase."""
+    """Return the layouts with the seconds that their loops hide; in a phase without loops, return them unchanged."""
     looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
     return [*with_loops(settings, listed)] if looped else [*listed]
 
@@ -93,8 +99,8 @@ def found(finding: SearchResult) -> Listed:
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
     """Return at most `count` layouts: the first, and each that differs by `APART` of a step from those chosen before.
 
-    If these are fewer than `count`, the first of the remaining layouts follow, except layouts with the same cost as a
-    chosen one.
+    If these are fewer than `count`, the first of the remaining layouts follow. Layouts with the same cost as a chosen
+    layout are left out.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -126,7 +132,7 @@ def _near(finding: SearchResult, most: float) -> Iterator[Listed]:
 
 
 def _line(candidate: Candidate, name: str, answer: Answer) -> str:
-    """Return the first line, inside the layers, of the option that an answer picks for a choice."""
+    """Return the first line of the option that an answer picks for a choice; only lines inside the layers count."""
     texts = candidate.options.texts[name][answer.picks[name]].items()
     return next(f"{key} {text}" for (_, key), text in texts if not nearby.in_ends(key))
 
@@ -134,8 +140,9 @@ def _line(candidate: Candidate, name: str, answer: Answer) -> str:
 def _apart(one: Listed, other: Listed) -> float:
     """Return the difference of two layouts in parts of their cost or in hidden seconds, as a fraction of a step.
 
-    The result is 0 if only axes are renamed. It is also 0 if both cost and hide the same seconds: such layouts differ
-    by swapped mesh axes of equal sizes in a part of the model, and the compiler has made the same program of both.
+    The result is 0 if only axes are renamed. The result is also 0 if both layouts cost the same seconds and hide the
+    same seconds. In such layouts, mesh axes of equal sizes are swapped in a part of the model, and the compiler has
+    made the same program of both layouts.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):
@@ -146,7 +153,7 @@ def _apart(one: Listed, other: Listed) -> float:
 
 
 def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
-    """Return the presets that fit, in their order; of several that are the same layout, only the first."""
+    """Return the presets that fit, in their order; if several are the same layout, only the first is returned."""
     found: dict[tuple, Listed] = {}
     for each in presets:
         if each.answer and each.fits:
@@ -156,7 +163,7 @@ def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
 
 
 def beside(layouts: Iterable[Placed]) -> list[Listed]:
-    """Return the layouts of --beside that the search considers, even if they may not fit: the compiler decides that."""
+    """Return the layouts of --beside that the search considers; the compiler decides later whether they fit."""
     return [Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer]
 
 

@@ -16,7 +16,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""A part of the cost has its own column only if it is more than this fraction of the slowest layout's seconds."""
+"""A part of the cost has its own column only if the part is more than this fraction of the slowest layout's seconds."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
@@ -66,7 +66,10 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
 
 
 def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
-    """Return the seconds of a layout as a multiple of the answer's and, if it is cheaper, why it is not the answer."""
+    """Return the seconds of a layout as a multiple of the answer's seconds.
+
+    If the layout is cheaper than the answer, the text also says why the layout is not the answer.
+    """
     ratio = answer.seconds / ours.seconds
     if abs(ratio - 1) <= NEAR:
         less = answer.bytes < ours.bytes and amount_of_bytes(answer.bytes) != amount_of_bytes(ours.bytes)
@@ -80,7 +83,7 @@ def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
-    """Return the columns that only training has: remat, and microbatches if some candidate divides the batch."""
+    """Return the columns that only training has: remat, and microbatches if a candidate has several microbatches."""
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
     return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
@@ -120,7 +123,10 @@ def outside(presets: Iterable[Placed]) -> list[str]:
 
 
 def reasons(asked: Why) -> list[Sheet]:
-    """Return tables of the cost of giving a line another spec, by term, and of the other lines that would change."""
+    """Return a table of the cost of giving a line another spec, by term, and a table of other lines that would change.
+
+    The second table is left out if no other line would change.
+    """
     ours, theirs = asked.best.seconds, asked.answer.seconds
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
@@ -146,7 +152,7 @@ def _compared(before: float, after: float, told: Callable[[float], str]) -> tupl
 
 
 def compiled(shortlist: Sequence[Listed]) -> Sheet:
-    """Return a table of the compiled programs in their order, with planned and compiled figures."""
+    """Return a table of the compiled programs in the order of the shortlist, with planned and compiled figures."""
     presets = [each.seconds for each in shortlist if each.preset]
     best = min(presets, default=None)
     trained = _trained(each.candidate for each in shortlist)

@@ -29,7 +29,10 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of one device; for a single TPU slice they include its shape, which affects the costs of axes."""
+        """The figures of one device.
+
+        For a single TPU slice they include the shape of the slice, which affects the costs of axes.
+        """
         chip, alone = self.topology.chip, self.topology.slices == 1 and self.topology.cores == 1
         return chip if chip.is_switch or not alone else replace(chip, slice_shape=tuple(n for n in self.shape if n > 1))
 
@@ -40,12 +43,18 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of a slice; for GPUs, the number of nodes, if several, and of GPUs per node."""
+        """Chips along each torus axis of a slice.
+
+        For GPUs, the number of GPUs of a node, preceded by the number of nodes if there are several.
+        """
         return self.topology.shape
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Devices along each axis of the torus, with the devices of a chip as a further axis; for GPUs, the shape."""
+        """Devices along each axis of the torus.
+
+        The devices of a chip are a further axis. For GPUs, this is the same as `shape`.
+        """
         return (*self.shape, self.topology.cores)
 
     @property
@@ -54,7 +63,11 @@ class Slice:
         return self.topology.slices * prod(self.torus)
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to be searched: meshes of whole torus axes; on GPUs all, because a switch has no rings."""
+        """Return the meshes to be searched.
+
+        On TPUs these are meshes of whole torus axes. On GPUs these are meshes of any factors, because a switch has no
+        rings.
+        """
         from gspmd.search.answers import factorings, meshes  # this imports JAX, but flags are read without it
 
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)

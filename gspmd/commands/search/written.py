@@ -23,7 +23,7 @@ _OF_NOTHING = ("--out", "--json", "--frontier", "--why", "--beside")
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
               "--source-length", "--microbatches", "--dtype", "--weights", "--cache", "--remat", "--model.remat",
               "--compile", "--compiler-options")  # fmt: skip
-"""Flags that `gspmd train` does not have, or that are written out in full for it."""
+"""Flags that `gspmd train` does not have, or that are written out in full for `gspmd train`."""
 _SWITCHES = ("--stages", "--no-stages")
 """Flags of the search without a value, which `gspmd train` does not have."""
 
@@ -131,7 +131,7 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the command that uses the layout, as it was found."""
+    """Return the command that trains or serves with the layout, under the settings for which it was found."""
     if settings.phase == "train":
         return _train(settings, argv, settings.out, best.named, best.remat, best.microbatches)
     stored = [
@@ -186,7 +186,7 @@ def seconds(amount: float) -> str:
 
 
 def error_to_expect(settings: SearchSettings) -> float | None:
-    """Return the expected relative error of planned seconds, or None for custom models or if none was measured."""
+    """Return the expected relative error of planned seconds; None for custom models or if no error was measured."""
     return None if is_own(settings) else expected_error(settings.phase, Slice.named(settings.topology).chip.name)
 
 
