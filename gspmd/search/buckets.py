@@ -42,7 +42,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A choice to eliminate, the tables to add up for it (`inputs`), and the choices of its message (`scope`)."""
+    """A choice to eliminate, with the tables to add up for it.
+
+    `inputs` has these tables, and `scope` the other choices, on which the message of the bucket depends.
+    """
 
     choice: int
     scope: tuple[int, ...]

@@ -38,7 +38,9 @@ USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""On a mesh of more axes than this, the global norm is priced over all axes, since 3 axes would add 8 options."""
+"""On a mesh of more axes than this, the global norm is priced over all axes. With 3 axes, a choice of the norm's axes
+would add 8 options.
+"""
 
 
 def search(
@@ -67,7 +69,7 @@ def search(
         layout: a layout of the program, whose lines are searched; only the dimensions of its specs are used.
         mesh: sizes of the mesh axes, or several meshes, of which the best is chosen.
         chip: the chip whose seconds and memory are assumed.
-        memory: bytes that a device may hold; nine tenths of the chip's by default.
+        memory: bytes that a device may hold; by default nine tenths of the chip's memory.
         fixed: lines that are not searched, with their specs.
         microbatches: the number of parts of the batch that the program computes one after the other.
         stop: a function that is called now and then. If it returns true, the best layout so far is returned, with the
@@ -77,7 +79,7 @@ def search(
         The layout found, with its cost.
 
     Raises:
-        NothingFits: no layout holds less than `memory`.
+        NothingFits: every layout holds more bytes than `memory`.
         LayoutError, PlanError, SpecError: the program cannot be built or searched, or no mesh is given.
 
     Example:

@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
-        """The carry of a loop, as pairs: a value before the loop and the same value after it."""
+        """The carry of a loop, as pairs of a value before the loop and the value that replaces it after the loop."""
         if self.name not in _LOOPS:
             return []
         params, operands = self.equation.params, self.equation.invars

@@ -139,7 +139,7 @@ class Lines:
         return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
 
     def check_on(self, mesh: Mapping[str, int]) -> None:
-        """Raise an error if a fixed line is not possible on any mesh, or not on this one.
+        """Raise an error if a fixed line is not possible on this mesh, or is not possible on any mesh.
 
         Args:
             mesh: sizes of all mesh axes, including axes of size 1.
@@ -544,9 +544,9 @@ def _parts(
 ) -> Iterator[tuple[set[str], list[str]]]:
     """Split connected lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    If vias, and the lines tied to them, have only the placement of one tensor in common, each via becomes a separate
-    choice, and so does this placement. A single choice for all of them would have many times as many options. In
-    training they stay a single choice, because the parts of the tensor's gradient are added.
+    If vias, and the lines tied to them, have only the placement of one tensor in common, each via with its tied lines
+    becomes a separate choice, and so does this placement. A single choice for all of them would have many times as many
+    options. In training they stay a single choice, because the parts of the tensor's gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
     common = set.intersection(*own.values())

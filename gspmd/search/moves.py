@@ -18,7 +18,7 @@ Arc = tuple[int, int, int]
 PICOSECOND = 1e-12
 """The unit in which the planner's paths count costs (`gspmd.planner.graph.paths`), in seconds."""
 HOISTED = ("all-to-all", "collective-permute")
-"""Steps that compilers move out of a loop in which their operand is invariant, because they do not enlarge it."""
+"""Steps that compilers move out of a loop if their operand is invariant, because the steps do not enlarge it."""
 
 
 class MoveCosts:

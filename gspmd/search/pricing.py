@@ -475,7 +475,10 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain shares with another; the chain that shares most counts."""
+        """Return the seconds of the first steps that a chain shares with another chain.
+
+        Of the other chains, the one that shares the most seconds counts.
+        """
         most = np.zeros((1,) * len(of))
         for other in what.others:
             begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)

@@ -49,10 +49,12 @@ class Term:
 
 
 class Problem:
-    """Choices to be made so that the terms sum to the fewest seconds and hold at most `limit` bytes.
+    """Choices to make such that the terms take the fewest seconds in sum and hold at most `limit` bytes.
+
+    *Picks* map the name of each choice to the index of the option that is picked.
 
     Args:
-        choices: The choices to be made.
+        choices: The choices to make.
         terms: The summands of the cost, in any order.
         limit: The bytes that all terms together may hold; None for no limit.
 
@@ -77,7 +79,7 @@ class Problem:
             raise ValueError("the limit is not a number.\n  Give bytes, or None for no limit.")
 
     def seconds_of(self, picks: Mapping[str, int]) -> dict[str, float]:
-        """Return the seconds of each term; `picks` has the index of the picked option of each choice."""
+        """Return the seconds of each term with these picks, by the name of the term."""
         at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
         return {term.name: float(term.seconds[tuple([at[name] for name in term.of])]) for term in self.terms}
 
@@ -93,7 +95,7 @@ class Problem:
         return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
 
     def numbers(self, picks: Mapping[str, int]) -> list[int]:
-        """Return the picked option indices as a list in the order of the choices.
+        """Return `picks` as a list of option indices, in the order of the choices.
 
         Raises:
             ValueError: A choice is missing from `picks`, or has no option with the index that `picks` gives.

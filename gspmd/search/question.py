@@ -4,10 +4,11 @@ The multiplier, called the rate, is the price of a byte in seconds. For every ra
 
     min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit}.
 
-The rate with the greatest left side is found by cutting planes. As a function of the rate, the cost of any picks is a
-line. Of the known picks, some hold more than the limit and some hold less, and the next rate is the one where the lines
-of two such picks cross. By the same bound, an option is dropped if all picks with this option cost more than the best
-known picks. The gap that remains between the bound and the best picks is closed by `gspmd.search.branching`.
+The rate for which the left side is greatest is found by cutting planes. As a function of the rate, the cost of any
+picks is a line. Of the known picks, some hold more than the limit and some hold less, and the next rate is the one
+where the lines of two such picks cross. By the same bound, an option is dropped if all picks with this option cost more
+than the best known picks. The gap that remains between the bound and the best picks is closed by
+`gspmd.search.branching`.
 
 Source: M. L. Fisher, The Lagrangian relaxation method for solving integer programming problems, Management Science 27
 (1981).
@@ -129,8 +130,8 @@ class BoundedSearch:
     def _relax(self) -> Messages | None:
         """Find the greatest lower bound over all rates.
 
-        If a gap may remain between the bound and the best picks, the messages for bytes alone are returned, otherwise
-        None.
+        If a gap may remain between the bound and the best picks, the result is the messages for bytes alone. Otherwise
+        it is None.
 
         Raises:
             NothingFits: No picks are allowed, or all of them hold more than the limit.

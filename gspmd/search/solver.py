@@ -164,7 +164,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the known answer to this question if it is complete, or search for it."""
+        """Return the known answer for these options, or search for it, and keep it if it is complete."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None

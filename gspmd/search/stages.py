@@ -171,7 +171,7 @@ def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
 def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
     """Find the split with the fewest Σ t_i in which no stage takes longer than `pace`.
 
-    F[k, d] is the fewest seconds of layers k and later on d devices; each round of the loop allows one more stage.
+    F[k, d] is the fewest seconds of layers k and later on d devices. Each round of the loop allows one more stage.
     """
     layers, devices = space.layers, space.devices // space.unit
     fewest = np.full((layers + 1, devices + 1), math.inf)

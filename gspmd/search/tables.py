@@ -69,7 +69,7 @@ class Tables:
     def aligned(self, number: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None, bool]:
         """Return the tables of a term with the given axes, and whether all its seconds are finite.
 
-        The tables are those of seconds and of bytes, the second of which may be None. Each has the form that the
+        The tables are those of seconds and of bytes; the table of bytes may be None. Each has the form that the
         function `aligned` returns.
         """
         if (number, axes) in self._aligned:

@@ -47,7 +47,7 @@ class Slots:
 
     Attributes:
         depth: number of stacked layers in a stage.
-        first, last: seconds per slot of the embedding, which is first, and of output and loss, which are last.
+        first, last: seconds per slot of the embedding (`first`), and of output and loss (`last`).
         sent: seconds per slot of the permutes to neighboring stages.
         layers: seconds per slot of all other work, which is the work of a stage's layers.
         once: seconds of work outside the slots.
@@ -100,7 +100,7 @@ class StageProblem(PhaseProblem):
         stages: S, the number of stages.
         mesh: sizes of the mesh axes within a stage, without the axis of the stages.
         side: the mesh axes along which pipelines run side by side. Layouts in which further axes shard only the batch
-            are searched too, but priced too high; the problem with these axes in `side` prices such layouts exactly.
+            are searched too, but priced too high. The problem with these axes in `side` prices such layouts exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward

@@ -123,6 +123,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
+    Here `once` is the time of work that is not repeated in every microbatch, and `in two` means with two microbatches.
     For a range of numbers of microbatches, the bound on seconds for the fewest and the bound on bytes for the most hold
     for every number in the range. The choices are those for two microbatches, which include the choices for any larger
     number. The global norm of the gradients is left out, which only lowers the bound.

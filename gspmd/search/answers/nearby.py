@@ -13,7 +13,7 @@ KINDS = 3
 
 
 def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
-    """Yield, for every tensor in the layers and several ways to shard it, the cheapest such layout that fits.
+    """Yield, for every tensor in the layers, the cheapest fitting layout for each of several ways to shard it.
 
     At most `KINDS` ways are tried for each tensor, the cheapest first. The cheapest layout of all is left out.
 
@@ -51,8 +51,9 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
         picks: the layout, which fits.
 
     Returns:
-        The name of each choice that can improve the layout, with the cheapest layout that fits and only differs in this
-        choice. The choice with the cheapest layout comes first. Gains of less than 0.05% of a step are left out.
+        The name of each choice that can improve the layout, with the cheapest layout that fits and differs only in the
+        lines of this choice. The choice with the cheapest layout comes first. Gains of less than 0.05% of a step are
+        left out.
     """
     enough = with_picks(candidate, picks).seconds * (1 - NEAR)
     found = [

@@ -1,4 +1,7 @@
-"""One layout for all phases of serving, with weights and cache sharded as decoding needs; prefill uses the same."""
+"""One layout for all phases of serving, in which weights and cache are sharded as decoding needs them.
+
+Prefill uses weights and cache with this sharding.
+"""
 
 from __future__ import annotations
 
