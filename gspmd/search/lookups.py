@@ -70,9 +70,7 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """The dimensions, and for each joint placement the mesh axes on these dimensions, as sequences and as bit
-        masks.
-        """
+        """The dimensions, and for each joint placement their mesh axes, as sequences and as bit masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
         rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
