@@ -108,8 +108,8 @@ class StageProblem(PhaseProblem):
 
     Raises:
         PlanError: the stages do not divide the stacked layers; the microbatches do not divide the batch; pipelines of a
-            model with experts run side by side; groups of tokens span microbatches; the model has an encoder; or
-            parameters are frozen.
+            model with experts run side by side; groups of tokens span microbatches; some first layers are not among
+            those that repeat; the model has an encoder; or parameters are frozen.
     """
 
     phase = "train"
