@@ -1,7 +1,7 @@
 """Exact search for the cheapest layout of a program, and a solver for choices whose costs depend on each other.
 
-`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. The solver inside does not know
-what a layout is: its problems are tables of numbers.
+`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. The solver inside knows nothing
+of layouts; its problems are tables of numbers.
 
 Example:
     >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Answers of a search: one option for each choice, with the cost and a proved lower bound; or an error if none fits."""
+"""Answers of a search: one option for each choice, with its cost and a proved bound, or an error if nothing fits."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class Answer:
         seconds: the cost of these picks, in seconds.
         bytes: the bytes that a device holds under these picks.
         bound: a proved lower bound on the seconds of all allowed picks that fit; never above `seconds`.
-        complete: whether the search ran to its end. In this case `bound` equals `seconds`, up to the tolerance if one
-            was given.
+        complete: whether the search ran to its end. If it did, `bound` equals `seconds`, up to the tolerance of the
+            search.
     """
 
     picks: dict[str, int]
@@ -35,7 +35,7 @@ class NothingFits(ValueError):
     """
 
     def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
-        """Set the message: the given one, or by default one that speaks of choices and options."""
+        """Set the message to `message`, or by default to a text about choices and options."""
         self.nearest = nearest
         self.limit = limit
         self.over = None if nearest is None or limit is None else nearest.bytes - limit

@@ -1,10 +1,10 @@
-"""A depth-first search through the picks that lower bounds do not exclude: it closes the gap left by a multiplier.
+"""A depth-first search through the picks that lower bounds do not exclude, to close the gap left by a multiplier.
 
-With a limit on bytes, the minimum of seconds + rate · bytes is a lower bound on the seconds, but it may stay below them
-for every rate. In this case picks are made one by one, in the reverse order of elimination. The messages of bucket
-elimination give the least cost of any completion by each measure; if one of these exceeds its ceiling, the branch is
-cut. A branch is also cut if an earlier one had the same picks in all choices on which completions depend, and cost no
-more by any measure.
+With a limit on bytes, the minimum of seconds + rate · (bytes - limit) is a lower bound on the seconds, but the bound
+may stay below the seconds of the cheapest picks for every rate. In this case an option is picked for one choice after
+the other, in the reverse order of elimination. The messages of bucket elimination give the least cost of any completion
+by each measure of cost. If one of these costs exceeds its ceiling, the branch is cut. A branch is also cut if an
+earlier branch had the same picks in all choices on which completions depend, and cost no more by any measure.
 """
 
 from bisect import bisect_right
@@ -15,18 +15,20 @@ import numpy as np
 from gspmd.search.buckets import Messages
 
 ROUNDING = 1e-13
-"""The relative difference up to which the costs of two prefixes count as equal: they may be added up in different
-orders."""
+"""The relative difference up to which the costs of two incomplete picks count as equal, because they may be added up in
+different orders.
+"""
 
 
 class Branching:
     """The tree of picks, walked depth first.
 
     Args:
-        measures: Messages of the same buckets by three measures: at some rate, which also orders the options; at rate
-            0; and of bytes alone.
-        ceilings: The maximum cost of a completion by each measure; they may fall during the walk.
-        poll: Called at every node; it raises to end the walk.
+        measures: Messages of the same buckets for three measures of cost: at some rate, at rate 0, and of bytes alone.
+            Options are tried in the order of the first measure.
+        ceilings: A function that returns the maximum cost of a completion by each measure. These maxima may fall during
+            the walk.
+        poll: A function that is called at every node. It raises an exception to end the walk.
     """
 
     def __init__(self, measures: Sequence[Messages], ceilings: Callable[[], Sequence[float]], poll: Callable[[], None]):
@@ -48,7 +50,7 @@ class Branching:
         return self._below(0, np.array([each.total() for each in self.measures]))
 
     def _below(self, level: int, least: np.ndarray) -> Iterator[list[int]]:
-        """Yield the complete picks below a node, given the least cost of any of them by each measure."""
+        """Yield the complete picks below a node; `least` has the least cost of any such picks by each measure."""
         if level == len(self._order):
             yield list(self._picks)
             return
@@ -67,7 +69,11 @@ class Branching:
                 yield from self._below(level + 1, costs[:, option])
 
     def _dominated(self, level: int, seconds: float, held: float) -> bool:
-        """Return whether an earlier visit to this level in the same context cost no more; if not, record this visit."""
+        """Return whether an earlier visit to this level in the same context cost no more.
+
+        If there was none, this visit is recorded. The context is the picks of the earlier choices on which later costs
+        depend.
+        """
         # Sorted by seconds, and so by falling bytes.
         before = self._seen.setdefault((level, *(self._picks[choice] for choice in self._context[level])), [])
         place = bisect_right(before, seconds + ROUNDING * abs(seconds), key=lambda point: point[0])

@@ -1,9 +1,10 @@
-"""Bucket elimination: the least cost of all picks, and of all picks with any one option, without enumerating them.
+"""Bucket elimination: the least cost of all picks, and of all picks with a given option, without enumerating picks.
 
 Choices are eliminated one after another. When a choice is eliminated, its *bucket* consists of the terms and messages
-that depend on it and are not yet in a bucket. Its *message* gives, for each combination of options of the other choices
-in the bucket (its *scope*), the least sum over the options of the choice. The messages without a scope add up to the
-least cost of all picks.
+that depend on this choice and are not yet in a bucket. The *scope* of the bucket is the other choices on which these
+terms and messages depend. The *message* of the bucket gives, for each combination of options in the scope, the least
+sum of the bucket over the options of the eliminated choice. The messages with an empty scope add up to the least cost
+of all picks.
 
 Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
 """
@@ -20,16 +21,19 @@ from gspmd.annotate import PlanError
 from gspmd.search.tables import Tables, aligned
 
 LARGEST = 2**30
-"""The largest number of combinations that are enumerated in one bucket. This takes seconds; more would take minutes."""
+"""The largest number of combinations that are enumerated in one bucket. They take seconds; more take minutes."""
 BLOCK = 2**16
-"""Number of combinations that are added up at once: their 512 KiB stay in a core's cache."""
+"""Number of combinations that are added up at once. They take 512 KiB, which stay in a core's cache."""
 TIE = 1e-12
-"""The relative difference up to which costs count as equal: sums of the same numbers in different orders may differ."""
+"""The relative difference up to which costs count as equal, because they may be added up in different orders."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A table in a bucket, with the choices of its axes: a term, or the message of another bucket, by its number."""
+    """A table in a bucket, which is a term or the message of another bucket.
+
+    `number` is the index of the term or of that bucket, and `of` has the choice along each axis.
+    """
 
     number: int
     of: tuple[int, ...]
@@ -38,7 +42,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A choice to eliminate, the tables to add up for it, and the other choices on which its message depends."""
+    """A choice to eliminate, with the tables to add up for it.
+
+    `inputs` has these tables, and `scope` the other choices, on which the message of the bucket depends.
+    """
 
     choice: int
     scope: tuple[int, ...]
@@ -46,7 +53,7 @@ class Bucket:
 
 
 def eliminate(tables: Tables) -> list[Bucket]:
-    """Return the buckets in the order of elimination: always the choice whose bucket has the fewest combinations.
+    """Return the buckets in the order of elimination; the next bucket is always the one with the fewest combinations.
 
     Raises:
         PlanError: some bucket has too many combinations to enumerate.
@@ -88,7 +95,7 @@ class Messages:
     Args:
         tables: The terms, for the options that are allowed.
         buckets: The result of `eliminate` for these tables, or for tables with more options.
-        rate: Seconds that one byte counts for; with None only bytes count.
+        rate: The seconds that one byte counts as. If None, only bytes count.
     """
 
     def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
@@ -113,17 +120,24 @@ class Messages:
             self.messages.append(least(inputs, [True] * len(bucket.scope) + [False]))
 
     def total(self) -> float:
-        """Return the least cost of all picks; `inf` if nothing is allowed."""
+        """Return the smallest cost that any picks have, or `inf` if no picks are allowed."""
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Return the cost of each option of one bucket's choice, including all choices eliminated before it."""
+        """Return the cost of each option of the choice of bucket `at`, given the picks of the bucket's scope.
+
+        The cost includes the least cost of the choices that were eliminated earlier and whose messages are in the
+        bucket.
+        """
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         first, *rest = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return sum(rest, first)
 
     def trace(self) -> list[int]:
-        """Return the cheapest picks, the first ones among equals; they are allowed only if `total` is finite."""
+        """Return the cheapest picks; among options that cost the same, the first one is picked.
+
+        The picks are allowed only if `total` is finite.
+        """
         picks = [0] * len(self.buckets)
         tie = TIE if self.rate is not None else 0.0  # Bytes are whole numbers, and one byte may be too many.
         for at in reversed(range(len(self.buckets))):
@@ -132,7 +146,10 @@ class Messages:
         return picks
 
     def by_option(self) -> list[np.ndarray]:
-        """Return, for each option of each choice, the least cost of all picks with it, by one backward pass."""
+        """Return, for each option of each choice, the least cost of all picks with this option.
+
+        One backward pass over the buckets finds all of these costs.
+        """
         result = [np.empty(0)] * len(self.buckets)
         outside: dict[int, np.ndarray] = {}  # For each bucket, over its scope, the least cost without its message.
         roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
@@ -165,9 +182,10 @@ def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -
 
 
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
-    """Return the sum of broadcast tables, minimized over the axes that are not kept, which then have length 1.
+    """Return the sum of broadcast tables, minimized over the axes that are not kept; these axes then have length 1.
 
-    The first axes are cut into blocks, and tables without such an axis are added up outside the loop over it.
+    The first axis is cut into blocks, and so are the next axes if one row is still too large. Tables that have length 1
+    along such an axis are added up outside the loop over its blocks.
     """
     shape = tuple(map(max, *(table.shape for table in tables))) if len(tables) > 1 else tables[0].shape
     if math.prod(shape) <= BLOCK or len(shape) == 1:

@@ -38,7 +38,9 @@ USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""On a mesh of more axes than this, the global norm is priced over all axes; 3 axes would add 8 options."""
+"""On a mesh of more axes than this, the global norm is priced over all axes. With 3 axes, a choice of the norm's axes
+would add 8 options.
+"""
 
 
 def search(
@@ -52,30 +54,32 @@ def search(
     microbatches: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Search for the cheapest layout of a program: the best over every spec of every line, with a proof.
+    """Search for the cheapest layout of a program over every spec of every line, with a proof.
 
-    The program is traced once, with every dimension of every line sharded over a placeholder for mesh axes, an
-    *unknown*. Each planned step then names the lines on which it depends, how often it runs, and whether it is
-    recomputed or merged. The planner's tables give its seconds for every placement, and the cheapest combination is
-    found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the size of
-    arguments, results and intermediate arrays, by their types, at the moment when the program holds the most bytes.
+    The program is traced once, with every dimension of every line sharded over a placeholder for mesh axes, called an
+    *unknown*. The trace shows, for each planned step, the lines on which the step depends, how often it runs, and
+    whether it is recomputed or merged. The planner's tables give the seconds of each step for every placement, and the
+    cheapest combination of placements is found, with a proof. Work outside of plans is added as passes over memory and
+    FLOPs. Memory is the size of arguments, results and intermediate arrays, which their types give, at the moment when
+    the program holds the most bytes.
 
     Args:
-        build: maps a layout and a mesh to a function and its abstract arguments, sharded as the layout says, such as a
-            training step with its state and batch.
+        build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.
+            An example is a training step with its state and batch.
         layout: a layout of the program, whose lines are searched; only the dimensions of its specs are used.
         mesh: sizes of the mesh axes, or several meshes, of which the best is chosen.
         chip: the chip whose seconds and memory are assumed.
-        memory: bytes that a device may hold; nine tenths of the chip's by default.
+        memory: bytes that a device may hold; by default nine tenths of the chip's memory.
         fixed: lines that are not searched, with their specs.
         microbatches: the number of parts of the batch that the program computes one after the other.
-        stop: called now and then; if it returns true, the best layout so far is returned, with the bound proved for it.
+        stop: a function that is called now and then. If it returns true, the best layout so far is returned, with the
+            bound proved for this layout.
 
     Returns:
         The layout found, with its cost.
 
     Raises:
-        NothingFits: no layout holds less than `memory`.
+        NothingFits: every layout holds more bytes than `memory`.
         LayoutError, PlanError, SpecError: the program cannot be built or searched, or no mesh is given.
 
     Example:
@@ -157,7 +161,7 @@ def _meshes(mesh: Any) -> list[Mapping[str, int]]:
     """Return the meshes to search: one mesh or several, each a mapping or a `jax.sharding.Mesh`.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: `mesh` is neither a mesh nor several meshes.
     """
     alone = isinstance(mesh, str | Mapping | jax.sharding.Mesh) or not isinstance(mesh, Iterable)
     found = []
@@ -197,17 +201,17 @@ class Found:
     """A layout that was found, with its cost.
 
     Attributes:
-        layout: every line, sharded over the axes of the mesh.
+        layout: the layout, with every line sharded over the axes of the mesh.
         mesh: sizes of the mesh axes.
         seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
-        planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
+        planned_seconds: seconds of the planned steps, as `gspmd.trace` adds them up for this layout.
         priced_seconds: seconds of the same steps, as the search added them up. They equal `planned_seconds`, except
-            that on a mesh of three axes a norm of all gradients is priced over all three. If they differ by more,
-            nothing is proved, and `bound` is 0.
+            that on a mesh of three axes a norm of all gradients is priced over all three. If the two differ by more
+            than this, nothing is proved, and `bound` is 0.
         bytes: peak memory of a device, in bytes.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
             had reached all meshes.
-        complete: whether the layout is proved to be the cheapest on all meshes.
+        complete: whether the layout is proved to be the cheapest on all given meshes.
     """
 
     layout: Layout
@@ -254,9 +258,9 @@ class MeshProblem:
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs only in sizes. Memory is counted at the moment when that program holds the most
-            bytes; with None, when the program itself does.
-        whole: the whole mesh, in order, if it has axes besides those that are searched (`Lines.around`).
+        like: a program that differs from `program` only in sizes. Memory is counted at the moment when `like` holds the
+            most bytes or, if `like` is None, when `program` does.
+        whole: the sizes of all mesh axes, in order, if some axes are not searched (`Lines.around`); None if all are.
     """
 
     build: Build
@@ -288,14 +292,14 @@ class MeshProblem:
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """The sums of scalars over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
+        """The steps that sum a scalar over all mesh axes that shard any of many tensors; a norm of gradients is one."""
         moves = [(use, use.what) for use in self.program.uses if isinstance(use.what, UnknownMove)]
         scalars = [use for use, what in moves if not what.shape and what.before[0].partial]
         return [use for use in scalars if len(self.prices.choices_in(use.what)) > 2]
 
     @property
     def uses(self) -> list[Use]:
-        """The steps that are priced one by one: all but `_norms`."""
+        """The steps that are priced one by one, which are all steps except `_norms`."""
         norms = {id(use) for use in self._norms}
         return [use for use in self.program.uses if id(use) not in norms]
 
@@ -332,7 +336,7 @@ class MeshProblem:
         return [table for _, table in self.of_work(self.program.work)]
 
     def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
-        """Yield the seconds of passes over each array, and of the products that compute it, as tables."""
+        """Yield each array with a table of seconds, of the passes over it or of the products that compute it."""
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
         for array, count in done.passed.items():
             yield array, self.prices.shared(array.unknowns, count * array.size / bandwidth, array.move)
@@ -344,18 +348,18 @@ class MeshProblem:
         return self.program.held(prod(self.mesh.values()), self.like)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
-        """Return the bytes of some arrays on one device, as tables, given how many there are of each."""
+        """Return the bytes of arrays on one device, as tables; `arrays` has the number of equal arrays for each."""
         every = arrays.items()
         return [self.prices.shared(array.unknowns, count * array.size, array.move) for array, count in every]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:
-        """The arrays that are the program's arguments, with how many there are of each."""
+        """The arrays that are the program's arguments, each with the number of equal arrays."""
         return self._held.arguments
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The arrays, other than arguments, held at the moment of peak memory, with how many there are of each."""
+        """The arrays, except arguments, held at the moment of peak memory, each with the number of equal arrays."""
         return self._held.others
 
     # -- the problem ---------------------------------------------------------------------------------------------------
@@ -373,11 +377,15 @@ class MeshProblem:
 
     @property
     def choices(self) -> list[Choice]:
-        """One choice for each set of tied lines; the mesh axes of a norm may be one more choice."""
+        """One choice for each set of tied lines; `problem` may add one more choice, for the mesh axes of a norm."""
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
-        """Return the terms of these tables; tables that depend on the same choices are added up."""
+        """Return the terms of these tables; tables that depend on the same choices are added up.
+
+        Combinations in which choices place the same unknown differently, or in which a mesh axis would shard two
+        dimensions of one array, get infinite seconds.
+        """
         names = [option.name for option in self.prices.choices]
         time, size = added_up([*seconds, *self.prices.ties, *self._apart]), added_up(sizes)
         found = []
@@ -389,7 +397,7 @@ class MeshProblem:
         return found
 
     def _norm_terms(self, choices: list[Choice]) -> list[Term]:
-        """Return the terms of the norm of gradients, with an added choice: the mesh axes that the norm sums over."""
+        """Return the terms of the norm of gradients, and add a choice to `choices`: the mesh axes of the norm's sum."""
         if not self._norms:
             return []
         axes = tuple(self.mesh)
@@ -465,7 +473,7 @@ def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Lay
 
 
 def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip: Chip) -> float:
-    """Return the seconds of a program's planned steps under a layout, by `gspmd.trace`."""
+    """Return the seconds of a program's planned steps under a layout, as `gspmd.trace` adds them up."""
     axes = mesh or {"x": 1}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
     with on_mesh(abstract), lowering("blocking"), planned_for(chip):
@@ -491,7 +499,7 @@ def _unplaced(arguments: Sequence[Any]) -> str | None:
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:
-    """Build a problem in which every term depends on a choice: constants are added to terms of the first choice."""
+    """Build a problem in which every term depends on a choice; a constant becomes a term of the first choice."""
     choices = [*choices] or [Choice("nothing", (0,))]
     first = choices[0]
     found = []

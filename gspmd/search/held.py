@@ -28,15 +28,15 @@ _LOOPS = ("scan", "while")
 _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
 """Operations that compilers do not fuse with their neighbors."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
-"""Operations that themselves move no data in memory: products read their operands in any order of dimensions."""
+"""Operations that move no data in memory by themselves, since products read operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
-"""Operations that read or write a part of their operand."""
+"""Operations that read or write only a part of their operand."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
 """Operations whose results are their operands."""
 
 
 _MOST_UNKNOWNS = 8
-"""The largest number of further unknowns in one dimension for which a type shows how an array is sharded."""
+"""A type shows how its array is sharded if it has at most this many mesh axes more than dimensions."""
 
 
 @dataclass(frozen=True, order=True)
@@ -44,11 +44,11 @@ class HeldArray:
     """An array in the memory of a device.
 
     Attributes:
-        size: bytes of the whole array; if it is sharded over known mesh axes, bytes of the part on a device.
+        size: bytes of the array, divided by the sizes of those mesh axes that shard it and are known.
         unknowns: the unknowns over which the array is sharded.
-        move: for an array inside a planned operation, the move that brings it there or takes it away; None for all
-            others. If the placements before and after the move are equal, the operation holds no such array, and does
-            not read or write it.
+        move: for an array inside a planned operation, the move that brings the array there or takes it away; None for
+            all other arrays. If the placements before and after the move are equal, the operation has no such array: it
+            neither holds nor reads nor writes one.
     """
 
     size: int
@@ -57,7 +57,7 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array of a type, or None if the type is not of an array or does not contain the sharding."""
+        """Return the array that a type describes, or None if the type is of no array or lacks the sharding."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
@@ -75,7 +75,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type is sharded; a type that is not an array's has none."""
+    """Return the mesh axes that shard each dimension of a type, or an empty list if the type is of no array."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -89,7 +89,7 @@ class HeldValue:
 
     Args:
         aval: the type of the value.
-        seen: the value whose memory it shares, if it is a reshaped view of that value.
+        seen: the value of which this value is a reshaped view and whose memory it shares; None if it is not a view.
     """
 
     def __init__(self, aval: Any, seen: HeldValue | None = None):
@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
-        """The carry of a loop, as pairs: a value before the loop and the same value after it."""
+        """The carry of a loop, as pairs of a value before the loop and the value that replaces it after the loop."""
         if self.name not in _LOOPS:
             return []
         params, operands = self.equation.params, self.equation.invars
@@ -138,7 +138,7 @@ class Operation:
 
 @dataclass
 class Straight:
-    """A program as one list of operations: calls that run once are replaced by their contents."""
+    """A program as one list of operations, in which calls that run once are replaced by their contents."""
 
     inputs: list[HeldValue]
     operations: list[Operation]
@@ -179,7 +179,10 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 
 
 def _is_reshaped(equation: Any) -> bool:
-    """Return whether a result shares its operand's memory: in a different shape, or across a border of Auto axes."""
+    """Return whether the result of an operation shares the memory of its operand.
+
+    Such a result is its operand in a different shape, or on the other side of a border of Auto axes.
+    """
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
         return HeldArray.of(before) is None
@@ -195,7 +198,7 @@ class ProgramWork:
 
     Attributes:
         passed: the arrays that are read or written, with the number of passes over each.
-        flops: FLOPs of the products inside planned operations, by the array that each product computes.
+        flops: FLOPs of the products that are not planned steps, by the array that each product computes.
     """
 
     passed: Mapping[HeldArray, int]
@@ -203,10 +206,11 @@ class ProgramWork:
 
 
 def work(jaxpr: Jaxpr) -> ProgramWork:
-    """Count passes over memory: of elementwise operations, planned operations except products, and loops' stacks.
+    """Count the passes of a program over memory, and the FLOPs of products that are not planned steps.
 
-    Elementwise operations are fused as far as possible: an array counts only if an operation that is not fused makes or
-    reads it.
+    Passes are those of elementwise operations, of planned operations that are not products, and of the stacks that
+    loops read and write. Elementwise operations are fused as far as possible, so arrays that only operations of one
+    fused group make and read are not counted.
     """
     passed: Counter = Counter()
     flops: Counter = Counter()
@@ -260,7 +264,7 @@ def _count(passed: Counter, value: HeldValue, times: int, move: UnknownMove | No
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
-    """Yield the groups of operations that are fused: operations connected through their operands."""
+    """Yield the groups of operations that are fused together, which are connected through their operands."""
     of: dict[HeldValue, list[Operation]] = {}
     for operation in fused:
         near = {id(of[value]): of[value] for value in operation.inputs if value in of}
@@ -274,7 +278,7 @@ def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
 def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> None:
     """Count the arrays that a planned operation reads and writes.
 
-    Products, with their operands, are priced as steps.
+    Products and their operands are left out, because they are priced as steps.
     """
     inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
     marks = _marks_in(call)
@@ -303,7 +307,7 @@ def _type(value: Any) -> tuple:
 
 
 def _is_product(what: Unknown) -> bool:
-    """Return whether an operation is only a product, so that its mark is priced as a local einsum."""
+    """Return whether an operation with this mark is only a product, so that the mark is priced as a local einsum."""
     return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
 
 
@@ -327,8 +331,9 @@ def _dot_flops(equation: Any) -> int:
 
 
 Moment = tuple[int, ...]
-"""A point of a program: the index of an operation and, if that is a loop, the index of a program inside and a point
-in that."""
+"""A point of a program: the index of an operation, then the index of a program inside that operation (-1 if there is
+none), and then a point of that program.
+"""
 
 
 @dataclass(frozen=True)
@@ -336,9 +341,9 @@ class Held:
     """The arrays of a program at the moment when it holds the most bytes.
 
     Attributes:
-        arguments: the arguments of the program, with how many there are of each.
-        others: intermediate arrays, also those inside a planned operation, and results that do not fit into the memory
-            of an argument, with how many there are of each.
+        arguments: the arguments of the program, each with the number of equal arrays.
+        others: all other arrays, each with the number of equal arrays. They are intermediate arrays, including those
+            inside a planned operation, and results that do not fit into the memory of an argument.
         moment: the moment when the program holds the most bytes.
     """
 
@@ -352,8 +357,8 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
 
     Args:
         jaxpr: the program.
-        devices: the assumed number of parts into which an array with an unknown is divided, for finding the moment.
-        moment: the moment to use, found in a program that differs only in sizes.
+        devices: to find the moment, every array with an unknown is assumed to be divided into this many parts.
+        moment: the moment to use, found in a program that differs only in sizes; by default that of peak memory.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -366,10 +371,11 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
 
 
 def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[HeldArray]:
-    """Return the arrays that only a planned operation holds: moved operands, results to be moved, and summands.
+    """Return the arrays that only exist inside a planned operation: moved operands, results to be moved, and summands.
 
-    If several products are added up, such as the gradients of an operand of several weights, each but the last is kept
-    in float32. Results that are computed later are left out.
+    If several products are added up, each of them except the last is kept in float32. An example is the gradient of an
+    operand that is multiplied by several weights. Arrays of the results in `later`, which are computed later, are left
+    out.
     """
     marks, absent = _marks_in(operation), {prod(value.aval.shape) for value in {*operation.outputs} & {*later}}
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
@@ -397,7 +403,7 @@ def _marks_in(operation: Operation) -> list[Unknown]:
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
-    """Return a moved array as it is before or after the move; a partial sum has its full size on each device."""
+    """Return a moved array with its spec before or after the move; a partial sum has its full size on each device."""
     unknowns = {name for axes in spec.axes for name in axes}
     return HeldArray(prod(move.shape) * move.itemsize, tuple(sorted(unknowns)), move)
 
@@ -407,7 +413,10 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays other than operands and results at a moment, by default the moment of peak memory."""
+    """Return the arrays held at a moment, their bytes, and the moment, which by default is that of peak memory.
+
+    Operands and results of the program are left out. The bytes of an array with an unknown are divided by `devices`.
+    """
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -453,10 +462,11 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue, int]:
-    """Return the values that compilers compute later, with the number of the operation that is the first to need them.
+    """Return the values that compilers compute later, each with the number of the first operation that needs it.
 
-    A gradient that is only added to others, to those of earlier microbatches or of a tied table, is computed where it
-    is added. Until then the operands of its product are in memory, and `last` is changed accordingly.
+    A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
+    computed where it is added. Until then the operands of its product are in memory. Therefore `last`, which has the
+    number of the last operation that reads each value, is changed.
     """
     readers: dict[HeldValue, set[int]] = {}
     for number, each in enumerate(straight.operations):
@@ -464,7 +474,7 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
             readers.setdefault(value, set()).add(number)
 
     def followed(value: HeldValue) -> tuple[list[HeldValue], int]:
-        """Return a value and those that only pass it on, and the number of the addition; -1 if it is not only added."""
+        """Return a value with those that only pass it on, and its addition's number, or -1 if it has other uses."""
         if len(readers.get(value.memory, ())) != 1:
             return [], -1
         (number,) = readers[value.memory]
@@ -497,7 +507,7 @@ def _adds(operation: Operation) -> bool:
 
 
 def _move_of(operation: Operation) -> UnknownMove | None:
-    """Return the move of a planned operation that does nothing but move a tensor; None if it also transposes it."""
+    """Return the move of a planned operation that only moves a tensor, without transposing it; None for all others."""
     marks = _marks_in(operation) if program_of(operation.equation) is not None else []
     if not len(marks) == len(operation.inputs) == len(operation.outputs) == 1:
         return None
@@ -510,7 +520,10 @@ def _move_of(operation: Operation) -> UnknownMove | None:
 
 
 def _moved(straight: Straight, last: Mapping[HeldValue, int], elsewhere: Set[HeldValue]) -> dict[HeldValue, HeldArray]:
-    """Return the arrays of moved tensors that also stay where they were: without a move no second one is in memory."""
+    """Return, with their moves, the arrays of moved tensors that also stay in memory as they were before.
+
+    If the placements before and after a move are equal, no second array is in memory.
+    """
     found = {}
     for number, each in enumerate(straight.operations):
         if (move := _move_of(each)) is None or each.outputs[0].array is None:
@@ -522,10 +535,10 @@ def _moved(straight: Straight, last: Mapping[HeldValue, int], elsewhere: Set[Hel
 
 
 def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue]) -> set[HeldValue]:
-    """Return the results of an elementwise operation that are written over operands that nothing else reads.
+    """Return the results of an elementwise operation that are written over operands which nothing reads later.
 
-    A planned operation is elementwise if it has no product, such as the gradient of a loss; an array that it moves is
-    not written over the array that is moved.
+    A planned operation without a product, such as the gradient of a loss, counts as elementwise. The result of a move
+    in this operation is not written over the array that is moved.
     """
     if operation.is_fused:
         moved: set[int] = set()
@@ -547,12 +560,12 @@ def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays in memory to which values belong: for a view, the array that it is a view of."""
+    """Return the values in memory to which some values belong; for a view, this is the value that is viewed."""
     return {value.memory for value in values if value.memory.array is not None}
 
 
 def _only_fused(straight: Straight) -> set[HeldValue]:
-    """Return the values that only fused operations make and read, so that they are never in memory."""
+    """Return the values that are never in memory, because only fused operations make and read them."""
     made = {value.memory for each in straight.operations if each.is_fused for value in each.outputs}
     apart = _memory(value for each in straight.operations if not each.is_fused for value in each.inputs)
     return made - apart - _memory(straight.results)

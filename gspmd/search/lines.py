@@ -33,7 +33,7 @@ _FOLLOWS = (
     ("attention.latent_query", "attention.query", "BL"),
     ("attention.w_k_down", "attention.w_q_down", "E"),
 )
-"""Lines that are tied to other lines: sharding them differently costs a move and gains nothing."""
+"""Lines that are tied to another line in some dimensions, since a different sharding costs a move and gains nothing."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Lines:
 
     Attributes:
         layout: the layout with these lines; only the dimensions of its specs are used.
-        dims: the dimensions of each line; for a via, those of its two operands.
+        dims: the dimensions of each line that is not a via.
         whole: for each line, the dimensions that must not be sharded.
-        vias: lines of vias, with the dimensions of both operands.
-        fixed: lines whose spec or via is given, so that it is their only option.
+        vias: the lines of vias, each with the dimensions of both operands.
+        fixed: lines with a given spec or via, which is their only option.
         trained: lines of parameters, whose gradient and optimizer state have separate lines.
         around: mesh axes, with their sizes, that the search does not assign to lines, such as the axis along which the
             stages of a pipeline lie.
@@ -139,7 +139,7 @@ class Lines:
         return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
 
     def check_on(self, mesh: Mapping[str, int]) -> None:
-        """Raise an error if a fixed line is not possible on any mesh, or not on this one.
+        """Raise an error if a fixed line is not possible on this mesh, or is not possible on any mesh.
 
         Args:
             mesh: sizes of all mesh axes, including axes of size 1.
@@ -190,7 +190,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Apply the ties that tracing a similar program has added to a copy of these lines."""
+        """Add the ties of `other`, a copy of these lines with which a similar program was traced."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -208,13 +208,14 @@ class Lines:
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
-        """Add the vias: the specs in which operands are multiplied with those weights that have a line.
+        """Add the vias, which are the specs in which operands are multiplied by those weights that have a line.
 
-        The weights of a group, such as those of a gated layer or of queries, keys and values, share one via: separate
-        vias would multiply the number of options, and would not be cheaper, apart from rounding.
+        The weights of a group share one via, such as the weights of a gated layer, or those of queries, keys and
+        values. Separate vias would multiply the number of options, and would not be cheaper, apart from rounding.
 
         Args:
-            products: the products of the program, each as an operand and the weights that it is multiplied by.
+            products: the products of the program, each as the spec of an operand and the specs of the weights that
+                multiply it.
         """
         of = {Spec(spec.dims, spec.axes): name for name, dims in self.dims.items() for spec in [self.spec(name, dims)]}
         groups: list[list[tuple[str, tuple[str, str]]]] = []
@@ -269,7 +270,10 @@ class Lines:
         self._held.add(self._root(name))
 
     def spec(self, line: str, dims: str, whole: Iterable[str] = ()) -> Spec:
-        """Return a spec with an unknown for each dimension, except those of `whole`."""
+        """Return the spec of a line with these dimensions, with an unknown for each dimension that may be sharded.
+
+        The dimensions in `whole` are not sharded.
+        """
         kept = {*whole, *self.whole.get(line, ())}
         axes = []
         for dim in dims:
@@ -284,15 +288,15 @@ class Lines:
         return Via.of(self.spec(line, left), self.spec(line, right))
 
     def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
-        """Drop the lines of tensors that the program does not have: lines whose unknowns are all absent from it.
+        """Drop the lines of tensors that the program does not have, which are lines whose unknowns are all absent.
 
-        If only some unknowns of a line are absent, the line is tied to another tensor's line. It stays, so that the
-        layout shards both alike, and its absent dimensions are unsharded.
+        If only some unknowns of a line are absent, the line is tied to the line of another tensor. Such a line stays,
+        so that the layout shards both tensors alike. Its dimensions with an absent unknown are unsharded.
 
         Args:
             unknowns: the unknowns that occur in the program.
-            owed: the unknowns over which the program has partial sums. A parameter without a partial sum of its
-                gradient and without a state is not trained.
+            owed: the unknowns over which the program has partial sums. A parameter is not trained if the program has
+                neither a partial sum of its gradient nor a state for it.
         """
         state = {name: unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])) for name in self.trained}
         self.trained = [name for name, own in state.items() if self.owed(name) in owed or not unknowns.isdisjoint(own)]
@@ -312,8 +316,8 @@ class Lines:
     def _is_as_default(self, line: str) -> bool:
         """Return whether a line missing from the layout is tied, in all dimensions, to the line that is its default.
 
-        Such a line adds no choice, and most models have no tensor for it: few have latents of attention, for example. A
-        trained parameter keeps its line, since its gradient and optimizer state have choices.
+        Such a line adds no choice, and most models have no tensor for it. For example, few models have latents of
+        attention. A trained parameter keeps its line, since its gradient and optimizer state have choices.
         """
         default = KEYS[line].default if line in KEYS else None
         written = line in self.layout.table or line in self.fixed or line in self.trained
@@ -348,7 +352,8 @@ class Lines:
     def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """Return, for each line, the unknowns that must not share a mesh axis, each with its dimension.
 
-        The unknown of a gradient's partial sum has no dimension: it is a set of mesh axes that do not shard the weight.
+        The unknown of a gradient's partial sum has no dimension, because it stands for mesh axes that do not shard the
+        weight.
         """
         present = {name: dims for name, dims in self.dims.items() if name not in self._absent}
         found = {name: self._pairs(self.spec(name, dims)) for name, dims in present.items()}
@@ -377,13 +382,13 @@ class Lines:
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
 
     def lines_of(self, unknowns: Collection[str]) -> list[str]:
-        """Return the lines that have one of these unknowns, named as in `written`; gradients have partial sums too."""
+        """Return the lines that have one of these unknowns, including gradients; they are named as in `written`."""
         of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
 
     def written(self, known: Known, *, settled: bool = False) -> dict[str, str]:
-        """Return every line with mesh axes in place of its unknowns: `writer`, for a single placement."""
+        """Return every line with the mesh axes of `known` in place of its unknowns; see `writer`."""
         return self.writer(settled=settled)(known)
 
     def writer(
@@ -391,13 +396,13 @@ class Lines:
     ) -> Callable[[Known], dict[str, str]]:
         """Return a function from the mesh axes of unknowns to the lines, in the form that `Layout.override` accepts.
 
-        A gradient or an optimizer state that is sharded like its parameter is not written, nor is a line with an
-        unknown whose mesh axes are not given.
+        A gradient or an optimizer state that is sharded like its parameter is not written. A line with an unknown whose
+        mesh axes are not given is not written either.
 
         Args:
             only: write only these lines; the line of a gradient is written with its parameter.
-            settled: whether to write also gradients that are sharded like their parameter. With several microbatches, a
-                gradient without a line stays a partial sum.
+            settled: whether to write also gradients that are sharded like their parameter. This is needed with several
+                microbatches, because a gradient without a line then stays a partial sum.
         """
         specs: dict[str, tuple[Spec, ...]] = {name: (self.spec(name, dims),) for name, dims in self.dims.items()}
         specs |= {name: tuple(self.via(name).specs) for name in self.vias}
@@ -437,9 +442,9 @@ def _clashing(
 ) -> set[str]:
     """Return the vias that cannot be written, because products with different dimensions would share them.
 
-    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` share one `k_via`. For such
-    products the planner chooses the via. The weights of a group have one via: if it cannot be written for one of them,
-    it is not written for any.
+    For example, a tied autoencoder multiplies by one weight in both directions, and weights called `k` and `w_k` would
+    share one `k_via`. For such products the planner chooses the via. The weights of a group have one via, so it is
+    written for none of them if it cannot be written for one.
     """
     wanted: dict[str, set[tuple[str, str]]] = {via: {dims} for via, dims in written.items() if via not in KEYS}
     every = [*groups]
@@ -457,9 +462,10 @@ class LineChoice:
     """A choice of a search: unknowns that are chosen together, with every way to replace them by mesh axes.
 
     Attributes:
-        name: the name of the choice, which is that of its first line.
+        name: the name of the choice, which is the name of its first line.
         unknowns: the unknowns, one for each column of `rows`.
-        rows: [option, unknown] the mesh axes of the unknown, as an index in `gspmd.planner.graph.placements.sequences`.
+        rows: [option, unknown], the mesh axes of each unknown under each option, as an index in
+            `gspmd.planner.graph.placements.sequences`.
     """
 
     name: str
@@ -477,7 +483,7 @@ def choices_of(
     mesh: Mapping[str, int],
     dimensions: Mapping[str, int] = {},
 ) -> list[LineChoice]:
-    """Return every choice of a search on one mesh: unknowns that a line connects, even indirectly, are one choice.
+    """Return every choice of a search on one mesh; unknowns that lines connect, even indirectly, are one choice.
 
     Args:
         lines: the lines of the layout.
@@ -538,9 +544,9 @@ def _parts(
 ) -> Iterator[tuple[set[str], list[str]]]:
     """Split connected lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    If vias, and the lines tied to them, have only the placement of one tensor in common, they become separate choices,
-    and so does that placement: one choice for all would have many times as many options. In training they stay one
-    choice, because the parts of the tensor's gradient are added.
+    If vias, and the lines tied to them, have only the placement of one tensor in common, each via with its tied lines
+    becomes a separate choice, and so does this placement. A single choice for all of them would have many times as many
+    options. In training they stay a single choice, because the parts of the tensor's gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
     common = set.intersection(*own.values())
@@ -566,7 +572,7 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """Keep the options in which a line has its given spec; mesh axes of size 1 shard nothing.
+    """Return the options in which a line has its given spec; mesh axes of size 1 shard nothing.
 
     Args:
         lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.

@@ -1,8 +1,9 @@
 """Costs of looking up rows in a table (an embedding), as arrays over the placements of ids, table and rows.
 
-During the lookup, each mesh axis shards nothing, or a dimension that it also shards in the spec of the ids, the table
-or the rows, as in `gspmd.ops.embed`. Such a choice for all mesh axes is a *joint placement*. The lookup runs in the
-joint placement whose moves take the fewest seconds. A tensor's *outer* placement is its spec outside of the lookup.
+During the lookup, a mesh axis may be unused, or may shard a dimension that it also shards in the spec of the ids, the
+table or the rows; see `gspmd.ops.embed`. One such decision for every mesh axis makes a *joint placement*. The lookup
+runs in the joint placement whose moves take the fewest seconds. A tensor's *outer* placement is its spec outside of the
+lookup.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class LookupPrices:
 
     Attributes:
         environment: mesh, chip and the sizes of all dimensions.
-        ids, rows: the placements of ids and rows before and after the lookup; equal indices form a pair.
+        ids, rows: the placements of the ids before the lookup, and of the rows after it. Those at the same index form a
+            pair.
         tables: the placements of the table before the lookup.
         widths: bytes per element of ids, table, rows and, if there are any, scales of the table's rows.
         backward: whether this is the gradient of the table, which moves to the table's placement or to the partial sum
@@ -57,9 +59,9 @@ class LookupPrices:
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the costs of moving "ids", "table" or "rows", and two arrays [pair, table] of its placements.
+        """Return the costs of moving "ids", "table" or "rows", and two arrays [pair, table] of placements.
 
-        The first array has the placements before the move, the second those after it.
+        The first array has the placements before the move, and the second has the placements after the move.
         """
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
@@ -68,7 +70,7 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """The dimensions, and for each joint placement the mesh axes on them, as sequences and as bit masks."""
+        """The dimensions, and for each joint placement their mesh axes, as sequences and as bit masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
         rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
@@ -119,7 +121,10 @@ class LookupPrices:
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return an array [spec, joint placement] of bit masks: the axes that shard different dimensions in the two."""
+        """Return an array [spec, joint placement] of bit masks of mesh axes.
+
+        They are the axes that shard a dimension in the joint placement, but do not shard this dimension in the spec.
+        """
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -18,7 +18,7 @@ Arc = tuple[int, int, int]
 PICOSECOND = 1e-12
 """The unit in which the planner's paths count costs (`gspmd.planner.graph.paths`), in seconds."""
 HOISTED = ("all-to-all", "collective-permute")
-"""Steps that compilers move out of a loop in which their operand is invariant, because they do not enlarge it."""
+"""Steps that compilers move out of a loop if their operand is invariant, because the steps do not enlarge it."""
 
 
 class MoveCosts:
@@ -95,11 +95,11 @@ class MoveCosts:
                     yield row, column, rest, self.paths.path(rest, name)
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return an array [sources, targets] of the seconds of first steps that are hoisted out of a loop.
+        """Return an array [sources, targets] of the seconds of those first steps that are hoisted out of a loop.
 
-        The tensor does not change in the loop. The first step that enlarges it, and all steps after it, stay in the
-        loop. So does everything after a slice, because compilers count the device's position among its operands. Each
-        pair is planned, even if it occurs several times: `at_every` removes repetitions.
+        The tensor does not change in the loop. The first step that enlarges the tensor, and all later steps, stay in
+        the loop. A slice and all later steps stay too, because compilers count the device's position among the operands
+        of a slice. Each pair is planned, even if it occurs several times; `at_every` removes such repetitions.
         """
         meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
         for row, column, rest, path in self._paths_between(sources, targets):
@@ -108,9 +108,10 @@ class MoveCosts:
         return table
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return arrays [sources, ends, others] of the seconds of first steps that moves to two placements share.
+        """Return arrays [sources, ends, others] of the seconds of the first steps that two moves of a tensor share.
 
-        A program that moves one tensor to both placements runs these steps once.
+        One move goes to a placement in `ends` and the other to a placement in `others`. A program that moves one tensor
+        to two placements runs their common steps once.
 
         Returns:
             The seconds of the common steps, and the seconds of those among them that are hoisted out of a loop in which
@@ -154,7 +155,8 @@ def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray
     """Evaluate a table at arrays of placements, which are broadcast; the table is computed once per distinct value.
 
     Args:
-        made: a function that computes the table, with an axis for each argument, an array of distinct placements.
+        made: a function that computes the table from arrays of distinct placements; the table has an axis for each
+            array.
         places: the placements, by number.
 
     Example:
@@ -172,7 +174,7 @@ def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray
 
 
 def different(*places: np.ndarray) -> tuple[list[np.ndarray], tuple[np.ndarray, ...]]:
-    """Return the distinct numbers in each array, and for each entry its position among them.
+    """Return the distinct numbers in each array, and for each entry of the array its position among these numbers.
 
     >>> different(np.array([7, 4, 7]))
     ([array([4, 7])], (array([1, 0, 1]),))

@@ -1,6 +1,6 @@
-"""A phase of a model as one search problem, read from its program: choices, terms, and the lines of an answer.
+"""A phase of a model as one search problem, whose choices and terms are read from the program of the phase.
 
-The code that finds and explains answers (`gspmd.search.answers`) asks a `PhaseProblem`, and knows no model.
+The code that finds and explains answers (`gspmd.search.answers`) knows no model. It only uses a `PhaseProblem`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LayoutLine:
     """A line of a layout.
 
     Attributes:
-        key: section and key, such as `ffn.w_in`.
-        text: its spec, or via.
-        choice: the choice to which the line belongs; several lines may share one.
+        key: the section and the key of the line, such as `ffn.w_in`.
+        text: the spec or the via of the line.
+        choice: the name of the choice that decides the line; empty if none does. Several lines may share a choice.
         section: the overriding section that contains the line; empty if none does.
     """
 
@@ -97,7 +97,10 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether every gradient needs a line: with several microbatches, a missing line means a partial sum."""
+        """Whether every gradient needs a line.
+
+        With several microbatches, a gradient without a line stays a partial sum.
+        """
         return self.case.microbatches > 1
 
     @cached_property
@@ -138,7 +141,7 @@ class PhaseProblem(ABC):
             yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """Return the lines of the layout with these picks: one option of each choice."""
+        """Return the lines of the layout that results from `picks`, which has the option picked for each choice."""
         prices = self.question.prices
         known = prices.known([picks[option.name] for option in prices.choices])
         found = []
@@ -153,7 +156,7 @@ class PhaseProblem(ABC):
         return found
 
     def written(self, picks: Mapping[str, int]) -> dict[str, str]:
-        """Return the lines of the layout with these picks, as name -> text."""
+        """Return the lines of the layout that results from `picks`, as name -> text."""
         return {line.name: line.text for line in self.lines(picks)}
 
 
@@ -162,9 +165,9 @@ class RelaxedProblem(PhaseProblem):
 
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
-        """The options of every choice, by its name.
+        """The options of every choice, by the choice's name.
 
-        The norm of gradients is not among them: bounds do not price it.
+        The mesh axes of the norm of gradients are no choice here, because bounds do not price the norm.
         """
         self.question.lines.check_on(self.case.mesh)
         return {choice.name: choice.options for choice in self.question.choices}

@@ -47,17 +47,18 @@ MOST_PLANNED = 200_000
 """The largest number of placements for which one step is planned: a plan takes about a millisecond."""
 
 _MESHES = 3
-"""Number of meshes, with their choices, whose tables are kept for further programs, such as a different choice of
-remat."""
+"""Number of meshes, each with its choices, whose tables are kept for further programs, such as those with a different
+choice of remat. The prices of pipelines count as up to three meshes: as a whole, and inside and outside of slots.
+"""
 
 LARGEST_SHARED = 400_000
-"""The largest number of pairs of chains whose common steps are found."""
+"""The largest number of pairs of chains that are compared to find their common steps."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The indices of the choices on which seconds depend, ascending, and the seconds with an axis for each choice."""
+"""The indices of the choices on which seconds depend, ascending, and an array of the seconds with an axis for each."""
 
 Planned = tuple[tuple, ...]
-"""Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""
+"""The successive steps of one tensor, each as (kind, mesh axes, spec before, spec after, reduction, seconds)."""
 
 
 class Prices:
@@ -107,14 +108,14 @@ class Prices:
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
-        """Return the choices on which a step or an array depends."""
+        """Return the indices of the choices on which a step or an array depends."""
         return self.choices_in_names(_unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
-        """Return the choices that decide the given unknowns.
+        """Return the indices of the choices that decide the given unknowns.
 
-        If several choices contain an unknown, a choice that another unknown already needs is taken, or else the
-        smallest.
+        If several choices contain an unknown, a choice that another unknown already needs is taken. If there is none,
+        the choice with the fewest options is taken.
         """
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
@@ -125,9 +126,9 @@ class Prices:
 
     @property
     def ties(self) -> list[Table]:
-        """A table for each pair of choices where the unknowns of one are a proper subset of those of the other.
+        """A table for each pair of choices in which one choice has only some of the unknowns of the other choice.
 
-        It is infinite where the two place such an unknown differently, and 0 elsewhere.
+        The table is infinite where the two choices place a common unknown differently, and 0 elsewhere.
         """
         found: list[Table] = []
         for place, option in enumerate(self.choices):
@@ -153,7 +154,7 @@ class Prices:
         return list(added_up(priced).items())
 
     def _is_left_out(self, what: Unknown) -> bool:
-        """Return whether a saving is ignored: the chip's compiler does not make it, or its table would be too large."""
+        """Return whether a saving is ignored, because the compiler does not make it or its table would be too large."""
         if isinstance(what, UnknownReduction) and not compiler_for(self.chip).reduces_sums:
             return True
         # The common steps of two chains are then priced twice.
@@ -166,7 +167,7 @@ class Prices:
             what: the step.
             times: the number of its runs.
             once: the number of runs of its first steps, if these are hoisted out of a loop in which the tensor does not
-                change.
+                change; by default `times`.
 
         Raises:
             PlanError: the step depends on so many choices that its table would be too large.
@@ -187,14 +188,17 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Any, of: tuple[int, ...], made: Callable) -> Any:
-        """Return a table, or its parts, made once for all programs with these choices; only numbers of runs differ."""
+        """Return a table, or the arrays for making one, which `made` computes unless they are known already.
+
+        They are the same for all programs with these choices, which differ only in the numbers of runs.
+        """
         known, key = _latest(self._key), (kind, what, of)
         if (found := known.get(key, known)) is known:  # a table may be None
             found = known[key] = made(what, of)
         return found
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of one run of a step, as a table over the choices `of`."""
+        """Return the time in seconds of one run of a step, as a table indexed by the choices given in `of`."""
         if isinstance(what, UnknownProduct):
             return self._product(what, of)
         nowhere = np.full((1,) * len(of), np.inf)  # No placement of its tensors is possible.
@@ -216,7 +220,10 @@ class Prices:
         return np.array([np.inf if steps is None else sum(step.seconds for step in steps) for steps in planned])[kind]
 
     def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the first steps that are hoisted out of a loop in which the tensor does not change."""
+        """Return the seconds of a move's first steps that are hoisted out of a loop.
+
+        The loop does not change the tensor of the move.
+        """
         nothing = np.zeros((1,) * len(of))
         if isinstance(what, UnknownSteps) and what.plan is routed and what.name == "table":
             found, at = self._looked_up(what, of)
@@ -238,23 +245,27 @@ class Prices:
         )
 
     def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
-        """Return the choice of an unknown, or None if it shards nothing, and a bit mask of its mesh axes by option."""
+        """Return the index of an unknown's choice, and for each option a bit mask of the unknown's mesh axes.
+
+        The index is None if the unknown shards nothing.
+        """
         if unknown not in self._at:
             return None, np.zeros(1, int)
         choice, column = next(iter(self._at[unknown].items()))
         return choice, self.sequences.mask[column]
 
     def shared(self, unknowns: Iterable[str], amount: float, move: UnknownMove | None = None) -> Table:
-        """Return one device's part of an amount that is sharded over some unknowns; all of it without unknowns.
+        """Return one device's part of an amount that is sharded over unknowns, as a table.
 
-        With `move` the amount is 0 where the placements before and after this move are equal.
+        Without unknowns, this is the whole amount. With `move`, it is 0 where the placements before and after this move
+        are equal.
         """
         names = tuple(name for name in unknowns if name in self._at)
         of = self.choices_in_names(names) if move is None else self.choices_in(move)
         return of, amount / self._known_table("parts", (names, move), of, self._parts)
 
     def _parts(self, what: tuple[tuple[str, ...], UnknownMove | None], of: tuple[int, ...]) -> np.ndarray:
-        """Return the number of parts of an amount, as in `shared`; infinite where it is 0."""
+        """Return the number of parts into which `shared` divides an amount; infinite where the amount becomes 0."""
         names, move = what
         used = np.zeros((1,) * len(of), int)
         for name in names:
@@ -283,7 +294,10 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the result of `_moved` for a move that an operation plans, once per placement of its tensors."""
+        """Return the result of `_moved` for a move that an operation plans by itself.
+
+        The move is planned once for each placement of the operation's tensors.
+        """
         names = unknowns_in(what.arguments)
         own = tuple(each for each in of if any(each in self._at.get(name, ()) for name in names))
         key = what.plan, what.arguments, own
@@ -349,7 +363,11 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """Return the mesh axes of an unknown, or a given mesh axis, by option, along the array axis of its choice."""
+        """Return the mesh axes of an unknown, by option, as indices of sequences of mesh axes.
+
+        The array varies along the axis of the unknown's choice. `name` may also be a mesh axis, which is then the only
+        one under every option.
+        """
         if name in self._at:
             choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
             return column.reshape([-1 if each == choice else 1 for each in of])
@@ -394,7 +412,8 @@ class Prices:
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
         """Return the prices of a lookup, and the indices of its placements by option.
 
-        The indices are those of the pair of ids and rows, and of the table; -1 for an impossible placement.
+        There is an array of indices for the pair of ids and rows, and one for the table. An impossible placement has
+        index -1.
         """
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._possible((given.ids, given.rows), of)
@@ -456,7 +475,10 @@ class Prices:
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Return the seconds of the first steps that a chain shares with the chain with which it shares the most."""
+        """Return the seconds of the first steps that a chain shares with another chain.
+
+        Of the other chains, the one that shares the most seconds counts.
+        """
         most = np.zeros((1,) * len(of))
         for other in what.others:
             begun = self._known_table("begun", UnknownShared(what.chain, (other,)), of, self._begun)
@@ -469,12 +491,13 @@ class Prices:
         return most
 
     def _begun(self, what: UnknownShared, of: tuple[int, ...]) -> tuple[tuple, tuple, np.ndarray] | None:
-        """Return the seconds of the first steps that two moves of one tensor share, and of those that are hoisted.
+        """Return the seconds of the first steps that two moves of one tensor share, and of the hoisted ones among them.
 
         Returns:
-            The seconds of the common steps and of those that are hoisted, for the distinct placements; the index
-            of the placements by option; and, by option, whether both moves begin at the same placement. None if an
-            operation plans one of the moves by itself.
+            Three values, or None if an operation plans one of the moves by itself. The first is a pair of arrays over
+            the distinct placements: the seconds of the common steps, and of the hoisted ones among them. The second has
+            the indices of the placements by option. The third says, by option, whether both moves begin at the same
+            placement.
         """
         own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
         if own is None or theirs is None:
@@ -557,7 +580,7 @@ _tables: dict[int, dict] = {}
 
 @lru_cache(maxsize=1 << 6)
 def _number_of(*question: Any) -> int:
-    """Return a number for choices, mesh and chip, which take long to compare."""
+    """Return a number that stands for choices, mesh and chip, because these take long to compare."""
     return next(_numbers)
 
 
@@ -573,7 +596,7 @@ def _latest(key: int) -> dict:
 
 
 def forget() -> None:
-    """Drop the tables that are cached across searches: after its search a training run does not need them."""
+    """Drop the tables that are cached across searches, which a training run does not need after its search."""
     _tables.clear()
 
 
@@ -615,10 +638,10 @@ def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
 
 
 def _removed_seconds(end: tuple[tuple, Planned] | None, adds_up: bool) -> float:
-    """Return the seconds of the reduction of `_reduction_of` if a compiler may remove it, and 0 if not.
+    """Return the seconds of a reduction if a compiler may remove the reduction, and 0 if not.
 
     Args:
-        end: the reduction, and the slices after it.
+        end: the reduction and the slices after it, as `_reduction_of` returns them.
         adds_up: whether a loop adds up its results. Only an all-reduce is then moved out of the loop, and only if its
             result is not sliced.
     """
@@ -628,7 +651,10 @@ def _removed_seconds(end: tuple[tuple, Planned] | None, adds_up: bool) -> float:
 
 
 def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
-    """Return the seconds of the first steps that two chains of one tensor share, times the numbers of runs."""
+    """Return the seconds, over all runs, of the first steps that two chains of one tensor share.
+
+    Steps that are hoisted run `once` times, and all others `times` times.
+    """
     seconds, leaves = 0.0, True
     for step, same in zip(one, other):
         if step != same:
@@ -639,7 +665,7 @@ def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
 
 
 def _summed(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
-    """Return the seconds of moving summands to the placement that is best for adding, and their sum to its target."""
+    """Return the seconds of moving summands to the best placement for adding, and of moving their sum to its target."""
     everywhere = np.arange(len(tensor.paths.nodes))
     kinds, kind = _different(parts)
     nodes = [np.unique(column, return_inverse=True) for column in kinds.T]

@@ -1,4 +1,4 @@
-"""Problems for the solver: choices, and the terms of their cost as tables of seconds and of bytes."""
+"""Problems for the solver: choices to make, and the terms of their cost, which are tables of seconds and bytes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice between options: the earlier of two options with equal cost is preferred."""
+    """A choice between options. If two options cost the same, the earlier one is preferred."""
 
     name: str
     options: tuple
@@ -21,10 +21,12 @@ class Term:
     """A summand of the cost: the seconds and bytes that depend on one to four choices.
 
     Attributes:
-        name: Its name, different from that of any other term.
-        of: The names of the choices.
-        seconds: Its seconds, an array with an axis for each choice; `inf` for combinations that are not allowed.
-        bytes: The bytes of each combination, an array that broadcasts to the shape of `seconds`; None for no bytes.
+        name: The name of the term, which no other term has.
+        of: The names of the choices on which the term depends.
+        seconds: The seconds of each combination of options, an array with an axis for each choice in `of`; `inf` for
+            combinations that are not allowed.
+        bytes: The bytes of each combination, an array that broadcasts to the shape of `seconds`; None if the term holds
+            no bytes.
     """
 
     name: str
@@ -34,20 +36,25 @@ class Term:
 
     @cached_property
     def has_seconds(self) -> bool:
-        """Whether all seconds are numbers or `inf`. A term is part of many problems, and its tables may be large."""
+        """Whether every entry of `seconds` is a number or `inf`.
+
+        The result is kept, because a term is part of many problems and its tables may be large.
+        """
         return not (np.isnan(self.seconds).any() or (np.asarray(self.seconds) == -math.inf).any())
 
     @cached_property
     def has_bytes(self) -> bool:
-        """Whether all bytes are finite, or there are none."""
+        """Whether every entry of `bytes` is finite; true if the term holds no bytes."""
         return self.bytes is None or bool(np.isfinite(self.bytes).all())
 
 
 class Problem:
-    """Choices to be made so that the terms sum to the fewest seconds and hold at most `limit` bytes.
+    """Choices to make such that the terms take the fewest seconds in sum and hold at most `limit` bytes.
+
+    *Picks* map the name of each choice to the index of the option that is picked.
 
     Args:
-        choices: The choices to be made.
+        choices: The choices to make.
         terms: The summands of the cost, in any order.
         limit: The bytes that all terms together may hold; None for no limit.
 
@@ -72,7 +79,7 @@ class Problem:
             raise ValueError("the limit is not a number.\n  Give bytes, or None for no limit.")
 
     def seconds_of(self, picks: Mapping[str, int]) -> dict[str, float]:
-        """Return the seconds of each term, given the index of the picked option of each choice."""
+        """Return the seconds of each term with these picks, by the name of the term."""
         at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
         return {term.name: float(term.seconds[tuple([at[name] for name in term.of])]) for term in self.terms}
 
@@ -88,10 +95,10 @@ class Problem:
         return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
 
     def numbers(self, picks: Mapping[str, int]) -> list[int]:
-        """Return the picked option indices as a list in the order of the choices.
+        """Return `picks` as a list of option indices, in the order of the choices.
 
         Raises:
-            ValueError: A choice is missing, or has no option of that index.
+            ValueError: A choice is missing from `picks`, or has no option with the index that `picks` gives.
         """
         for choice in self.choices:
             if not 0 <= picks.get(choice.name, -1) < len(choice.options):

@@ -45,10 +45,10 @@ Build = Callable[[Any, Any], tuple]
 """A function that maps a layout and a mesh to a function and its abstract arguments."""
 
 _REFUSALS = (ShardingTypeError, TypeError, ValueError)
-"""Errors that JAX and operations raise if a dimension must not be sharded, or not in this way."""
+"""Errors that JAX and operations raise if a dimension must not be sharded, or must be sharded differently."""
 
 MOST_HELD = 3
-"""The maximum number of unknowns that are made to shard nothing because of one error: an operation needs few dimensions
+"""The maximum number of unknowns that are made to shard nothing because of one error. An operation needs few dimensions
 unsharded, and the program is traced for every set of unknowns that is tried."""
 
 ROUNDS = 200
@@ -82,7 +82,7 @@ class TracedProgram:
         uses: its steps; equal steps are counted together.
         jaxpr: its jaxpr, without dead code.
         arguments: its arguments that are arrays.
-        sizes: for each unknown, the sizes of the dimensions sharded over it; its mesh axes must divide them all.
+        sizes: for each unknown, the sizes of the dimensions sharded over it, all of which its mesh axes must divide.
         apart: pairs of unknowns that shard different dimensions of one array, and so cannot have a common mesh axis.
     """
 
@@ -138,9 +138,9 @@ class TracedProgram:
 def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
-    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error remains whichever
-    mesh axis shards a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on a
-    parameter whose gradient is a partial sum, that gradient is reduced where it is computed.
+    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error occurs for every
+    mesh axis that could shard a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on
+    a parameter whose gradient is a partial sum, that gradient is reduced where it is computed.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.
@@ -185,7 +185,7 @@ def read(build: Build, lines: Lines) -> TracedProgram:
 def _adjust(program: TracedProgram, lines: Lines) -> bool:
     """Add a via line for each product of a weight, and tie the products of one sum; return whether anything changed.
 
-    The products of a sum are tied because the gradient of the sum needs it.
+    The products of a sum are tied because the gradient of the sum needs all of them sharded alike.
     """
     before, tied = len(lines.vias), False
     products: list[tuple[Spec, Sequence[Spec]]] = []
@@ -213,7 +213,7 @@ def _tie_operands(what: Unknown, lines: Lines) -> bool:
     """Tie the operands of each product of two activations, which has no via; return whether anything changed.
 
     The logits of attention are such a product: its operands share a batch dimension with the result. Without ties the
-    planner would plan every combination of three placements: millions for tensors of four dimensions.
+    planner would plan every combination of three placements, which are millions for tensors of four dimensions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False
@@ -236,7 +236,7 @@ def _tie_operands(what: Unknown, lines: Lines) -> bool:
 
 @contextmanager
 def on_mesh(mesh: AbstractMesh) -> Iterator[None]:
-    """Trace on this abstract mesh, also within `jax.set_mesh` of another one."""
+    """Trace on this abstract mesh inside the context, even within `jax.set_mesh` of another mesh."""
     # JAX replaces a mesh only by one of the same size; from the empty mesh it goes to any.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -340,7 +340,7 @@ class Run(NamedTuple):
 Chains = dict[tuple[Region, int], list[Run]]
 """The steps found so far for each tensor.
 
-A key is the region in which they begin to run, and the tensor's value number in that region.
+A key consists of the region in which the steps begin to run, and of the tensor's value number in that region.
 """
 Marked = tuple[Unknown, int, int, bool]
 """A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and whether it is inside."""
@@ -349,7 +349,9 @@ Marked = tuple[Unknown, int, int, bool]
 def _marks(
     jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
 ) -> Iterator[Marked]:
-    """Yield every mark of a program whose steps are not shared already; a conditional has marks in one branch only.
+    """Yield every mark of a program, except marks whose steps have all been yielded for the same tensor.
+
+    Only one branch of a conditional may have marks.
 
     Raises:
         PlanError: several branches of a conditional have marks.
@@ -432,8 +434,8 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 def _saved(what: Unknown, change: Change, trips: int, mark: Any) -> Iterator[tuple[Unknown, int, int]]:
     """Yield the reductions that a compiler removes, as described in `gspmd.tracing.sums`.
 
-    The arrays at the mark are the parts of a sum. If the sum has a wider dtype, its reduction takes longer by the ratio
-    of the widths.
+    The arrays at the mark are the parts of a sum. If the sum has a wider dtype than its parts, its reduction takes
+    longer by the ratio of the widths.
     """
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
@@ -460,7 +462,10 @@ def _is_chain(what: Unknown) -> TypeGuard[Chain]:
 
 
 def _stays(before: Spec, after: Spec) -> bool:
-    """Return whether a tensor has this placement already, ignoring `reduced` axes, which move nothing."""
+    """Return whether going from `before` to `after` moves no data.
+
+    Axes that are `reduced` are ignored, because changing them moves no data.
+    """
     return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
 
 
@@ -479,7 +484,7 @@ _LETTER = re.compile(r"[A-Z](?=_\{|[A-Z]|$)")
 
 
 def _resolved(message: str, lines: Lines) -> bool:
-    """Tie, or fix to no mesh axis, the unknowns that an error names; return whether it names any."""
+    """Tie the unknowns that an error names, or let them shard nothing; return whether the error names any."""
     message = message.split("For simplicity")[0]
     if wanted := _WANTED.findall(message):
         for has, needs in wanted:
@@ -500,10 +505,12 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Let the fewest unknowns of an error shard nothing, so that it changes or disappears; return whether any do.
+    """Let as few unknowns of an error as possible shard nothing, so that the error changes or disappears.
 
-    A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
-    and name that dimension in many different ways.
+    The result says whether there are such unknowns.
+
+    A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all operands, and
+    name that dimension in many different ways.
     """
     names = {*_NAME.findall(message)}
     for count in range(1, MOST_HELD + 1):
@@ -527,7 +534,7 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
 def _needs_whole_gradient(error: BaseException) -> bool:
     """Return whether JAX cannot differentiate an operation because a gradient is a partial sum there.
 
-    A training step raises its own error, with JAX's as the cause.
+    A training step raises an error of its own, whose cause is JAX's error.
     """
     return has_no_rule_for_partial_sums(error) or has_no_rule_for_partial_sums(error.__cause__)
 
@@ -539,7 +546,7 @@ def _reduced_at_once(build: Build, lines: Lines) -> bool:
     name the parameter. So the parameters are tried in halves.
 
     Returns:
-        Whether any gradient that could be a partial sum cannot be one now.
+        Whether any gradient that could be a partial sum before can no longer be one.
     """
     owed = [lines.owed(name) for name in lines.trained if lines.may_owe(name)]
 
@@ -568,7 +575,7 @@ def _reduced_at_once(build: Build, lines: Lines) -> bool:
 
 
 def _check_unsharded(build: Build, lines: Lines) -> None:
-    """Raise the error that a program raises even if nothing is sharded, such as for sizes that do not agree."""
+    """Raise any error that a program raises even if nothing is sharded, such as one about sizes that do not agree."""
     whole = lines.copy()
     for name in lines.mesh():
         whole.hold(name)

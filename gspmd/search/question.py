@@ -1,12 +1,14 @@
-"""One search with given options: the cheapest picks within a limit of bytes, by a Lagrange multiplier.
+"""One search among given options for the cheapest picks within a limit of bytes, by a Lagrange multiplier.
 
 The multiplier, called the rate, is the price of a byte in seconds. For every rate ≥ 0
 
-    min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit},
+    min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit}.
 
-and the rate for which the left side is greatest is found by cutting planes: two picks, one above the limit and one
-below, are two lines over the rate, and the next rate is their crossing. By the same bound, an option is dropped if all
-picks with it cost more than the best known. The remaining gap is closed by `gspmd.search.branching`.
+The rate for which the left side is greatest is found by cutting planes. As a function of the rate, the cost of any
+picks is a line. Of the known picks, some hold more than the limit and some hold less, and the next rate is the one
+where the lines of two such picks cross. By the same bound, an option is dropped if all picks with this option cost more
+than the best known picks. The gap that remains between the bound and the best picks is closed by
+`gspmd.search.branching`.
 
 Source: M. L. Fisher, The Lagrangian relaxation method for solving integer programming problems, Management Science 27
 (1981).
@@ -25,14 +27,15 @@ from gspmd.search.buckets import Bucket, Messages
 from gspmd.search.tables import Tables
 
 ROUNDING = 1e-12
-"""The relative difference up to which costs count as equal: they may be added up in different orders."""
+"""The relative difference up to which costs count as equal, because they may be added up in different orders."""
 RATES = 60
-"""The maximum number of rates that are tried. Five to ten are usual; a lower limit would leave more to branching."""
+"""The maximum number of rates that are tried. Five to ten are usual. A lower maximum would leave more to branching."""
 FEW = 50
-"""Number of options of a choice among which good picks are looked for first."""
+"""Number of options per choice among which good picks are looked for first."""
 NEAR = 1e-4
-"""A rate is good enough if its bound is within this fraction of the greatest: a further rate takes longer than
-branching."""
+"""A rate is good enough if its bound is within this fraction of the greatest possible bound. A further rate would take
+longer than branching.
+"""
 
 
 class _Stopped(Exception):
@@ -40,19 +43,20 @@ class _Stopped(Exception):
 
 
 class BoundedSearch:
-    """One search: the best picks so far, and the best lower bound.
+    """One search, with the best picks and the best lower bound so far.
 
     Args:
         tables: The tables of the allowed options.
         buckets: The buckets of the problem, from `eliminate`.
         stop: A function that is called often, and returns whether to end the search with the best picks so far.
-        keep: A function that is called with every answer that is better than all before.
-        rate: The first rate to try, in seconds per byte, such as the result of a similar search.
-        outside: A lower bound on the seconds of picks with options that the tables lack, if these are allowed too.
+        keep: A function that is called with every answer whose picks, or whose bound, are better than all before.
+        rate: The first rate to try, in seconds per byte, such as the rate that a similar search found.
+        outside: A lower bound on the seconds of allowed picks with options that the tables lack; infinite if there are
+            no such picks.
         tolerance: The fraction of the seconds by which picks may be slower than the cheapest.
 
     Attributes:
-        rate: The rate that gives the greatest lower bound; 0 until one is needed.
+        rate: The rate that gives the greatest lower bound so far; the argument `rate` until one is found.
         enough: A value above which the lower bound need not be raised.
     """
 
@@ -81,7 +85,7 @@ class BoundedSearch:
         self._gap = math.inf
 
     def answer(self) -> Answer:
-        """Return the cheapest picks that fit, or the best so far if `stop` ended the search.
+        """Return the cheapest picks that fit, or the best picks so far if `stop` ended the search.
 
         Raises:
             NothingFits: No picks fit.
@@ -95,9 +99,9 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return a lower bound on the seconds of picks that fit, over all rates; stop once it is above `enough`.
+        """Return the greatest lower bound over all rates on the seconds of picks that fit.
 
-        The bound is infinite if nothing fits.
+        No further rates are tried once the bound is above `enough`. The bound is infinite if nothing fits.
         """
         self.enough = enough
         if all(map(len, self.tables.kept)) and self.tables.least_bytes() > self._ceiling():
@@ -124,10 +128,13 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the best bound over all rates; return the messages for bytes alone if a gap may be left, otherwise None.
+        """Find the greatest lower bound over all rates.
+
+        If a gap may remain between the bound and the best picks, the result is the messages for bytes alone. Otherwise
+        it is None.
 
         Raises:
-            NothingFits: No picks are allowed, or all hold too much.
+            NothingFits: No picks are allowed, or all of them hold more than the limit.
         """
         if not all(len(kept) for kept in self.tables.kept):
             raise NothingFits(None, self.problem.limit)
@@ -150,11 +157,14 @@ class BoundedSearch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the best picks so far."""
+        """Seconds of the best picks so far; infinite if there are none."""
         return math.inf if self.best is None else self.best.seconds
 
     def _line(self, picks: list[int]) -> tuple[float, float]:
-        """Return seconds and bytes of picks: the cost, as a function of the rate, is a line with these coefficients."""
+        """Return the seconds and the bytes of picks.
+
+        The cost of the picks, as a function of the rate, is a line with these coefficients.
+        """
         return self.tables.seconds_of(picks), self.tables.bytes_of(picks)
 
     def _answer(self, picks: list[int]) -> Answer:
@@ -174,11 +184,14 @@ class BoundedSearch:
         return held <= self.limit
 
     def _ceiling(self) -> float:
-        """Return the limit plus the rounding error that a sum of bytes may have, in any order of its terms."""
+        """Return the limit plus the rounding error that a sum of bytes may have, whatever the order of its terms."""
         return self.limit + ROUNDING * abs(self.limit)
 
     def _slack(self) -> float:
-        """Return the seconds by which other picks must be faster to be searched for: rounding plus the tolerance."""
+        """Return the seconds by which other picks must beat the best ones to be searched for.
+
+        They are the rounding error plus the tolerance.
+        """
         rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
         return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
@@ -189,7 +202,10 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Find initial picks and their rate, using only a few options of choices on which bytes do not depend."""
+        """Find initial picks and their rate among few options.
+
+        Only choices on which no bytes depend are reduced to a few options.
+        """
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):
@@ -206,7 +222,7 @@ class BoundedSearch:
             self.rate = first.rate
 
     def _cut(self, large: tuple[float, float], small: tuple[float, float]) -> None:
-        """Approximate the rate of the greatest bound, starting from picks above the limit and picks below it."""
+        """Approximate the rate with the greatest bound, from the lines of picks above and of picks below the limit."""
         if self.rate:
             line = self._try(self.rate)
             large, small = (large, line) if line[1] <= self.limit else (line, small)
@@ -239,13 +255,13 @@ class BoundedSearch:
         return line
 
     def _drop(self, messages: Messages, rate: float) -> None:
-        """Drop the options with which all picks cost more than the best known."""
+        """Drop each option with which all picks cost more than the best known picks."""
         most = self.seconds + rate * self.limit
         most += 10 * ROUNDING * (abs(most) + abs(self.seconds))
         self.tables = self.tables.keep([costs <= most for costs in messages.by_option()])
 
     def _branch(self) -> None:
-        """Search depth first through the picks that may fit and be better than the best, skipping others by bounds."""
+        """Search depth first through the picks that may fit and beat the best ones; bounds rule out all other picks."""
 
         def ceilings() -> tuple[float, float, float]:
             seconds = self.seconds - self._slack() if self.best else math.inf

@@ -1,8 +1,8 @@
-"""The solver: finds the cheapest picks and, for each choice, the cheapest picks that differ in it.
+"""The solver, which finds the cheapest picks and, for any choice, the cheapest picks with a different option.
 
-For each option, a lower bound on the cost of all picks with it is computed once (`gspmd.search.buckets`). Picks are
-then searched among the few options with low bounds. If the picks found cost no more than the bounds of the options left
-out, they are the cheapest of all.
+For each option, a lower bound on the cost of all picks with this option is computed once (`gspmd.search.buckets`).
+Picks are then searched among the few options with low bounds. If the picks found cost no more than the bound of any
+option left out, no picks are cheaper.
 """
 
 import math
@@ -19,26 +19,28 @@ from gspmd.search.tables import Tables
 FIRST = 64
 """Number of options, besides those with low bounds, among which next best picks are searched first."""
 BEYOND = 1.1
-"""The factor above an answer's seconds up to which the bounds of options are computed first."""
+"""At first, the bounds of options are computed only up to this multiple of an answer's seconds."""
 GROWTH = 4
 """The factor by which the number of options grows if no picks among them fit."""
 MARGIN = 1e-9
-"""The relative margin by which an option's bound has to be above an answer for the option to be left out."""
+"""An option is left out only if its bound is above the seconds of an answer by this relative margin."""
 
 
 class Search:
     """A search for the cheapest picks of a problem, with a proof.
 
-    It answers several questions about one problem, and keeps answers and bounds from one to the next.
+    One search answers several questions about the same problem. Its answers and bounds are kept for later questions.
 
     Args:
         problem: Choices, terms and limit.
-        stop: A function that is called often. Once it returns true, a search returns its best picks and their bound.
-        tolerance: The fraction by which picks may be slower than the cheapest: near-ties at the limit of bytes take
-            long to tell apart. `Answer.bound` is a proved bound even then.
+        stop: A function that is called often. Once it returns true, the search ends, and returns the best picks so far
+            with the bound proved for them.
+        tolerance: The fraction by which the picks returned may be slower than the cheapest ones. A tolerance saves
+            time, because picks near the limit of bytes that cost almost the same take long to tell apart.
+            `Answer.bound` is a proved bound with any tolerance.
 
     Attributes:
-        so_far: The best picks of the last question, even after an interrupt; None before any were found.
+        so_far: The best picks found so far for the last question, also after an interrupt; None if there are none yet.
 
     Example:
         >>> import numpy as np
@@ -75,7 +77,7 @@ class Search:
             without: For some choices, the indices of the options that they must not have.
 
         Raises:
-            NothingFits: No such picks are within the limit, or none are allowed.
+            NothingFits: No such picks are within the limit, or no such picks are allowed.
             ValueError: `fixed` or `without` names an unknown choice or option.
         """
         allowed = self._allowed(fixed or {}, without or {})
@@ -86,7 +88,7 @@ class Search:
     def at_least(self, enough: float = math.inf, without: Mapping[str, Collection[int]] | None = None) -> float:
         """Return a lower bound on the seconds of picks that fit.
 
-        It is proved without enumeration, so there may be no picks with these seconds.
+        The bound is proved without enumerating picks, so there may be no picks with exactly these seconds.
 
         Args:
             enough: A value above which the bound need not be raised.
@@ -104,7 +106,10 @@ class Search:
         return self._least[key]
 
     def bounds(self) -> dict[str, np.ndarray]:
-        """Find, for every choice and option, a lower bound on the seconds of picks that fit; infinite if none do."""
+        """Return, for each option of every choice, a lower bound on the seconds of the fitting picks with this option.
+
+        The bound is infinite for an option that is in no allowed picks.
+        """
         return dict(zip((choice.name for choice in self.problem.choices), self._bounds_at(self._rate)))
 
     def next_best(
@@ -119,7 +124,8 @@ class Search:
         Args:
             answer: An answer of this search.
             name: The choice that is to differ.
-            fixed, without: As in `best`; give the same as for `answer` to search under the same conditions.
+            fixed, without: Restrictions, as in `best`. To search under the same conditions as for `answer`, give the
+                restrictions with which it was found.
         """
         excluded = {**(without or {})}
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
@@ -133,7 +139,7 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """Return, for each choice, which options are allowed; those of infinite seconds never are."""
+        """Return, for each choice, which options are allowed; options with infinite seconds never are."""
         allowed = {choice.name: mask.copy() for choice, mask in zip(self.problem.choices, self._possible)}
 
         def indices(name: str, options: Collection[int]) -> np.ndarray:
@@ -158,7 +164,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the known answer to this question if it is complete, or search for it."""
+        """Return the known answer for these options, or search for it, and keep it if it is complete."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None
@@ -178,13 +184,13 @@ class Search:
         return answer
 
     def _bounds_at(self, rate: float) -> list[np.ndarray]:
-        """Return lower bounds at a rate on the seconds of picks that fit: one per choice and option of the picks."""
+        """Return what `bounds` returns, as a list of arrays; the bounds are computed at the given rate."""
         if rate not in self._bounds:
             self._bounds[rate] = self._bounds_of(self._possible, rate)
         return self._bounds[rate]
 
     def _bounds_of(self, allowed: list[np.ndarray], rate: float) -> list[np.ndarray]:
-        """Return the bounds of `_bounds_at` for picks of allowed options only."""
+        """Return the bounds of `_bounds_at`, but only for picks whose options are all allowed."""
         bounds = [np.full(len(mask), math.inf) for mask in allowed]
         if all(mask.any() for mask in allowed):
             messages = Messages(self._tables.keep(allowed), self._buckets, rate)
@@ -194,13 +200,13 @@ class Search:
         return bounds
 
     def _widen(self, fewer: list[np.ndarray], allowed: list[np.ndarray], ceiling: float) -> Answer:
-        """Search a few promising options, then more, until those left out cannot be better; return the best picks.
+        """Search a few promising options, then more, until no option left out can be better; return the best picks.
 
         Args:
-            fewer: Which options may be picked.
-            allowed: Which options the bounds allow: these, and maybe more.
-            ceiling: Seconds up to which bounds are computed at first. These bounds need only the options whose bound is
-                low even if everything is allowed, which are few.
+            fewer: For each choice, which options may be picked.
+            allowed: For each choice, which options the bounds allow: those of `fewer`, and maybe more.
+            ceiling: Seconds up to which bounds are computed at first. These bounds need only few options: those whose
+                bound at rate 0 is low even if everything is allowed.
         """
         rate, most, times = self._rate, -math.inf, 1
         # At a rate, a bound may lie below the one at rate 0 by the price of the whole limit.
@@ -230,7 +236,7 @@ class Search:
             most = answer.seconds
 
     def _with_margin(self, seconds: float, rate: float) -> float:
-        """Return seconds with a margin for rounding: a bound above the result really exceeds the given seconds."""
+        """Return the seconds plus a margin for rounding; a bound above the result really exceeds the seconds."""
         return seconds + MARGIN * (abs(seconds) + (abs(rate * (self.problem.limit or 0.0)) if rate else 0.0))
 
 

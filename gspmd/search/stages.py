@@ -2,7 +2,7 @@
 
 A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
 t_max, the longest time that a stage may take, the fewest Σ t_i is found by dynamic programming from the last stage.
-t_max is one of the given seconds: all of them are tried, the smallest first, until no larger one can be better.
+t_max is one of the given seconds. All of them are tried, the smallest first, until no larger one can be better.
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.2, equations 2 to 4.
 Differs: every t_max is tried, not one in each interval of ε, so the answer is exact.
@@ -62,13 +62,13 @@ def split(
     """Split layers into stages, each on a submesh, so that all devices are used and the seconds are fewest.
 
     Args:
-        seconds: [layers, layers, submeshes], the seconds for one microbatch of the stage of layers i to j on a submesh;
-            `inf` if that is not possible. Entries below the diagonal are not read.
+        seconds: [layers, layers, submeshes], the seconds that a stage of layers i to j on a submesh takes for one
+            microbatch; `inf` if that is not possible. Entries below the diagonal are not read.
         submesh_devices: the number of devices of each submesh.
         devices: the number of all devices.
         microbatches: the number of microbatches, B.
-        fits: returns whether a stage fits in memory, given the number n of stages after it. In 1F1B a stage holds the
-            inputs of n + 1 microbatches, or of all if there are fewer.
+        fits: a function of a stage and the number n of stages after it, which returns whether the stage fits in memory.
+            In 1F1B a stage holds the inputs of n + 1 microbatches, or of all microbatches if there are fewer.
 
     Raises:
         NoSplit: there is no split that uses all devices, is allowed, and fits.
@@ -117,7 +117,7 @@ class _SplitSpace:
 
     @cached_property
     def allowed(self) -> list[np.ndarray]:
-        """Seconds of every stage, by the number of stages after it; infinite if it does not fit in memory there."""
+        """Seconds of every stage, by the number of stages after it; infinite where the stage does not fit in memory."""
         if self.fits is None:
             return [self.table] * self.most_stages
         return [self._within(behind, self.fits) for behind in range(self.most_stages)]
@@ -171,7 +171,7 @@ def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
 def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
     """Find the split with the fewest Σ t_i in which no stage takes longer than `pace`.
 
-    F[k, d] is the fewest seconds of layers k and later on d devices; each round of the loop allows one more stage.
+    F[k, d] is the fewest seconds of layers k and later on d devices. Each round of the loop allows one more stage.
     """
     layers, devices = space.layers, space.devices // space.unit
     fewest = np.full((layers + 1, devices + 1), math.inf)
@@ -188,7 +188,7 @@ def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
 
 
 def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return F with one more stage in front, and for each entry that stage: last layer and submesh as one number."""
+    """Return F with one more stage in front, and an array of that stage's last layer and submesh, as one number."""
     layers, columns = len(table), behind.shape[1]
     fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
     for submesh, size in enumerate(sizes):
@@ -235,7 +235,7 @@ def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: 
 
 
 def _fault(space: _SplitSpace) -> str:
-    """Return why there is no split, and a remedy."""
+    """Return the reason why there is no split, with a remedy."""
 
     def possible(table: np.ndarray, fits: Fits | None) -> bool:
         return bool(_cheapest(_SplitSpace(table, space.sizes, space.devices, fits), 1))

@@ -1,7 +1,7 @@
-"""Costs of summing dimensions of one tensor away (a mean over positions), as arrays over its placements.
+"""Costs of summing a tensor over some dimensions, as in a mean over positions, as arrays over its placements.
 
-A tensor is moved to the placement in which it costs least to sum, is summed there, and its sum is moved and reduced to
-its target. In the gradient nothing is summed: the cotangent is moved, and then broadcast.
+The tensor is moved to the placement in which summing costs the least, and is summed there. The sum is then moved and
+reduced to its target placement. In the gradient nothing is summed; the cotangent is moved and then broadcast.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from gspmd.search.moves import PICOSECOND
 
 
 def ends_of(what: Unknown) -> tuple[Spec, Spec] | None:
-    """Return the specs of a tensor before it is summed and after, with unknowns, or None for other steps."""
+    """Return the specs of a tensor before and after it is summed, with unknowns, or None if the step is no such sum."""
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return None
     equation, _, _, _, via, *_, backward = what.arguments
@@ -42,11 +42,11 @@ def ends_of(what: Unknown) -> tuple[Spec, Spec] | None:
 
 @dataclass(frozen=True)
 class SumPrices:
-    """A sum over dimensions, or its gradient, with its cost for every placement of its tensor before and after.
+    """A sum over dimensions, or its gradient, with its cost for every placement before and every placement after.
 
     Attributes:
-        table: the joint placements, for tensors of any spec.
-        before, after: the placements before and after.
+        table: the planner's table of the joint placements in which the sum may be computed, for tensors of any spec.
+        before, after: the placements of the tensor before the sum or gradient, and those of the result after it.
     """
 
     table: ContractionTable
@@ -60,9 +60,9 @@ class SumPrices:
         """Return the prices of steps that `ends_of` accepts.
 
         Args:
-            arguments: those of the steps, for `planned_steps`.
+            arguments: the arguments with which `planned_steps` plans these steps.
             mesh, chip: the mesh, and the chip whose seconds are assumed.
-            ends: the placements before, and after.
+            ends: two sequences: the placements before the sum or gradient, and those after it.
         """
         equation, sizes, _, dtypes, _, *numbers, backward = arguments
         # On one device, for the tensors' dtypes and names.
@@ -74,7 +74,7 @@ class SumPrices:
 
     @cached_property
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The seconds [before, after] of the move before the sum, and of everything from the sum on."""
+        """Two arrays [before, after]: the seconds of the move before the sum, and of everything from the sum on."""
         left, result, dims = self.table.left, self.table.result, self.table.dims
         # In this order, so that among equals the planner's choice comes first.
         rows = sorted(range(len(left.nodes)), key=lambda row: str(left.spec(row)))

@@ -16,13 +16,14 @@ SMALL = 2**16
 class Tables:
     """The tables that a search adds up.
 
-    Choices and terms are numbered, and picks are indices among the options that are kept.
+    Choices and terms are numbered. Picks are indices among the options that are kept, not among all options.
 
     Attributes:
-        problem: The problem with the terms of the tables.
+        problem: The problem to which the choices and terms belong.
         kept: For each choice, the allowed options, as ascending indices in the problem.
         of: For each term, the indices of the choices along the axes of its table.
-        seconds, bytes: For each term, its two tables; that of bytes is None if the term holds none.
+        seconds, bytes: For each term, the table of its seconds, and the table of its bytes or None if it holds no
+            bytes.
     """
 
     problem: Problem
@@ -66,7 +67,11 @@ class Tables:
         )
 
     def aligned(self, number: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """Return both tables of a term with these axes, as `aligned` does, and whether all its seconds are finite."""
+        """Return the tables of a term with the given axes, and whether all its seconds are finite.
+
+        The tables are those of seconds and of bytes; the table of bytes may be None. Each has the form that the
+        function `aligned` returns.
+        """
         if (number, axes) in self._aligned:
             return self._aligned[number, axes]
         of, seconds, held = self.of[number], self.seconds[number], self.bytes[number]
@@ -77,7 +82,7 @@ class Tables:
         return found
 
     def possible(self) -> list[np.ndarray]:
-        """Return, for each choice, which options have finite seconds in the terms that depend on this choice alone."""
+        """Return, for each choice, which options have finite seconds, counting only terms of this choice alone."""
         result = [np.ones(len(kept), bool) for kept in self.kept]
         for of, table in zip(self.of, self.seconds):
             if len(of) == 1:
@@ -85,7 +90,11 @@ class Tables:
         return result
 
     def apart(self) -> list[np.ndarray]:
-        """Return an estimate of each option's cost: the sum over terms of the term's least seconds with that option."""
+        """Return an estimate of the cost of each option of each choice.
+
+        The estimate adds up, for all terms that depend on the choice, the least seconds that the term has with this
+        option.
+        """
         result = [np.zeros(len(kept)) for kept in self.kept]
         for of, table in zip(self.of, self.seconds):
             for axis, choice in enumerate(of):
@@ -97,7 +106,7 @@ class Tables:
         return math.fsum(float(table.min()) for table in self.bytes if table is not None)
 
     def seconds_of(self, picks: Sequence[int]) -> float:
-        """Return the seconds of picks."""
+        """Return the total seconds of picks."""
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in zip(self.seconds, self.of))
 
     def bytes_of(self, picks: Sequence[int]) -> float:
@@ -106,12 +115,12 @@ class Tables:
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in held if t is not None)
 
     def named(self, picks: Sequence[int]) -> dict[str, int]:
-        """Return picks by the names of their choices, as option indices of the problem."""
+        """Return picks as a mapping from the name of each choice to the index of its option in the problem."""
         return {c.name: int(kept[pick]) for c, kept, pick in zip(self.problem.choices, self.kept, picks)}
 
 
 def aligned(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Give a table of some choices all of these axes, with length 1 for those that it lacks.
+    """Return a table with one axis for each choice in `axes`; an axis has length 1 if its choice is not in `of`.
 
     The result is stored contiguously in this order of axes, for speed.
     """
@@ -121,5 +130,5 @@ def aligned(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np
 
 
 def _grid(places: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return the index of all combinations of places, like `np.ix_`, which is too slow here."""
+    """Return the index that selects all combinations of places, as `np.ix_` does, which is too slow here."""
     return tuple(place.reshape(-1, *[1] * after) for after, place in zip(reversed(range(len(places))), places))

@@ -32,8 +32,9 @@ def document(
         lines: every line by its key; an overriding line has its section in front, as in `"optimizer.ffn.w_in"`.
         lowering: the lowering that the layout sets.
         comments: the comment after each line, by key.
-        base: the layout whose program was searched. Its [dimensions] are written too, and so are its custom lines that
-            the program does not use, unsharded: a different program of the model may use them, such as decoding.
+        base: the layout whose program was searched. Its [dimensions] are written too. Its custom lines that the program
+            does not use are written unsharded, because a different program of the model, such as decoding, may use
+            them.
 
     Example:
         >>> print(document(["found"], {"x": 4}, {"ffn.w_in": "EF_x", "optimizer.ffn.w_in": "E_xF"}))
@@ -102,9 +103,9 @@ def block(
     keys: Collection[str] | None = None,
     comments: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return one section as text: its name, then the lines with these keys, or all lines by default.
+    """Return one section as text: its name, then its lines.
 
-    The argument `comments` is as in `document`.
+    Only lines with the given keys are written; by default all lines are. The argument `comments` is as in `document`.
 
     >>> print(block("ffn", {"ffn.w_in": "EF_x", "ffn.hidden": "BLF_x"}))
     [ffn]

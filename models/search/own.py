@@ -45,7 +45,7 @@ class OwnProblem(StepProblem):
         step: the training step.
         mesh: sizes of the mesh axes.
         chip: the chip whose seconds are assumed.
-        microbatches: the number of parts of the batch that run one after another, which divides the batch.
+        microbatches: the number of parts of the batch that run one after another. It divides the batch.
     """
 
     def __init__(self, step: OwnStep, mesh: Mapping[str, int], chip: Chip, microbatches: int = 1):

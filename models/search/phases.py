@@ -1,4 +1,4 @@
-"""Search problems by the name of their phase, and those for several numbers of microbatches."""
+"""The search problem of a workload's phase, and the range of numbers of microbatches to search."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The search problem of a pipeline's training step, read from a trace of the program of all stages.
 
 The traced program fixes the mesh axis of the stages and the axes along which pipelines run side by side; sharding over
-the other axes is unknown. A step has M + S - 1 slots, in each of which every stage computes, even while it waits for
-input (`gspmd.pipeline`). Some work runs once, outside the slots: gradients are reduced over the axes along which
-pipelines run side by side, gradients of replicated parameters are summed over the stages, and the optimizer updates.
+the other axes is unknown. A step of M microbatches in S stages has M + S - 1 slots. In each slot every stage computes,
+even while it waits for input (`gspmd.pipeline`). Some work runs once, outside the slots: gradients are reduced over the
+axes along which pipelines run side by side, gradients of replicated parameters are summed over the stages, and the
+optimizer updates.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Slots:
 
     Attributes:
         depth: number of stacked layers in a stage.
-        first, last: seconds per slot of the embedding, and of output and loss.
+        first, last: seconds per slot of the embedding (`first`), and of output and loss (`last`).
         sent: seconds per slot of the permutes to neighboring stages.
-        layers: seconds per slot of all other work, that is of a stage's layers.
+        layers: seconds per slot of all other work, which is the work of a stage's layers.
         once: seconds of work outside the slots.
         ends_bytes: bytes of embedding and output.
         input_bytes: bytes of a stage's input for one microbatch, which is kept for the backward pass.
@@ -71,7 +72,7 @@ class Slots:
         return self.layers + self.sent + self.first + self.last
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return the seconds of a slot, [layers, layers, 1], for each first and last layer of a stage.
+        """Return an array [layers, layers, 1] of the seconds of a slot, for each first and each last layer of a stage.
 
         Only the first stage has the embedding, and only the last stage has the output.
         """
@@ -83,7 +84,10 @@ class Slots:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage with `waiting` inputs; the first and the last stage have embedding and output."""
+        """Return the bytes of a stage that keeps `waiting` inputs.
+
+        Embedding and output are counted on the first stage and on the last stage.
+        """
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes
 
@@ -96,7 +100,7 @@ class StageProblem(PhaseProblem):
         stages: S, the number of stages.
         mesh: sizes of the mesh axes within a stage, without the axis of the stages.
         side: the mesh axes along which pipelines run side by side. Layouts in which further axes shard only the batch
-            are searched too, but priced too high; the problem with these axes in `side` prices such layouts exactly.
+            are searched too, but priced too high. The problem with these axes in `side` prices such layouts exactly.
 
     Attributes:
         slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward
@@ -104,8 +108,8 @@ class StageProblem(PhaseProblem):
 
     Raises:
         PlanError: the stages do not divide the stacked layers; the microbatches do not divide the batch; pipelines of a
-            model with experts run side by side; groups of tokens span microbatches; the model has an encoder; or
-            parameters are frozen.
+            model with experts run side by side; groups of tokens span microbatches; some first layers are not among
+            those that repeat; the model has an encoder; or parameters are frozen.
     """
 
     phase = "train"
@@ -145,7 +149,10 @@ class StageProblem(PhaseProblem):
 
     @property
     def settles(self) -> bool:
-        """False, since a stage sums gradients in every slot, except over the axes of pipelines side by side."""
+        """Whether every gradient needs a line, which is false for stages.
+
+        A stage sums gradients in every slot, except over the axes along which pipelines run side by side.
+        """
         return False
 
     @cached_property
@@ -158,7 +165,7 @@ class StageProblem(PhaseProblem):
         return MeshProblem(*read, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """Return the lines of the layout with these picks, followed by the line of the pipeline."""
+        """Return the lines of the layout that results from `picks`, followed by the line of the pipeline."""
         return [*super().lines(picks), LayoutLine("pipeline.layers", f"N_{STAGES}", "pipeline")]
 
     # -- the parts of a slot -------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from ..decoding.serving import for_serving
 from .workload import BASE, Phase, Unsearched, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of the arrays on whose rows experts compute. All shard G and X alike, so that rows stay in place; C is
-whole."""
+"""Lines of the arrays on whose rows experts compute. All of them shard G and X alike, so that rows stay in place, and
+leave C unsharded.
+"""
 
 
 class ServingProblem(PhaseProblem):

@@ -1,11 +1,11 @@
 """Search for pipelines on a slice, over the numbers of stages and microbatches, and the mesh within a stage.
 
-For every number of stages that divides both the layers and an axis of the torus (on GPUs, the number of GPUs), for each
-mesh of the rest, and for each choice of its axes along which pipelines run side by side, the best specs of a stage are
-found exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
-These prices give the seconds of equal stages, each with embedding and output, as `gspmd.pipeline` runs them. With the
-same prices, `gspmd.search.stages` also splits the layers freely, as Alpa may, over submeshes of every size, with the
-embedding on the first stage and the output on the last.
+The number of stages must divide both the layers and an axis of the torus (on GPUs, the number of GPUs). For every such
+number, every mesh of the devices of a stage, and every choice of mesh axes along which pipelines run side by side, the
+best specs of a stage are found exactly (`StageProblem`). The answer gives a price for each layer, and separate prices
+for embedding and output. These prices give the seconds of equal stages, each with embedding and output, as
+`gspmd.pipeline` runs them. With the same prices, `gspmd.search.stages` also splits the layers freely, as Alpa may, over
+submeshes of every size, with the embedding on the first stage and the output on the last stage.
 
 Not covered: rounds, and stages over more than one torus axis. If stages use only a part of a torus axis, the rest of
 the axis is priced as a ring, although it is a line (`PipelineRow.along`).
@@ -44,11 +44,11 @@ class PipelineRow:
 
     Attributes:
         stages, microbatches: S and M, the numbers of stages and of microbatches.
-        along: number of devices along the torus axis that is divided into stages; if it is more than S, a stage has
-            several of them. If dividing any of several torus axes leaves a stage the same mesh, the shortest of them
-            counts. For GPUs, which have no torus, it is S.
+        along: number of devices along the torus axis that is divided into stages. If this number is above S, a stage
+            has several of these devices. If dividing any of several torus axes leaves a stage the same mesh, the
+            shortest of these axes counts. For GPUs, which have no torus, the number is S.
         problem: the search problem on the best mesh, which is `problem.case.mesh` with `problem.case.side`.
-        answer: the answer of the problem, with the seconds of a step and the bytes of a device; None if none fits.
+        answer: the answer of the problem, with the seconds of a step and the bytes of a device; None if no layout fits.
         prices: the prices of the parts of a step, or None if no layout fits.
         least: bytes of the smallest layout if no layout fits.
     """
@@ -73,12 +73,12 @@ class PipelineRow:
 
     @property
     def slotted(self) -> float:
-        """Seconds of the M + S - 1 slots, that is of a step without the work that runs once; infinite if none fits."""
+        """Seconds of the M + S - 1 slots, without the work that runs once in a step; infinite if no layout fits."""
         return self.problem.slots * self.prices.seconds if self.prices else inf
 
     @property
     def lines(self) -> list[LayoutLine]:
-        """The lines of the layout, if a layout fits."""
+        """The lines of the layout; an empty list if no layout fits."""
         return self.problem.lines(self.answer.picks) if self.answer else []
 
 
@@ -89,7 +89,8 @@ class Table:
     Attributes:
         rows: the best pipeline for each pair of numbers.
         free: for each number of microbatches, the unrestricted split that Alpa's dynamic program finds with the same
-            prices. Its submeshes are, in order, the rows with that number of microbatches that fit.
+            prices. The submeshes of a split are, in order, the rows with this number of microbatches for which a layout
+            fits.
     """
 
     rows: tuple[PipelineRow, ...]
@@ -97,7 +98,7 @@ class Table:
 
     @property
     def best(self) -> PipelineRow | None:
-        """The fastest row and, among equally fast rows, the one with the fewest stages, or None if no layout fits."""
+        """The fastest row, or None if no layout fits. Of equally fast rows, it is the one with the fewest stages."""
         found = [(float(f"{row.answer.seconds:.9g}"), row.stages, row) for row in self.rows if row.answer]
         return min(found, key=lambda each: each[:2])[-1] if found else None
 
@@ -113,7 +114,7 @@ def table(
 
     Args:
         workload: the training step, whose number of microbatches is ignored.
-        torus: number of devices along each torus axis; for GPUs, of nodes and of GPUs per node.
+        torus: number of devices along each torus axis; for GPUs, the numbers of nodes and of GPUs per node.
         limit: the largest number of bytes that a device may hold.
         microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
         tell: a function that is called with lines about the progress.
@@ -148,7 +149,7 @@ def table(
 
 
 def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, StageProblem]]:
-    """Yield the problem for every mesh of a stage and choice of `side`, with the size of the split torus axis."""
+    """Yield, for every mesh of a stage and choice of `side`, the size of the split torus axis and the problem."""
     nodes = workload.chip.nodes({"x": prod(torus) // stages})
     for size, mesh in _meshes_of_stages(workload.chip, stages, torus):
         axes = [axis for axis, devices in mesh.items() if devices > 1]
@@ -162,7 +163,7 @@ def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator
 
 
 def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield every mesh of the devices of a stage, with the size of the torus axis that the stages split."""
+    """Yield, for every mesh of a stage's devices, the size of the torus axis that the stages split, and the mesh."""
     if chip.is_switch:  # Behind switches, a stage consists of devices next to each other.
         yield from ((stages, mesh) for mesh in factorings(prod(torus) // stages, chip) if len(mesh) <= MOST)
         return
@@ -188,7 +189,7 @@ def _solved(along: int, problem: StageProblem, limit: float) -> PipelineRow | No
 
 
 def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:
-    """Return the cheapest unrestricted split over all submeshes with their prices, or None if there is none."""
+    """Return the cheapest unrestricted split over all submeshes that have prices, or None if there is no split."""
     prices = [(row.stages, row.prices) for row in rows if row.prices and row.microbatches == count]
     if not prices:
         return None

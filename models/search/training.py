@@ -27,7 +27,7 @@ from .workload import BASE, Workload
 
 MOST_WITH_ADAPTERS = 2
 """The largest number of mesh axes for a model with adapters. No line gives the specs in which an adapter is multiplied
-with its operand, so the products are planned for every placement of all their tensors: this takes a minute on two axes,
+with its operand, so the products are planned for every placement of all their tensors. This takes a minute on two axes,
 and hours on three."""
 
 
@@ -117,14 +117,16 @@ class TrainingProblem(StepProblem):
 class RelaxedTraining(TrainingProblem, RelaxedProblem):
     """The relaxed problem that bounds a training step with two or more microbatches on one mesh.
 
-    With M microbatches, weights move M times instead of twice. Activations take at least as long as in two parts, and
-    hold at least 2/M of their bytes; gathered weights and gradients hold as much as with two parts:
+    With M microbatches, weights move M times instead of twice. Activations take at least as long as with two
+    microbatches, and hold at least 2/M of the bytes. Gathered weights and gradients hold as many bytes as with two
+    microbatches. This gives two lower bounds:
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
-    Hence the seconds for the fewest microbatches, together with the bytes for the most, bound all numbers between them.
-    The choices are those for two microbatches, which include those for any larger number. The global norm of the
-    gradients is left out, which only lowers the bound.
+    Here `once` is the time of work that is not repeated in every microbatch, and `in two` means with two microbatches.
+    For a range of numbers of microbatches, the bound on seconds for the fewest and the bound on bytes for the most hold
+    for every number in the range. The choices are those for two microbatches, which include the choices for any larger
+    number. The global norm of the gradients is left out, which only lowers the bound.
 
     Args:
         workload: the training step, whose number of microbatches is ignored.
@@ -157,7 +159,10 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _tables(self) -> tuple[list[Table], list[Table]]:
-        """Tables of the seconds that do not depend on the number of microbatches, and of those of weights, which do."""
+        """The tables of seconds that do not depend on the number of microbatches, and the tables of those that do.
+
+        The seconds that do are those of steps on weights, which run again in every microbatch.
+        """
         question, tables = self.question, self.question.prices.tables
         _, in_one, _ = self._step.read(1)
         before = in_one.times

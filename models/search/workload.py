@@ -30,7 +30,7 @@ class Workload:
     """A step of a model: everything that a search problem needs, apart from the mesh.
 
     Attributes:
-        config: the configuration of the whole model; in serving, its experts drop no token.
+        config: the configuration of the whole model. In serving, the model's experts drop no token.
         chip: the chip whose seconds are assumed.
         batch: number of sequences per step, over all devices; in serving, the number of rows of the cache.
         length: number of tokens per sequence.
@@ -45,8 +45,8 @@ class Workload:
         fixed: lines that are not searched, with their specs.
         update: the settings of a training step's update, whose number of microbatches is ignored.
         source_length: number of tokens per source of an encoder–decoder; 0 for `length`.
-        beams: in decoding, the number of successive rows that are the beams of one prompt, whose caches are on one
-            device; 0 for no beam search.
+        beams: in decoding, the number of successive rows that are the beams of one prompt; 0 for no beam search. The
+            caches of these rows are on one device.
     """
 
     config: ModelConfig

@@ -1,6 +1,6 @@
-"""Answers: meshes of a slice, the best layout over them, its file, and the reasons for it.
+"""Answers of a search: the meshes of a slice, the best layout over all of them, its file, and the reasons for it.
 
-This code is independent of the model and the phase: it asks a `PhaseProblem`.
+This code does not depend on the model and the phase, because it only uses a `PhaseProblem`.
 """
 
 from gspmd.search.answers.candidate import Candidate

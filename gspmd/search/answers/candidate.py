@@ -22,10 +22,12 @@ from gspmd.search.phase import PhaseProblem
 NEAR = 5e-4
 """The fraction of a step's seconds by which an answer may be slower than the cheapest, if it holds fewer bytes."""
 TOLERANCE = 1e-4
-"""The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
+"""Layouts at the limit on memory count as equal if they differ by less than this fraction of a step's seconds."""
 MOST, LESS = 40_000, 2_000
-"""The maximum numbers of calls of the stop condition: in a search for an answer, and in a search for the best answer
-with a different option. Calls are counted instead of seconds, so that the same question always has the same answer."""
+"""The maximum numbers of calls of the stop condition. `MOST` is for the search for an answer, and `LESS` for a search
+for the best answer with a different option. Calls are counted instead of seconds, so that the same question always has
+the same answer.
+"""
 
 
 class StepBudget:
@@ -41,24 +43,30 @@ class StepBudget:
 
 
 TIE = 1e-9
-"""The relative difference up to which two costs count as equal: they may be added up in different orders."""
+"""The relative difference up to which two costs count as equal, because they may be added up in different orders."""
 HALVINGS = 6
 """Number of bisections between the fewest possible bytes and the bytes of the cheapest answer."""
 
 
 GAIN = 0.02
 """The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, several
-microbatches spend more time on other work, of which only a tenth is priced: this time exceeded smaller planned gains in
-products and collectives."""
+microbatches spend more time on work besides products and collectives, and only a tenth of this time is priced. This
+time exceeded smaller planned gains in products and collectives.
+"""
 
 
 Outcome = Literal["solved", "not better", "nothing fits", "not solved"]
-"""The end of the search on a mesh: with an answer; without one, since the mesh's lower bound is no better than the best
-answer; without one, since no layout fits; or without one yet, since it was interrupted."""
+"""The end of the search on a mesh. Only with `solved` is there an answer. With `not better`, the mesh's lower bound is
+no better than the best answer. With `nothing fits`, no layout fits. With `not solved`, the search has not come to its
+end, for example because it was interrupted.
+"""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:
-    """Return the seconds that a step in several microbatches must stay below to be preferred to a known step."""
+    """Return the seconds that a step in several microbatches must stay below to be preferred to a known step.
+
+    The arguments are the seconds and the number of microbatches of the known step.
+    """
     return seconds * (1 - GAIN) if microbatches == 1 else seconds
 
 
@@ -66,7 +74,7 @@ class Candidate:
     """A mesh, the problem of the best layout on it, and the answer of that problem.
 
     Args:
-        phase: the problem: the layouts of one phase of a model on this mesh, with their costs.
+        phase: the problem, which has the layouts of one phase of a model on this mesh, with their costs.
         limit: bytes that a device may hold.
 
     Attributes:
@@ -195,7 +203,7 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        """The mesh as text, `x=4,y=8`."""
+        """The mesh as text, such as `x=4,y=8`."""
         return mesh_text(self.phase.case.mesh)
 
     @property
@@ -215,7 +223,7 @@ class Candidate:
 
     @property
     def in_microbatches(self) -> str:
-        """The words `in 4 microbatches`, or "" if the batch is not cut."""
+        """The number of microbatches as text, such as `in 4 microbatches`, or "" if the batch is not cut."""
         return f"in {self.microbatches} microbatches" if self.microbatches > 1 else ""
 
     @property

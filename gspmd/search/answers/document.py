@@ -1,10 +1,11 @@
-"""An answer as a layout file: sections and keys in the order of the presets, and after each line its cost.
+"""An answer as a layout file, with sections and keys in the order of the presets, and the cost after each line.
 
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
-The seconds of a line are the sum of all terms of the cost that depend on its choice: the moves and the update of a
-weight, the products and moves of an activation, and all of these for a via. The next best option is the one in the
-cheapest fitting layout that gives the line a different spec; all other lines are chosen again for that layout.
+The seconds of a line are the sum of all terms of the cost that depend on the line's choice. For a weight these are its
+moves and its update, for an activation its products and moves, and for a via all of these. The next best option is the
+one in the cheapest fitting layout that gives the line a different spec. All other lines are chosen again for that
+layout.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> I
 
 
 def _percent(fraction: float) -> str:
-    """Return the slowdown of a step, a fraction, as text in percent.
+    """Return the slowdown of a step, which is given as a fraction, as text in percent.
 
     >>> [_percent(each) for each in (0.0, 0.014, -0.00047, 0.996, 2.345, 75.25, 123456.7)]
     ['the same', '+1.4%', '-0.047%', '+100%', '+230%', '+7,500%', '+12,000,000%']
@@ -110,13 +111,13 @@ def document(
 
     Args:
         candidate: the mesh and its problem.
-        answer: the answer found on it.
+        answer: the answer that the search found for this candidate.
         header: lines of the comment at the top of the file.
-        said: the comment on each choice, by its name; a choice without an entry gets no comment.
-        lowering: the lowering that the file sets; `lowering_of` if not given.
+        said: the comment on each choice, by the name of the choice; a choice without an entry gets no comment.
+        lowering: the lowering that the file sets; by default that of `lowering_of`.
 
     Returns:
-        TOML that `gspmd.Layout.load` reads; the same text for the same answer.
+        TOML text that `gspmd.Layout.load` reads. The same answer always has the same text.
     """
     case = candidate.phase.case
     lines = candidate.phase.lines(answer.picks)
@@ -149,7 +150,10 @@ def of_lines(
 
 
 def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
-    """Return lines in the order of a file: that of the presets; lines of a custom model keep their order."""
+    """Return lines in the order of a layout file, which is that of the presets.
+
+    Lines of a custom model keep their order.
+    """
     kept = [*lines]
     if all(line.key in KEYS for line in kept):
         order = {name: number for number, name in enumerate(KEYS)}
@@ -158,19 +162,22 @@ def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
 
 
 def lowering_of(phase: str) -> str:
-    """Return the lowering that a layout sets if its lowerings have not been compiled and compared.
+    """Return the default lowering for a layout whose lowerings have not been compiled and compared.
 
     For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error.
     Compiled, PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The cost model covers
-    forward passes only; training was slower with `auto`. So was decoding, whose products have few rows: on 16 TPU v5e
-    the loops of a step of Qwen2 72B with 64 rows cut weights into pieces that they first copy, and the step takes 75.9
-    ms instead of 46.1 ms.
+    forward passes only, and training was slower with `auto`. Decoding was slower too, because its products have few
+    rows. For a step of Qwen2 72B with 64 rows on 16 TPU v5e, the loops copy each piece of a weight before they use it,
+    and the step takes 75.9 ms instead of 46.1 ms.
     """
     return "auto" if phase == "prefill" else PRICED
 
 
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
-    """Yield each line's name and comment: its cost, or the name of the line of the same choice that has the cost."""
+    """Yield the name of each line that has a comment, and the comment.
+
+    The comment on a choice stands after one of its lines; later lines of the same choice name that line.
+    """
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:

@@ -6,7 +6,9 @@ from importlib.resources import files
 
 
 def expected_error(phase: str, chip: str) -> float | None:
-    """Return the median of |planned / compiled - 1| of the steps of a phase on a chip, or None if none were compiled.
+    """Return the median of |planned / compiled - 1| over the steps of a phase on a chip.
+
+    The result is None if no such steps were compiled.
 
     An exact search finds the layout that is best according to its plan, so the planned seconds of that layout are more
     likely to be too low than too high.

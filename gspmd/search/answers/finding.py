@@ -1,6 +1,7 @@
 """The best layout over several meshes, choices of remat and numbers of microbatches.
 
-A combination of these is solved only if its lower bound does not already rule it out.
+A mesh with one choice of remat and one number of microbatches is solved only if its lower bound does not already rule
+it out.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class SearchResult(Printed):
     Attributes:
         best: the mesh of the cheapest answer that fits.
         answer: the answer on that mesh.
-        candidates: all meshes that were tried, in the order of their costs or of lower bounds on them.
-        bound: a lower bound on the cost of all layouts on the candidates; if the answer has one microbatch, on the cost
-            of all layouts with one microbatch.
+        candidates: all meshes that were tried, in the order of the lower bounds on their costs.
+        bound: a lower bound on the cost of all layouts on the candidates. If the answer has one microbatch, the bound
+            holds for layouts with one microbatch only.
         several: if the answer has one microbatch, a lower bound on the cost with several microbatches.
         ranges: the ranges of numbers of microbatches above one that were searched.
-        complete: whether the search was not interrupted.
+        complete: whether the search ran to its end, without an interrupt.
         refused: the meshes that cannot be searched, with the reason.
         interrupt: the exception that interrupted the search; None if it was not interrupted.
     """
@@ -81,7 +82,7 @@ class SearchResult(Printed):
     interrupt: type[KeyboardInterrupt] | None = None
 
     def table(self) -> Sheet:
-        """Return a table of the meshes that were tried, cheapest first."""
+        """Return a table of the meshes that were tried, with the best one first."""
         sheet = Sheet("the cheapest layout on every mesh", _COLUMNS)
         for each in self._rows():
             answer = self.answer if each is self.best else each.answer
@@ -167,8 +168,8 @@ class NoneFits(ValueError):
     """No layout fits on any mesh.
 
     Attributes:
-        candidate: the mesh that lacks the least memory; None if no layout is possible at all.
-        nearest: the picks that hold the fewest bytes on that mesh.
+        candidate: the mesh with the smallest layout of all; None if no layout is possible at all.
+        nearest: the picks of that layout, which hold the fewest bytes.
         over: the bytes by which these picks exceed the limit.
     """
 
@@ -194,7 +195,7 @@ def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) 
     Args:
         spaces: the parts of the search space.
         limit: bytes that a device may hold.
-        tell: called with a text about the progress.
+        tell: a function that is called with texts about the progress.
 
     Raises:
         NoneFits: no layout fits within the limit.
@@ -251,7 +252,10 @@ class BestFirstSearch:
             self._try(each)
 
     def divide(self, spaces: Iterable[Space]) -> None:
-        """Bound ranges of numbers of microbatches; halve those that may win until each has one number; solve these."""
+        """Bound ranges of numbers of microbatches, and solve the numbers that may win.
+
+        A range that may win is halved until each part has a single number.
+        """
         heap: list[tuple[float, int, int, int, Range]] = []
 
         def push(each: Range) -> None:
@@ -289,7 +293,11 @@ class BestFirstSearch:
             self._best = candidate
 
     def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
-        """Return whether a lower bound is below the best cost, or ties with it for fewer axes or microbatches."""
+        """Return whether layouts with this lower bound may replace the best answer.
+
+        The bound must be below the best cost, or equal to it with fewer axes or microbatches. If the best answer has
+        one microbatch and the layouts have several, the bound must also not exceed `_to_beat`.
+        """
         if self._best is None:
             return True
         if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
@@ -299,7 +307,7 @@ class BestFirstSearch:
 
     @property
     def _to_beat(self) -> float:
-        """The seconds that a layout with several microbatches must stay below to replace the best known answer."""
+        """The seconds that several microbatches must stay below to replace the best answer; `inf` without an answer."""
         return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
 
     def finding(self) -> SearchResult:
@@ -337,7 +345,11 @@ class BestFirstSearch:
 
 
 def _proved(candidate: Candidate, answer: Answer) -> float:
-    """Return a lower bound on the cost of a candidate's layouts, less any overestimate; infinite if none fits."""
+    """Return a lower bound on the cost of a candidate's layouts, with any possible overestimate subtracted.
+
+    The bound is infinite if no layout fits. It is also infinite if the candidate was left out because of its lower
+    bound, unless costs may be overestimated.
+    """
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
     # The mesh was left out because of its lower bound, or because nothing fits.

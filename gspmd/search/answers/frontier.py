@@ -12,7 +12,7 @@ from gspmd.search.answers.candidate import TIE, TOLERANCE, Candidate, StepBudget
 
 SEARCHES = 12
 _NARROW = 1e-3
-"""An interval is not divided further if it is a smaller fraction of its bytes than this."""
+"""An interval of bytes is not divided further if its ends differ by less than this fraction."""
 SEEN = 3.0
 """Layouts beyond this multiple of the cheapest layout's seconds, or of the limit's bytes, are not of interest."""
 
@@ -34,9 +34,9 @@ def frontier(
 ) -> list[Point]:
     """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
-    Each search takes a memory limit between the bytes of two known layouts, where the gap between them is largest.
-    Between the limit of one point and the bytes of the next there may be layouts whose seconds lie between those of the
-    two points. The candidate's own answer, if it is known, is one of the points.
+    Each search has a memory limit between the bytes of two neighboring points, namely those with the largest gap.
+    Between the limit of one point and the bytes of the next point, there may be layouts whose seconds lie between the
+    seconds of the two points. The candidate's own answer, if it is known, is one of the points.
 
     Returns:
         Points by ascending bytes, each cheaper than all points before it.
@@ -68,7 +68,10 @@ def _within(candidate: Candidate, limit: float) -> Point:
 
 
 def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
-    """Return the area of the rectangle between two points, in logarithms: unknown layouts may lie in it."""
+    """Return the area of the rectangle between two points, in which unknown layouts may lie.
+
+    The sides are measured in logarithms of bytes and of seconds.
+    """
     ratio = min(after.answer.bytes, largest) / before.limit
     slower = min(before.answer.seconds, slowest) / after.answer.seconds
     return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0

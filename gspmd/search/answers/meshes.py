@@ -12,11 +12,11 @@ AXES = "xyz"
 def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list[dict[str, int]]:
     """List the meshes whose axes each consist of one or several whole torus axes; the order of axes does not matter.
 
-    A part of a torus axis is not used as a mesh axis: the cost of a mesh axis assumes a ring of links.
+    A part of a torus axis is not used as a mesh axis, because the cost of a mesh axis assumes a ring of links.
 
     Args:
         torus: devices along each torus axis; the devices of one chip count as an axis.
-        slices: number of slices; the first mesh axis extends over them, alone or together with torus axes.
+        slices: number of slices. The first mesh axis extends over all slices, alone or together with torus axes.
         most: the largest allowed number of mesh axes.
 
     Returns:
@@ -44,7 +44,7 @@ def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield the partitions of the torus axes into groups; in each group the axes are in order, as are the groups."""
+    """Yield the partitions of the torus axes into groups; the groups, and the axes in each group, are in order."""
     if not sizes:
         yield []
         return

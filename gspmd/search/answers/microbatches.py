@@ -31,7 +31,7 @@ class Range:
         phase: the problem from which a bound for all these numbers is computed.
         options: the layout lines that each option of each choice stands for.
         counts: the numbers of microbatches, ascending.
-        make: a function from one number to its problem.
+        make: a function from a number of microbatches to the problem with this number.
         limit: bytes that a device may hold.
 
     Attributes:
@@ -56,7 +56,7 @@ class Range:
 
     @cached_property
     def search(self) -> Search:
-        """The search of a relaxed problem: its seconds and bytes are lower bounds for every number in the range."""
+        """The search of a relaxed problem, whose seconds and bytes are lower bounds for every number in the range."""
         return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
 
     @cached_property
@@ -74,7 +74,10 @@ class Range:
 
     @cached_property
     def halves(self) -> list[Range | Candidate]:
-        """The lower and the upper half of the range; for a single number its candidate, if any layout is possible."""
+        """The lower and the upper half of the range.
+
+        If the range is a single number, it is the candidate for that number, or nothing if no layout is possible.
+        """
         if len(self.counts) == 1:
             try:
                 return [Candidate(self.make(*self.counts), self.limit)]
@@ -95,7 +98,10 @@ class Range:
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
-    """Return the candidate whose layouts need the least memory, among all, also those of the ranges; or None."""
+    """Return the candidate whose layouts need the least memory, or None if no layout is possible.
+
+    The candidates for all numbers in the ranges are considered too.
+    """
     heap: list[tuple[float, int, Candidate | Range]] = []
 
     def push(each: Candidate | Range) -> None:

@@ -1,4 +1,4 @@
-"""Layouts that cost little more than the cheapest: costs that are not priced may make one of them faster."""
+"""Layouts that cost little more than the cheapest, one of which may be faster by costs that are not priced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KINDS = 3
 
 
 def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
-    """Yield, for every tensor in the layers and every way to shard it, the cheapest such layout that fits.
+    """Yield, for every tensor in the layers, the cheapest fitting layout for each of several ways to shard it.
 
-    The cheapest layout of all is left out.
+    At most `KINDS` ways are tried for each tensor, the cheapest first. The cheapest layout of all is left out.
 
     Args:
         candidate: the mesh.
@@ -51,8 +51,9 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
         picks: the layout, which fits.
 
     Returns:
-        The name of each choice that improves the layout, with the cheapest layout that fits, the cheapest first. Gains
-        of less than 0.05% of a step are left out.
+        The name of each choice that can improve the layout, with the cheapest layout that fits and differs only in the
+        lines of this choice. The choice with the cheapest layout comes first. Gains of less than 0.05% of a step are
+        left out.
     """
     enough = with_picks(candidate, picks).seconds * (1 - NEAR)
     found = [
@@ -72,7 +73,7 @@ def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[
 
 
 def in_ends(key: str) -> bool:
-    """Return whether a line, or a choice, belongs to the embedding or the output: a step computes these once.
+    """Return whether a line, or a choice, belongs to the embedding or the output, which a step computes once.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -14,7 +14,10 @@ Texts = Mapping[tuple[str, str], str]
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
-    """Return the text of a line under an option; in an overriding section it may be the text that is overridden."""
+    """Return the text of a line under an option, or None if the option has no text for it.
+
+    If the option lacks a line of an overriding section, the text that the line would override applies.
+    """
     if (section, key) in texts or not section:
         return texts.get((section, key))
     text = texts.get(("", key))
@@ -68,16 +71,16 @@ class Options:
         return self._having[where].get(specs, frozenset())
 
     def alike(self, name: str, number: int) -> list[int]:
-        """List the options equal to this one up to the order of a dimension's axes, or a swap of axes of the same size.
+        """List the options equal to this one, apart from the order of a dimension's axes and swaps of axes of one size.
 
-        Such options differ only in relation to other tensors: in a list of next best options they would not show a
+        Such options differ only in relation to other tensors, so in a list of next best options they would not show a
         different way to shard.
         """
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]
 
     def kinds(self, name: str) -> list[list[int]]:
-        """Group the options of a choice that are equal in the sense of `alike`; return no groups if it has no lines."""
+        """Group the options of a choice that `alike` treats as equal; return no groups if the choice has no lines."""
         kinds: dict[tuple, list[int]] = {}
         for number, shape in enumerate(self._shapes[name]):
             kinds.setdefault(shape, []).append(number)

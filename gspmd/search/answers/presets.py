@@ -20,7 +20,7 @@ from gspmd.search.answers.microbatches import Range
 from gspmd.search.answers.options import Options
 
 Where = tuple[str, str]
-"""Section, empty for a part of the model, and key."""
+"""The section and the key of a line; the section is empty for a line in a part of the model."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Placed:
         candidate: the mesh.
         mesh: sizes of the layout's own mesh axes.
         answer: the layout as an answer, with its cost; None if the search does not consider this layout.
-        reason: why the search does not consider it, or why it cannot be used.
+        reason: why the search does not consider the layout, or why the mesh cannot use it.
         usable: whether the sizes allow the layout on this mesh.
         traced: seconds of the layout by `gspmd.trace`, if the search does not consider it and it was traced.
     """
@@ -54,14 +54,14 @@ class Placed:
 def placed_presets(
     candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str | Layout] | None = None
 ) -> list[Placed]:
-    """Place every preset on its best mesh, with its best order of mesh axes: those that fit first, then by cost.
+    """Place every preset on its best mesh, with its best order of mesh axes.
 
-    Two presets that are the same layout both appear.
+    Presets that fit come first, and cheaper ones before others. Two presets that are the same layout both appear.
 
     Args:
         candidates: the meshes.
-        ranges: numbers of microbatches above one, which are tried for presets that fit.
-        names: presets, layout files, or layouts; all presets if not given.
+        ranges: numbers of microbatches above one. A preset is tried with those numbers with which it fits.
+        names: presets, layout files, or layouts; by default all presets.
     """
     # With ranges, a preset is first placed with one microbatch: several count only if they gain enough over one.
     ranges, every = [*ranges], [*candidates]
@@ -80,7 +80,10 @@ def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
 
 
 def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
-    """Return the best placement: the known one, or the layout with any number of microbatches with which it fits."""
+    """Return the better one of the known placement and the layout's best placement in several microbatches.
+
+    Of the numbers of microbatches in the ranges, those with which the layout fits are tried.
+    """
     heap: list[tuple[float, int, Range]] = []
     number = count()
 
@@ -101,24 +104,24 @@ def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Know
 
 
 def _enough(best: Placed) -> float:
-    """Return the seconds that a step in several microbatches must stay below to beat the known placement."""
+    """Return the seconds that several microbatches must stay below to beat a placement; infinite if it does not fit."""
     return to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
     """Return a lower bound on a layout's cost over a range of numbers of microbatches; infinite if it does not fit.
 
-    The bound is `Search.at_least`.
+    `Search.at_least` computes the bound.
     """
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield every assignment of a layout's axes to those of the mesh: the sizes of its axes, and their order.
+    """Yield, for every assignment of a layout's axes to those of the mesh, the sizes and the order of its axes.
 
-    Devices fill nodes in the order of the mesh, so on several nodes the sizes are in that order: the mesh that is shown
-    has the prices of this assignment.
+    Devices fill nodes in the order of the mesh, so on several nodes the sizes are in that order. The mesh that is shown
+    then has the prices of this assignment.
     """
     mesh, chip = of.phase.case.mesh, of.phase.case.chip
     for names in permutations(layout.axes, len(mesh)):
@@ -151,7 +154,7 @@ class _Refused:
 
 
 class _Known:
-    """A cache of layouts read so far: what was read holds for all choices of remat."""
+    """A cache of the layouts read so far, which are the same for all choices of remat."""
 
     def __init__(self) -> None:
         self._checked: dict[tuple, Layout | _Refused] = {}
@@ -202,7 +205,8 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
         candidate: the mesh and its problem.
         search: the search of its problem.
         layout: the layout, resolved for the mesh.
-        renamed: mesh axis of the layout -> mesh axis of the candidate; all other axes of the layout have size 1.
+        renamed: mesh axis of the layout -> mesh axis of the candidate; all other axes of the layout have size 1. By
+            default, the axes have the same names.
 
     Raises:
         LayoutError: the search does not consider some line of the layout.
@@ -261,7 +265,7 @@ def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tup
 def _wanted(
     layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
 ) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
-    """Yield section and key of each line, and the layout's specs for it in the candidate's mesh axes.
+    """Yield, for each line, its section and key, and the layout's specs for it with the candidate's mesh axes.
 
     `loss` is the layout from which specs of gradients are read.
     """

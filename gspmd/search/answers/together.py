@@ -1,4 +1,7 @@
-"""One layout for all phases of serving: weights and cache are sharded as decoding needs, and prefill uses them."""
+"""One layout for all phases of serving, in which weights and cache are sharded as decoding needs them.
+
+Prefill uses weights and cache with this sharding.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class Reading:
     tied: frozenset[str] = frozenset()
 
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
-        """Merge these lines with those of another reading; these win if their tensors are in this reading's program."""
+        """Merge these lines with the lines of another reading, given as key -> text.
+
+        If a line is in both, the line of this reading is taken if its tensor is in the program of this reading.
+        """
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 
@@ -93,7 +99,7 @@ def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> s
     Args:
         name: the name of the section.
         lines: its lines, as key -> text.
-        before: the lines of the layout that it overrides.
+        before: the lines of the layout that the section overrides.
     """
     changed = {f"{name}.{key}": text for key, text in lines.items() if before.get(key) != text}
     return f"\n{block(name, changed)}\n" if changed else ""

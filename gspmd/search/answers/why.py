@@ -28,7 +28,7 @@ class Why:
         key, text: the given line: its key, and its spec or via.
         candidate: the mesh.
         best: the best layout of all.
-        answer: the best layout with this line; if `over` is not 0, the best without a limit on memory.
+        answer: the best layout with this line. If `over` is not 0, it is the best one without a limit on memory.
         over: the bytes by which every layout with this line exceeds the limit; 0 if some layout fits.
     """
 
@@ -41,7 +41,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """The terms of the cost that differ: name, seconds in `best` and in `answer`; the greatest change first."""
+        """The terms that differ, as (name, seconds in `best`, seconds in `answer`), with the greatest change first."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
@@ -49,7 +49,7 @@ class Why:
 
     @property
     def lines(self) -> list[tuple[str, str, str]]:
-        """The lines that differ: key, text in `best`, text in `answer`; a text is empty if there is no such line."""
+        """The lines that differ, as (key, text in `best`, text in `answer`); the text of a missing line is empty."""
         ours, theirs = (self.candidate.phase.written(answer.picks) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
@@ -61,7 +61,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
     Args:
         candidate: the mesh, whose problem has been solved.
         key: the key of the line, such as `ffn.w_in` or `optimizer.ffn.w_in`.
-        text: its spec; for a via, both specs.
+        text: the spec of the line; for a via, both specs.
 
     Raises:
         LayoutError: the line does not exist, or the text is not one of its options. The message names the fault and
