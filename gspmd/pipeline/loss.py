@@ -36,9 +36,9 @@ def pipelined(
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
     """Make the loss of a pipeline: (shared, weights, batches) -> (loss, metrics).
 
-        x = first(shared, batch)                         stage 0
-        x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
-        loss = last(shared, x, batch), mean over batches stage S - 1
+        x = first(shared, batch)                               (on stage 0)
+        x = chunk(weights[r, s], x, batch, r·S + s)            (on stage s of S in round r of R; x goes to stage s + 1)
+        loss = mean over batches of last(shared, x, batch)     (on stage S - 1)
 
     If `Stages.chunk_reads_shared` is True, `chunk` gets `shared` as its first argument, before the arguments above.
 
