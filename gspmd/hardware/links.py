@@ -72,11 +72,11 @@ LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-s
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     """Return whether `blocking` emits a gather or reduce-scatter over all devices of a TPU slice as one collective.
 
-    The compiler replaces many such collectives by an all-reduce with twice the bytes. Lowering `blocking` emits two
-    collectives instead of those. On the 2D torus of v5e and v6e, a collective that the compiler keeps is up to twice as
-    fast as two collectives, because it goes round a ring through all devices, with the links of both axes. For few
-    bytes, two collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50, these
-    collectives stay single on slices from 2x2 to 16x16:
+    The compiler replaces many such collectives by an all-reduce with twice the bytes. In these cases lowering
+    `blocking` emits two collectives instead. On the 2D torus of v5e and v6e, a collective that the compiler keeps is up
+    to twice as fast as two collectives, because it goes round a ring through all devices, with the links of both axes.
+    For few bytes, two collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50,
+    these collectives stay single on slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer;
     - a gather of more than 16 MiB over more devices, unless both axes have wrap-around links, as in 16x16, where two

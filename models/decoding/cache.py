@@ -136,7 +136,8 @@ def abstract_cache(
         source_length: number of tokens of a source that the cache can hold; 0 if the model has no encoder.
 
     Raises:
-        SpecError: the mesh axes that shard B, T or K do not divide the size of this dimension.
+        SpecError: the size of dimension B, T or K is not divisible by the number of shards along the mesh axes that
+            shard it.
         ValueError: the model has an encoder and `source_length` is 0; or it has no encoder and `source_length` is not
             0.
 
@@ -201,8 +202,8 @@ def empty_cache(
         totals: [B], the `Cache.totals`, if the rotary embedding depends on these numbers.
 
     Raises:
-        SpecError, ValueError: the cache is not possible, for one of the reasons under `abstract_cache`; or totals are
-            missing; or totals are given although nothing depends on them.
+        SpecError, ValueError: for the same reasons as in `abstract_cache`; or totals are missing; or totals are given
+            although nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):
