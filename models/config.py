@@ -313,7 +313,7 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of blocks in one step of the scan over blocks: the pattern, or all blocks if `stacked` is off."""
+        """Number of blocks in one step of the scan over blocks: those of the pattern, or all if `stacked` is off."""
         return self.pattern if self.stacked else self.layers
 
     @property
@@ -336,7 +336,7 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return groups of layers that share arrays of weights: the `stacks`, or each layer alone without `stacked`."""
+        """Return the groups of layers that share weight arrays: the `stacks`, or single layers if `stacked` is off."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
@@ -352,7 +352,7 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """Position of the block with experts among every `moe.every` blocks; -1 if the model has no experts."""
+        """Position of the block with experts in each run of `moe.every` blocks; -1 if the model has no experts."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:

@@ -98,7 +98,7 @@ class Language:
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters, only the adapters if there are any (`ModelConfig.lora`)."""
+        """Return the paths of the trained parameters: only the adapters, if there are any (`ModelConfig.lora`)."""
         return trained_paths(self.config, layout, frozen)
 
     def batch_spec(self, layout: Layout) -> Spec:

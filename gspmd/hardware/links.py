@@ -168,8 +168,8 @@ def collective_seconds(
     """Return the predicted seconds of one collective.
 
     A mesh axis is assumed to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
-    axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
-    axis fastest), and fill nodes in this order.
+    axis over several torus axes has the links of all these torus axes. Devices are numbered in row-major order of the
+    mesh (last axis fastest), and fill nodes in this order.
 
     Args:
         kind: see `wire_bytes`.
@@ -297,7 +297,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return the number of bytes that cross the network between nodes or slices, of the bytes that a device sends.
+    """Return how many of the bytes that a device sends cross the network between nodes or slices.
 
     Args:
         kind: see `wire_bytes`.

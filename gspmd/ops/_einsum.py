@@ -50,7 +50,7 @@ def einsum(
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
             have the placement of its spec.
         PlanError: there is no mesh or no plan; or the dtypes cannot be multiplied; or `wire_dtype` cannot hold the
-            numbers to send; or a planned program is differentiated in forward mode.
+            numbers to send; or the einsum is differentiated in forward mode under a lowering other than `"xla"`.
 
     Example:
         >>> import numpy as np

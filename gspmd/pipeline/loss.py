@@ -63,9 +63,9 @@ def pipelined(
             derives the schedule of each stack from it. If the loss is not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
         stream: the spec of x; for several stacks, a sequence with the spec of each stack's x.
-        shared: a spec for every array of the shared weights, in the same tree.
+        shared: the spec of every array of the shared weights, in a tree with the structure of these weights.
         data: the mesh axis or axes along which pipelines run side by side. The three functions do not see these axes,
-            and the specs do not mention them: `"BLE"` is the stream of one pipeline.
+            and the specs do not mention these axes. For example, `"BLE"` is the spec of the stream of one pipeline.
 
     Returns:
         A function (shared, weights, batches) -> (loss, metrics).

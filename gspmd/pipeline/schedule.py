@@ -165,7 +165,7 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of a chunk's input, by kind of work, tick and stage.
+        """A mapping from (kind of work, tick, stage) to the index of the buffer that holds the chunk's input.
 
         The input is held from the chunk's forward pass to its backward pass.
         """
@@ -173,7 +173,7 @@ class Schedule:
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of the residuals of a split backward pass, by kind of work, tick and stage.
+        """A mapping from (kind of work, tick, stage) to the buffer index of the residuals of a split backward pass.
 
         Residuals are held until the gradients of weights, which need them, have been computed.
         """

@@ -46,9 +46,9 @@ class Cache:
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, which cross-attention reads in each block
             of the decoder; None for a decoder-only model.
-        totals: [B] int32, how many tokens of each row's complete text are read. It is needed if the rotary embedding
-            depends on this number (`RopeScaling.by_length`), and None otherwise. The caller sets it before the first
-            token is read.
+        totals: [B] int32, the number of tokens of each row's complete text that the model reads, including tokens still
+            to come. It is needed if the rotary embedding depends on this number (`RopeScaling.by_length`), and None
+            otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
