@@ -35,7 +35,7 @@ class Layout(LayoutTable):
     Attributes:
       name: the preset's name, or the path of the file.
       axes: the mesh axes that the layout uses.
-      factor: the mesh axes among which `mesh_for` divides the prime factors of a number of devices.
+      factor: the mesh axes to which `mesh_for` distributes the prime factors of a number of devices.
       table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs lists alternatives, from
         which `resolved` chooses one.
       overrides: a mapping from overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or `decode`)

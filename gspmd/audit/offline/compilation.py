@@ -76,7 +76,7 @@ def compile_offline(
     Raises:
         PlanError: the topology does not exist, or its compiler is missing; the mesh does not fit the topology, or no
             argument has a mesh and `mesh` is not given; the compiler does not know an option, or refuses the program
-            for a reason other than memory; or another argument has the wrong type.
+            for a reason other than memory; or an argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
