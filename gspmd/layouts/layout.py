@@ -197,9 +197,9 @@ class Layout(LayoutTable):
         If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same mesh axes. If
         there are several microbatches, every other parameter is `reduced` too, over the mesh axes that meet two
         conditions: the axis shards the batch, the length or the token groups of every tensor with which the parameter
-        is used, and the axis does not shard the parameter. There is one exception. If [gradients] writes the
-        parameter's own spec for its gradient, the gradient is summed in each microbatch. Parameters of custom sections
-        are not changed.
+        is used, and the axis does not shard the parameter. There is one exception. A parameter for which [gradients]
+        writes the parameter's own spec is not `reduced`, so its gradient is summed in each microbatch. Parameters of
+        custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
