@@ -246,7 +246,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
-        """Return the number of last tokens to which a token attends in layers of this kind, or None for all tokens."""
+        """Return how many of the last tokens each token attends to in layers of this kind, or None for all."""
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
@@ -254,7 +254,7 @@ class ModelConfig:
         return self.attention_chunk if kind == "chunked" else None
 
     def reach_of(self, kind: str) -> int | None:
-        """Return the largest number of last tokens to which a token attends in layers of this kind, or None for all."""
+        """Return how many of the last tokens each token attends to at most in layers of this kind, or None for all."""
         return self.window_of(kind) or self.chunk_of(kind)
 
     def grows(self, kind: str) -> bool:
@@ -313,7 +313,7 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of blocks in one step of the scan over blocks: the pattern, or all blocks if `stacked` is off."""
+        """Number of blocks in one step of the scan over blocks: those of the pattern, or all if `stacked` is off."""
         return self.pattern if self.stacked else self.layers
 
     @property
@@ -336,7 +336,7 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return groups of layers that share arrays of weights: the `stacks`, or each layer alone without `stacked`."""
+        """Return the groups of layers that share weight arrays: the `stacks`, or single layers if `stacked` is off."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
@@ -352,7 +352,7 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """Position of the block with experts among every `moe.every` blocks; -1 if the model has no experts."""
+        """Position of the block with experts in each run of `moe.every` blocks; -1 if the model has no experts."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
@@ -387,14 +387,14 @@ class ModelConfig:
 
         Args:
             length: number of tokens per sequence.
-            source_length: number of tokens per source of an encoder–decoder; 0 if it equals `length`. The FLOPs of a
+            source_length: number of tokens per source of an encoder–decoder. Pass 0 to use `length`. The FLOPs of a
                 source are divided among the tokens of its target.
             encoded: whether sources have already been encoded, so that their FLOPs are not counted.
 
         Returns:
-            6 FLOPs per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores. In sliding layers the window takes the place of the length, and in chunked layers the chunk. The
-            embedding lookup is not counted, but the logits are.
+            6 FLOPs for each active parameter that is used in a matrix product, plus 12 · layers · heads · head_size ·
+            length for attention scores. The length is replaced by the window in sliding layers, and by the chunk in
+            chunked layers. The embedding lookup is not counted, but the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
@@ -453,7 +453,7 @@ class ModelConfig:
         return (source_length or length) if self.encoder_layers else 0
 
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
-        """Return the sizes that the mesh axes of a layout must divide if encoder and decoder share its lines.
+        """Return the sizes that the mesh axes must divide if encoder and decoder share the lines of a layout.
 
         L is the greatest common divisor of the lengths of source and target. C is the greatest common divisor of the
         capacities of an expert in encoder and decoder.
@@ -479,7 +479,7 @@ class ModelConfig:
         Args:
             batch: number of sequences per step, over all devices.
             length: number of tokens per sequence.
-            source_length: T, the number of tokens per source of an encoder–decoder; 0 if it equals `length`.
+            source_length: T, the number of tokens per source sequence of an encoder–decoder. Pass 0 to use `length`.
 
         Example:
             >>> ModelConfig().sizes(batch=32, length=256)["F"]

@@ -18,7 +18,7 @@ def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
 def batch_spec(layout: Layout) -> Spec:
     """Return the spec of a batch of tokens [B, L+1]: the spec of the line `embedding.tokens`, with L unsharded.
 
-    L is unsharded because the sizes of few mesh axes divide L+1.
+    L is unsharded because L+1 is divisible by the sizes of few mesh axes.
     """
     return layout.spec("embedding.tokens").with_axes("L", ())
 

@@ -95,7 +95,7 @@ def activation_specs(
         layout: a `gspmd.Layout`. For a decoder-only model it may also be any mapping from keys of a layout to specs.
         batch: number of sequences per step, over all devices.
         length: number of tokens per sequence.
-        source_length: number of tokens per source of an encoder–decoder; 0 if it equals `length`. Keys of the encoder
+        source_length: number of tokens per source of an encoder–decoder. Pass 0 to use `length`. Keys of the encoder
             begin with `encoder.`.
 
     Example:

@@ -98,7 +98,7 @@ class Language:
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters, only the adapters if there are any (`ModelConfig.lora`)."""
+        """Return the paths of the trained parameters: only the adapters, if there are any (`ModelConfig.lora`)."""
         return trained_paths(self.config, layout, frozen)
 
     def batch_spec(self, layout: Layout) -> Spec:
@@ -308,7 +308,7 @@ def training_step(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> Step:
-    """Build the function of one update, not compiled: (state, batch, key) -> (state, metrics).
+    """Build an uncompiled training step, a function (state, batch, key) -> (state, metrics).
 
     A gradient is reduced only once, when it moves to its spec in [optimizer], in two cases: if it is a partial sum in
     the layout's [gradients], or if there are several microbatches (see `Layout.for_loss`). In a pipeline, this holds
@@ -318,10 +318,10 @@ def training_step(
         model: a model. Its arrays may be abstract, because only its configuration, layout and dtype are used.
         optimizer: the optimizer's settings, such as its learning rate and weight decay.
         steps: total number of updates.
-        microbatches: number of parts of a batch. They are computed one after the other, which saves memory, or follow
-            one another through the stages of a pipeline. The loss and the metrics are computed for the whole batch.
-            Groups of tokens that span sequences, the experts' capacity, the auxiliary losses and random draws are
-            separate for each microbatch.
+        microbatches: number of parts of a batch. They are computed one after the other, which saves memory, or they
+            follow one another through the stages of a pipeline. The loss and the metrics are computed for the whole
+            batch. Groups of tokens that span sequences, the experts' capacity, the auxiliary losses and random draws
+            are separate for each microbatch.
         schedule: the schedule of the pipeline, `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: number of chunks of layers per stage of a pipeline. If it is more than 1, the schedule is interleaved.
         frozen: patterns for the paths of parameters that are not trained, as for `trained_paths`. These parameters have

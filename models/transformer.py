@@ -572,7 +572,10 @@ def build(
 
 
 def arrays(model: Transformer) -> dict[str, jax.Array]:
-    """Return the model's parameters by path, in the order of `parameters`; a training step updates this mapping."""
+    """Return a mapping from path to parameter array, in the order of `parameters`.
+
+    This mapping is what a training step takes and updates.
+    """
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     return {path: leaves[path].get_value() for path in parameters(model.config, model.layout)}
 

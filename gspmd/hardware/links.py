@@ -72,11 +72,11 @@ LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-s
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     """Return whether `blocking` emits a gather or reduce-scatter over all devices of a TPU slice as one collective.
 
-    The compiler replaces many such collectives by an all-reduce with twice the bytes. Lowering `blocking` emits two
-    collectives instead of those. On the 2D torus of v5e and v6e, a collective that the compiler keeps is up to twice as
-    fast as two collectives, because it goes round a ring through all devices, with the links of both axes. For few
-    bytes, two collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50, these
-    collectives stay single on slices from 2x2 to 16x16:
+    The compiler replaces many such collectives by an all-reduce with twice the bytes. In these cases lowering
+    `blocking` emits two collectives instead. On the 2D torus of v5e and v6e, a collective that the compiler keeps is up
+    to twice as fast as two collectives, because it goes round a ring through all devices, with the links of both axes.
+    For few bytes, two collectives are faster, because they take fewer hops. As compiled by libtpu 0.0.42 and 0.0.50,
+    these collectives stay single on slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer;
     - a gather of more than 16 MiB over more devices, unless both axes have wrap-around links, as in 16x16, where two
@@ -168,8 +168,8 @@ def collective_seconds(
     """Return the predicted seconds of one collective.
 
     A mesh axis is assumed to be one torus axis, or part of a switch. If the chip knows the shape of its slice, a mesh
-    axis over several torus axes has the links of all of them. Devices are numbered in row-major order of the mesh (last
-    axis fastest), and fill nodes in this order.
+    axis over several torus axes has the links of all these torus axes. Devices are numbered in row-major order of the
+    mesh (last axis fastest), and fill nodes in this order.
 
     Args:
         kind: see `wire_bytes`.
@@ -297,7 +297,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return the number of bytes that cross the network between nodes or slices, of the bytes that a device sends.
+    """Return how many of the bytes that a device sends cross the network between nodes or slices.
 
     Args:
         kind: see `wire_bytes`.

@@ -248,8 +248,8 @@ def traffic(
 ) -> Traffic:
     """Return the bytes that a product moves through main memory.
 
-    By default, the operands and the result are in main memory; if `accumulate` is True, the accumulator is there
-    instead of the result. `product_seconds` explains the arguments.
+    By default, the operands and the result are in main memory; if `accumulate` is True, the accumulator is in main
+    memory instead of the result. `product_seconds` explains the arguments.
     """
     batch, left, contracted, right = sizes
     result = batch * left * right

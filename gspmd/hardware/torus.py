@@ -6,7 +6,7 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return a row for each torus axis, which has the size of the part that each mesh axis covers.
+    """Return a row for each torus axis, with the size of the part of this torus axis that each mesh axis covers.
 
     Earlier mesh axes are major. The result minimizes first the number of mesh axes that cover only a part of a torus
     axis, and then the number of parts.

@@ -35,7 +35,7 @@ class Layout(LayoutTable):
     Attributes:
       name: the preset's name, or the path of the file.
       axes: the mesh axes that the layout uses.
-      factor: the mesh axes over which `mesh_for` factors a number of devices.
+      factor: the mesh axes to which `mesh_for` distributes the prime factors of a number of devices.
       table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs lists alternatives, from
         which `resolved` chooses one.
       overrides: a mapping from overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or `decode`)
@@ -127,8 +127,8 @@ class Layout(LayoutTable):
     def phase(self, name: str) -> "Layout":
         """Return the layout for one phase of serving.
 
-        The phase `"prefill"` reads a prompt, and `"decode"` generates tokens. If the layout has no section with the
-        name of the phase, no line changes.
+        The phase `"prefill"` reads a prompt, and `"decode"` generates tokens. If the layout has no section named after
+        the phase, all its specs stay the same.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -167,8 +167,8 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        Weights that are stored once can then be used under `other` and under the returned layout. Equations of the
-        returned layout move each weight when they use it.
+        Weights that are stored once, as in `other`, can then be used under both layouts. An equation of the returned
+        layout moves a weight when it uses the weight.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -191,14 +191,15 @@ class Layout(LayoutTable):
     def for_loss(self, microbatches: int = 1) -> "Layout":
         """Return this layout with the specs that parameters have inside the loss function of a training step.
 
-        There a parameter may be `reduced`, such as `EF reduced-x`. Its gradient then stays a partial sum while layers,
-        microbatches and several uses of the parameter add to the gradient.
+        Inside the loss function a parameter may be `reduced`, such as `EF reduced-x`. Its gradient then stays a partial
+        sum while layers, microbatches and several uses of the parameter add to the gradient.
 
         If [gradients] writes a partial sum for a parameter, the parameter is `reduced` over the same mesh axes. If
         there are several microbatches, every other parameter is `reduced` too, over the mesh axes that meet two
         conditions: the axis shards the batch, the length or the token groups of every tensor with which the parameter
-        is used, and the axis does not shard the parameter. An exception is a parameter for which [gradients] writes the
-        parameter's own spec: its gradient is summed in each microbatch. Parameters of custom sections are not changed.
+        is used, and the axis does not shard the parameter. There is one exception. A parameter for which [gradients]
+        writes the parameter's own spec is not `reduced`, so its gradient is summed in each microbatch. Parameters of
+        custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
@@ -287,9 +288,10 @@ class Layout(LayoutTable):
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
         """Return this layout with one spec for every key.
 
-        If a key has a list of alternatives, the result has the first alternative whose mesh axes divide the sizes. In
-        all lists of a section, the alternative at the same position is chosen. Lists in [prefill] and [decode] are
-        kept, because the sizes of these phases are not known yet. A layout without alternatives is returned unchanged.
+        If a key has a list of alternatives, the result has the first alternative whose mesh axes divide the sizes. All
+        lists in a section use the same position: if one list takes its second alternative, so do the others. Lists in
+        [prefill] and [decode] are kept, because the sizes of these phases are not known yet. A layout without
+        alternatives is returned unchanged.
 
         Args:
           sizes: sizes of the dimensions, as `check` takes them. If a dimension has no size, mesh axes are assumed to
@@ -327,14 +329,14 @@ class Layout(LayoutTable):
     # -- changing and checking ----------------------------------------------------------------------------------------
 
     def override(self, specs: Mapping[str, str | Spec | Sequence[str] | int]) -> "Layout":
-        """Return this layout with other specs for some keys.
+        """Return this layout with new specs for some keys.
 
         Args:
           specs: a mapping from keys such as `"ffn.w_in"` to specs. In place of a spec there may be alternatives: a list
             of specs, or one text with `|` between the specs. A key may name a line of an overriding section, such as
-            `"optimizer.ffn.w_in"` or `"decode.ffn.residual"`; `"serving.ffn.residual"` is a line of both phases of
-            serving. The value of `"lowering.ffn"` is a lowering, and the value of `"padding.H"` is a multiple. `check`
-            later checks all lines together.
+            `"optimizer.ffn.w_in"` or `"decode.ffn.residual"`. The key `"serving.ffn.residual"` applies to both phases
+            of serving. The value of `"lowering.ffn"` is the name of a lowering. The value of `"padding.H"` is a number;
+            the size of H is padded to a multiple of this number. `check` later checks all lines together.
 
         Raises:
           LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
@@ -353,9 +355,9 @@ class Layout(LayoutTable):
 
         Args:
           sizes: a mapping from dimension to size. If a dimension has no size, mesh axes are assumed to divide it. If G,
-            the number of token groups, is not given, it is B, the number of sequences. The [moe] section is required
-            only if X is given. M is the number of microbatches of a training step; the mesh must divide the batch of
-            each microbatch.
+            the number of token groups, is not given, it is assumed to be B, the number of sequences. The [moe] section
+            is required only if X is given. M is the number of microbatches of a training step; the mesh must divide the
+            batch of each microbatch.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
           dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`). If so, no line may move the
             rows of tokens that experts receive.

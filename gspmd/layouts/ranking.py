@@ -99,18 +99,18 @@ def rank(
       sizes: the sizes of B, L, E and F.
       mesh: sizes of the mesh axes. If a layout declares an axis that the mesh lacks, this axis has size 1.
       chip: the chip for which costs are computed.
-      objective: the cost by which layouts are ranked, `"seconds"` or `"wire_bytes"`. If two layouts are equal in this
-        cost, the other cost decides, and then the order of `names`.
-      gated: whether the block is gated (SwiGLU), with two first matrices instead of one.
+      objective: the cost by which layouts are ranked, `"seconds"` or `"wire_bytes"`. Ties are broken by the other cost,
+        and then by the order of `names`.
+      gated: whether the block is gated (SwiGLU), that is, has two input matrices instead of one.
       dtype: the dtype of weights and activations.
 
     Returns:
       A list with one `Ranked` per name, which prints as a table. Layouts that do not fit come last, with the reason.
 
     Raises:
-      LayoutError: an unknown preset or objective, missing or invalid sizes, or a mesh axis that a layout does not
-        declare.
-      PlanError: an unknown chip or dtype.
+      LayoutError: a preset or the objective is unknown, sizes are missing or invalid, or the mesh has an axis that a
+        layout does not declare.
+      PlanError: the chip or the dtype is unknown.
 
     Example:
       >>> few, many = ({"B": b, "L": 2048, "E": 18432, "F": 73728} for b in (4, 2048))

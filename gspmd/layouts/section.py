@@ -15,8 +15,8 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 class Section:
     """A section of a layout, whose specs are attributes (`ffn.w_in`) and can be named in equations.
 
-    An attribute is the text of a spec, or None for an optional key that is absent. A line cannot have the name of a
-    method.
+    An attribute is the text of a spec, or None for an optional key that is absent. A key in the section cannot have the
+    same name as a method of this class.
 
     Attributes:
       lowering: the lowering that the layout sets for this section; None leaves the choice to the caller.
@@ -51,7 +51,7 @@ class Section:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
 
     def renamed(self, names: Mapping[str, str]) -> "Section":
-        """Return this section with some names that stand for other keys.
+        """Return this section with some names mapped to other keys of the layout.
 
         This is useful for a second layer of the same kind.
 
@@ -93,7 +93,7 @@ class Section:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def equation(self, text: str) -> Equation:
-        """Parse an equation in which names of lines stand for their specs.
+        """Parse an equation, replacing each name of a line in the layout by that line's spec.
 
         Args:
           text: the equation, such as `"residual, w_in -> hidden"`. A line of another section is written with the name
@@ -106,9 +106,10 @@ class Section:
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
     def via(self, text: str) -> Via | None:
-        """Return the via of an equation, made of the vias that the layout writes for the equation's weights.
+        """Return the via of an equation, from the vias that the layout writes for the equation's weights.
 
-        The result is None if the layout writes no such vias.
+        A via has the specs to which the operands are moved before they are multiplied. The result is None if the layout
+        writes no vias for these weights.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
@@ -117,13 +118,13 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation written with names of lines, with the via that the layout has for this equation.
+        """Compute an equation that is written with names of lines, with the via that the layout has for it.
 
         Args:
           text: the equation, as `equation` reads it.
           operands: the operands of `gspmd.einsum`.
-          via: the name of the line of the via. By default this is the line that belongs to the weight, such as `in_via`
-            for `w_in`.
+          via: the name of the line of the via. By default this is the line for the via of the equation's weight, such
+            as `in_via` for `w_in`.
           options: further arguments of `gspmd.einsum`.
 
         Returns:
@@ -188,7 +189,7 @@ class Section:
         return x if before == after else reshard(x, equation, **options)
 
     def rms_norm(self, text: str, x: Any, scale: Any, **options: Any) -> Any:
-        """Normalize x [B, L, E] over E with `gspmd.ops.rms_norm`, which has the formula.
+        """Normalize x [B, L, E] over E with `gspmd.ops.rms_norm`, whose docstring has the formula.
 
         Args:
           text: the names of the lines of x and of the scale, such as `"residual, norm"`.
@@ -204,7 +205,7 @@ class Section:
         return rms_norm(x, scale, *self._lines(text, 2), **options)
 
     def layer_norm(self, text: str, x: Any, scale: Any, bias: Any = None, **options: Any) -> Any:
-        """Standardize x [B, L, E] over E with `gspmd.ops.layer_norm`, which has the formula.
+        """Standardize x [B, L, E] over E with `gspmd.ops.layer_norm`, whose docstring has the formula.
 
         Args:
           text: the names of the lines of x, of the scale and of the bias, such as `"residual, norm, norm_bias"`.
@@ -225,7 +226,7 @@ class Section:
         Args:
           text: the names of the lines of x and of the bias, such as `"hidden, b_in"`.
           x: [B, L, F], or with other dimensions; the result is sharded like `x`.
-          bias: [F], or other dimensions of x in the order in which x has them.
+          bias: [F], or other dimensions of x in the same order as in x.
 
         Raises:
           LayoutError: a name is not a line of the layout, or there are not two names.

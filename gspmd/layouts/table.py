@@ -17,7 +17,8 @@ class ChosenAlternatives:
 
     Attributes:
       section: the overriding section; empty for the layout's own table.
-      name: the name to print. This is the overriding section if there is one, and else the part of the model.
+      name: the name to print. This is the overriding section, or the part of the model if there is no overriding
+        section.
       place: the position of the chosen alternative, counted from 0.
       count: the number of alternatives.
       specs: a mapping from key to the spec that was chosen.
@@ -81,7 +82,7 @@ class LayoutTable:
         return Spec.parse(self[key])
 
     def section(self, part: str) -> Section:
-        """Return a section, which has its keys as attributes.
+        """Return a section of the layout, whose keys are attributes of the result.
 
         `part` is the name of a part of the model, such as `"ffn"`, or of a custom section. `layout.ffn` is short for
         `layout.section("ffn")`.

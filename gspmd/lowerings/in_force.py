@@ -35,9 +35,9 @@ def lowering(name: str) -> AbstractContextManager:
     Args:
         name: the lowering. `"xla"` annotates arrays, and the compiler chooses the collectives. `"blocking"` runs the
             plan's collectives in a shard_map. `"looped"` runs gathers and reduce-scatters inside the einsums, by the
-            cheapest schedule. `"looped:<schedule>"` does so by the schedule `halves` or `paired`. `"auto"` chooses
-            blocking or looped for each equation, whichever is cheaper by the cost model. On devices that chips.toml
-            does not list, `"auto"` chooses blocking.
+            cheapest schedule. `"looped:<schedule>"` does the same by the named schedule, `halves` or `paired`. `"auto"`
+            chooses blocking or looped for each equation, whichever is cheaper by the cost model. On devices that
+            chips.toml does not list, `"auto"` chooses blocking.
 
     Raises:
         PlanError: `name` is not a lowering.

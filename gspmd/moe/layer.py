@@ -52,23 +52,25 @@ def expert_layer(
     If groups and experts are sharded over the same mesh axes, a forward pass has two all-to-alls and one small
     all-reduce of losses and loads. If the layout also shards the experts' weights, there are collectives within experts
     too. Under lowering `looped`, slots are sent in chunks, and one chunk is multiplied while others are sent
-    (`experts.chunks.chunks_of`). With dispatch `dropless`, the layer sends rows sorted by expert, and the number of
-    rows of each expert, instead of slots (`paths.by_rows`). Shared experts (`config.shared`), which every token uses,
-    are a separate dense layer that this function does not compute.
+    (`experts.chunks.chunks_of`). With dispatch `dropless`, the layer sends no slots. It sends rows sorted by expert,
+    together with the number of rows of each expert (`paths.by_rows`). Shared experts (`config.shared`), which every
+    token uses, are a separate dense layer that this function does not compute.
 
     Args:
         x: [G, L, E], G groups of L tokens, sharded as `layout.groups`, so that each group is on one device. Tokens and
-            the experts' weights are cast to their joint dtype. Slots are sent in this dtype.
+            the experts' weights are cast to the dtype to which JAX promotes them together. Slots are sent in this
+            dtype.
         weights: a mapping with "router" [E, X], float32, "w_in" [X, E, F] and "w_out" [X, F, E]. A gated activation
             needs "w_gate" [X, E, F], and router noisy-top-k needs "router_noise" [E, X], float32. If the config has a
-            `router_bias` or a `choice_bias`, the array of this name is [X], float32. If the experts' products have
-            biases, they are "b_in" [X, F], "b_out" [X, E] and, for a gated activation, "b_gate" [X, F]; a token's gate
-            multiplies an expert's output including the bias. The experts' weights may be int8. Their products are then
-            multiplied by float32 scales, which are "s_in" [X, F], "s_out" [X, E] and, for a gated activation, "s_gate"
-            [X, F]. Int8 weights are moved as int8, cast to the tokens' dtype for the products, and have no gradient.
+            `router_bias` or a `choice_bias`, the mapping also has an array of this name, [X], float32. If the experts'
+            products have biases, these are "b_in" [X, F], "b_out" [X, E] and, for a gated activation, "b_gate" [X, F].
+            A token's gate multiplies an expert's output including the bias. The experts' weights may be int8. Their
+            products are then multiplied by float32 scales, which are "s_in" [X, F], "s_out" [X, E] and, for a gated
+            activation, "s_gate" [X, F]. Int8 weights are moved as int8, cast to the tokens' dtype for the products, and
+            have no gradient.
         layout: the moe section of a layout. It needs the lines router, groups, dispatched, expert_input, w_in, hidden
             and w_out, and for a gated activation w_gate. Biases or int8 weights need b_in and b_out. A config with
-            `router_bias` or `choice_bias` needs the line of this name. The lines router_noise, in_via and out_via are
+            `router_bias` or `choice_bias` needs a line of the same name. The lines router_noise, in_via and out_via are
             optional.
         config: the settings of the block, such as router, capacity and form of dispatch.
         key: the random key for the random numbers of training: the jitter of the router's input, the draws of the

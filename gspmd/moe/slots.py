@@ -27,9 +27,9 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     """Copy each token's activations to the slots that it was assigned; empty slots are 0.
 
     Form "sort" scatters the int32 index of each choice to the choice's slot. For each slot, it then gathers the
-    activations of token index // k. Its time grows with the number of slots. Form "onehot" is the papers' einsum
-    GLXC, GLE -> GXCE; its time grows with tokens times slots. The two forms give the same result, and a token with NaN
-    or inf affects only its own slots.
+    activations of the token with number index // k. Its time grows with the number of slots. Form "onehot" is the
+    papers' einsum GLXC, GLE -> GXCE; its time grows with tokens times slots. The two forms give the same result, and a
+    token with NaN or inf affects only its own slots.
 
     Args:
         x: [G, L, E].

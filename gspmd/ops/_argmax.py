@@ -33,7 +33,8 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         dim: the dimension to search, such as `"V"`.
 
     Returns:
-        [B, L] int32 positions in the unsharded dimension, with the spec of `logits` without `dim`.
+        [B, L] int32 positions in the unsharded dimension, sharded like `logits`: their spec is `spec` with `dim`
+        removed.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension; or the dimension has size 0.

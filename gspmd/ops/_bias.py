@@ -24,7 +24,7 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     Args:
         x: [B, L, F], [B, L, H, D], or the slots of experts [G, X, C, F].
         bias: [F], [H, D], or [X, F]. The dimensions of the bias are dimensions of `x`, in the order of `x`. If the bias
-            is not sharded like these dimensions of `x`, it is moved.
+            is not sharded like these dimensions of `x`, it is resharded to match.
         spec: the spec of `x` and of the result, such as `"B_xLH_yD"`.
         bias_spec: the spec of `bias`, such as `"H_yD"`.
 

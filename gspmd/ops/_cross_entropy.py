@@ -31,8 +31,8 @@ def cross_entropy(
 
     Args:
         logits: [B, L, V]; the vocabulary is the last dimension.
-        labels: [B, L] integers, with the spec of the logits without V. A label outside [0, V) is treated as if its
-            logit were 0, so mask such tokens.
+        labels: [B, L] integers, sharded like the logits: their spec is `spec` with V removed. A label outside [0, V) is
+            treated as if its logit were 0, so mask such tokens.
         spec: the spec of `logits`, such as `"BLV_x"`.
         mask: [B, L], sharded like the labels. The loss of each token is multiplied by the token's mask. Where the mask
             is 0, the loss and its gradient are 0, whatever the logits are. The mask has no gradient.

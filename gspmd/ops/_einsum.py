@@ -28,7 +28,7 @@ def einsum(
 
     Args:
         equation: the specs of the operands and of the result; see docs/notation.md.
-        operands: arrays with the ranks and placements of the specs; a group is a tuple of arrays.
+        operands: arrays with the ranks and placements of the specs. For a group of specs, pass a tuple of arrays.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`, which are explained at the
             context manager `gspmd.lowering`. The default is the lowering that the context manager has set.
         via: the specs to which the operands are moved before the local einsum. If it is None, the planner searches for
@@ -44,13 +44,13 @@ def einsum(
             dtype of the result.
 
     Returns:
-        The result, sharded as the equation says, or a tuple of results for a group.
+        The result, sharded as the equation says, or a tuple of results if the equation ends in a group.
 
     Raises:
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
             have the placement of its spec.
         PlanError: there is no mesh or no plan; or the dtypes cannot be multiplied; or `wire_dtype` cannot hold the
-            numbers to send; or a planned program is differentiated in forward mode.
+            numbers to send; or the einsum is differentiated in forward mode under a lowering other than `"xla"`.
 
     Example:
         >>> import numpy as np

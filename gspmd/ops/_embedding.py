@@ -30,19 +30,19 @@ def embed(
 ) -> jax.Array:
     """Look up the rows of a table by ids: table[ids], multiplied by the rows' scales if there are any.
 
-    During the lookup, a mesh axis may be unused, or may shard the tokens, the vocabulary or the elements of a row, but
-    only a dimension that it also shards in one of the three specs. If it shards the vocabulary, each device has zeros
-    for the rows of other devices, and the result is a partial sum. Of all these choices the cheapest one is used, which
-    has the fewest seconds, then the fewest bytes, then the fewest steps. The gradient of the table is planned
-    separately, in the same way.
+    During the lookup, a mesh axis may be unused, or it may shard the tokens, the vocabulary or the elements of a row.
+    It can shard only those dimensions that it shards in at least one of the three specs. If a mesh axis shards the
+    vocabulary, each device has zeros for the rows of other devices, and the result is a partial sum. The cheapest of
+    these choices is used: the one that takes the least time, with ties broken by the fewest bytes and then by the
+    fewest steps. The gradient of the table is planned separately, in the same way.
 
     Args:
         ids: [B, L] integers, or any shape.
         table: [V, E].
         equation: the specs of ids, table and result, such as `"B_xL, V_yE -> B_xLE_y"`.
-        scales: [V] float32, a scale for each row of an int8 table, sharded like dimension V of the table. A device
-            multiplies the rows that it finds by their scales before it sends the rows. A lookup with scales has no
-            gradient.
+        scales: [V] float32, a scale for each row of an int8 table, sharded like dimension V of the table. Before a
+            device sends the rows that it has looked up, it multiplies each of them by its scale. A lookup with scales
+            has no gradient.
         dtype: the dtype of the result of a lookup with scales; `scales` and `dtype` must be given together.
 
     Returns:

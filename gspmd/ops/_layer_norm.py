@@ -35,8 +35,8 @@ def layer_norm(
 
     Args:
         x: [B, L, E]; there may be any number of leading dimensions.
-        scale: [E]. If the scale is not sharded like x's last dimension, it is moved.
-        bias: [E], moved in the same way as the scale; None for no bias.
+        scale: [E]. If the scale is not sharded like x's last dimension, it is resharded to match.
+        bias: [E], resharded in the same way as the scale; None for no bias.
         spec: the spec of `x` and of the result, such as `"BLE_x"`.
         scale_spec: the spec of `scale`, such as `"E_x"`.
         bias_spec: the spec of `bias`; None if it is the same as `scale_spec`.

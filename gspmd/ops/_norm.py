@@ -44,7 +44,8 @@ def rms_norm(
     Args:
         x: [B, L, E]; there may be any number of leading dimensions.
         scale: [E], or an array with several last dimensions of x, such as [H, D] if x is [B, L, H, D]. The mean is over
-            all dimensions of the scale. If the scale is not sharded like these dimensions of x, it is moved.
+            all dimensions of the scale. If the scale is not sharded like these dimensions of x, it is resharded to
+            match.
         spec: the spec of `x` and of the result, such as `"BLE_x"`.
         scale_spec: the spec of `scale`, such as `"E_x"`.
         epsilon: the number added to the mean square.

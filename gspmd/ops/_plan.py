@@ -28,18 +28,17 @@ def plan(
 
     For each mesh axis the planner chooses which dimension the axis shards while the einsum runs: a shared, a contracted
     or a free dimension, or none. If it is a contracted dimension, the einsum leaves a partial sum. The planner takes
-    the plan with the fewest seconds for all moves and products on this chip, counted as if nothing overlapped. Of plans
-    that take equally long, it takes the one with the fewest bytes, then the one with the fewest steps, then the first
-    in a fixed order. Lowerings `"looped"` and `"auto"` overlap the steps of this plan. They do not search for a plan
-    whose steps overlap better.
+    the plan whose moves and products take the least time on this chip, counted as if nothing overlapped. Ties are
+    broken by the fewest bytes, then by the fewest steps, and then by a fixed order. Lowerings `"looped"` and `"auto"`
+    overlap the steps of this plan. They do not search for a plan whose steps overlap better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
         sizes: the unsharded size of every dimension; dimensions that the equation lacks are ignored.
         mesh: the size of every mesh axis, or a `jax.sharding.Mesh`.
-        dtype: one dtype for all operands, or a sequence with a dtype for each operand, in which every member of a group
-            counts as an operand.
-        chip: the name of a row of chips.toml, or a `Chip`.
+        dtype: one dtype for all operands, or a sequence with a dtype for each operand. Every member of a group counts
+            as an operand.
+        chip: the name of a chip in chips.toml, or a `Chip`.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, which is the
             cheaper of blocking and looped. None stands for the lowering that `gspmd.lowering` has set.
         via: the specs to which the operands are moved before the local einsum. If it is None, the planner searches for

@@ -42,9 +42,9 @@ def sample(
     the mesh or the lowering.
 
     Communication: all-reduces over the mesh axes of `dim`. The argmax takes two of [B], and the maximum takes one.
-    Top-k takes eleven all-reduces of int32: one of [B, 8], nine of [B, 7], and one of [B, 3]. Top-p takes eleven too,
-    with three times as many elements in each. A filter has no steps if its setting is a number that turns the filter
-    off.
+    Top-k takes eleven all-reduces of int32: one of [B, 8], nine of [B, 7], and one of [B, 3]. Top-p takes eleven
+    all-reduces too, with three times as many elements in each. A filter takes no all-reduces if its setting is a number
+    that turns the filter off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -57,15 +57,15 @@ def sample(
             several tokens are equally likely, it chooses the one with the lowest id. Each of `temperature`, `top_k`,
             `top_p` and `min_p` is one number for all rows, or a replicated [B] array.
         top_k: the number k of most likely tokens to keep. Tokens as likely as the k-th are kept too. 0 keeps all.
-        top_p: the total probability that the kept tokens, which are the most likely ones, must reach. Tokens of equal
+        top_p: the total probability that the kept tokens must reach. The most likely tokens are kept. Tokens of equal
             probability are all kept or all dropped. 1 keeps all.
         min_p: the minimum probability of a kept token, as a fraction of the probability of the most likely token. 0
             keeps all.
 
     Returns:
-        [B] or [B, L] int32 tokens, with the spec of the logits without `dim`. The token is -1 if the row has a NaN, or
-        has no token to sample. Tokens with logits of -1e29 or less are never sampled. A logit of infinity counts as the
-        largest float32.
+        [B] or [B, L] int32 tokens, sharded like the logits: their spec is `spec` with `dim` removed. The token is -1 if
+        the row has a NaN, or has no token to sample. Tokens with logits of -1e29 or less are never sampled. A logit of
+        infinity counts as the largest float32.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension; or an argument has the wrong

@@ -28,7 +28,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         dim: the dimension to sum over, such as `"V"`.
 
     Returns:
-        [B, L] float32, with the spec of `x` without `dim`.
+        [B, L] float32, sharded like `x`: its spec is `spec` with `dim` removed.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.

@@ -50,13 +50,13 @@ class StageChunk(NamedTuple):
 def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     """Send layers [N, ...] from the stages that store them to the stages that compute them in R rounds.
 
-    The result has the form in which `pipelined` takes weights.
+    The result has the form that `pipelined` expects for its argument `weights`.
 
     A chunk that the same stage stores and computes is not sent. The other chunks are sent by the smallest possible
     number of permutes of one chunk each, at most R - ⌊R/S⌋. The gradient returns in the same number of permutes.
 
     Args:
-        x: [N, ...]; each stage stores N/S consecutive layers.
+        x: [N, ...]; each of the S stages stores N/S consecutive layers.
         spec: the spec of x, such as `"N_pEF_x"`; its first dimension is sharded over the mesh axis of the stages.
         rounds: R, the number of chunks that a stage computes.
 

@@ -36,18 +36,18 @@ def pipelined(
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
     """Make the loss of a pipeline: (shared, weights, batches) -> (loss, metrics).
 
-        x = first(shared, batch)                         stage 0
-        x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
-        loss = last(shared, x, batch), mean over batches stage S - 1
+        x = first(shared, batch)                               (on stage 0)
+        x = chunk(weights[r, s], x, batch, r·S + s)            (on stage s of S in round r of R; x goes to stage s + 1)
+        loss = mean over batches of last(shared, x, batch)     (on stage S - 1)
 
     If `Stages.chunk_reads_shared` is True, `chunk` gets `shared` as its first argument, before the arguments above.
 
-    The three functions of `Stages`, `first`, `chunk` and `last`, may call any operation of gspmd. Their arrays are
+    The three functions in `Stages` (`first`, `chunk` and `last`) may call any operation of gspmd. Their arrays are
     global over all mesh axes other than `axis` and `data`. In each tick a stage sends x to the next stage, and the
     gradient of its input to the previous stage, by one permute each. Gradients of all microbatches are added up on the
-    devices of the weights. Every stage has a copy of `shared`, and the gradients of `shared` are summed over the stages
-    once. Along the mesh axes `data`, pipelines run side by side, each on its own sequences, and the loss is the mean
-    over all pipelines. Gradients are returned as partial sums over `data`, which the caller reduces.
+    devices that hold the weights. Every stage has a copy of `shared`, and the gradients of `shared` are summed over the
+    stages once. Along the mesh axes `data`, pipelines run side by side, each on its own sequences, and the loss is the
+    mean over all pipelines. Gradients are returned as partial sums over `data`, which the caller reduces.
 
     Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each stack has chunks in every
     stage. A microbatch goes through all stages for the first stack, and then through all stages for the second stack.
@@ -58,20 +58,20 @@ def pipelined(
         x = chunk(weights[1][r, s], x, batch, r·S + s, y)    second stack, whose last() returns the loss
 
     Args:
-        stages: the three functions; for several stacks, a sequence of them.
+        stages: the three functions, as a `Stages`; for several stacks, a sequence with a `Stages` for each stack.
         schedule: the work of each stage in each tick, for a single stack. For several stacks, `Schedule.in_stacks`
             derives the schedule of each stack from it. If the loss is not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
         stream: the spec of x; for several stacks, a sequence with the spec of each stack's x.
-        shared: a spec for every array of the shared weights, in the same tree.
+        shared: the spec of every array of the shared weights, in a tree with the structure of these weights.
         data: the mesh axis or axes along which pipelines run side by side. The three functions do not see these axes,
-            and the specs do not mention them: `"BLE"` is the stream of one pipeline.
+            and the specs do not mention these axes. For example, `"BLE"` is the spec of the stream of one pipeline.
 
     Returns:
         A function (shared, weights, batches) -> (loss, metrics).
         Its argument `shared` has arrays that are sharded as the specs `shared` say.
-        Its argument `weights` has arrays [R, N, ...], whose N is sharded over `axis` first. The weights of chunk
-        r·S + s are rows s·N/S to (s+1)·N/S of round r.
+        Its argument `weights` has arrays [R, N, ...], whose dimension N is sharded over `axis` as its first mesh axis.
+        The weights of chunk r·S + s are rows s·N/S to (s+1)·N/S of round r.
         Its argument `batches` has arrays [M, ...], which are sharded over `data` as their types say.
         The types of `shared` and `weights` must be `reduced` over `data`. The results are the mean loss of the
         microbatches, and the mean metrics [R, N, ...] of the chunks. For several stacks, weights and metrics are

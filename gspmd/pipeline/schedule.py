@@ -123,7 +123,7 @@ class Schedule:
     def in_stacks(self, count: int) -> "tuple[Schedule, ...]":
         """Return the schedules of several stacks of blocks; a microbatch goes through the stacks one after the other.
 
-        All schedules have the same ticks. A stack receives what a different stack sent in the previous tick.
+        All schedules have the same ticks. What one stack sends to another stack arrives in the next tick.
 
         Args:
             count: the number of stacks.
@@ -156,16 +156,16 @@ class Schedule:
     def bubble(self) -> float:
         """The fraction of slots in which a stage waits, counted in the table of ticks.
 
-        The fraction is (S - 1) / (R·M + S - 1). Stages wait in as many forward slots as backward slots. So it is also
-        the fraction of time, whatever the ratio of the times of a forward pass and a backward pass. In zero-bubble, no
-        stage waits in slots for gradients of weights, and the fraction is 2(S - 1) / (3R·M + 2(S - 1)).
+        The fraction is (S - 1) / (R·M + S - 1). Stages wait in as many forward slots as backward slots. So the fraction
+        of slots is also the fraction of time, whatever the ratio of the times of a forward pass and a backward pass. In
+        zero-bubble, no stage waits in slots for gradients of weights, and the fraction is 2(S - 1) / (3R·M + 2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of a chunk's input, by kind of work, tick and stage.
+        """A mapping from (kind of work, tick, stage) to the index of the buffer that holds the chunk's input.
 
         The input is held from the chunk's forward pass to its backward pass.
         """
@@ -173,7 +173,7 @@ class Schedule:
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """The buffer index of the residuals of a split backward pass, by kind of work, tick and stage.
+        """A mapping from (kind of work, tick, stage) to the buffer index of the residuals of a split backward pass.
 
         Residuals are held until the gradients of weights, which need them, have been computed.
         """
@@ -224,7 +224,7 @@ class Schedule:
     def figure(self) -> "Figure":
         """Draw the schedule as a matplotlib figure, in which time runs to the right, and each stage is a row.
 
-        A stage that waits is gray.
+        Slots in which a stage waits are gray.
         """
         return figure(self.describe(), self.ticks)
 

@@ -31,12 +31,13 @@ class Stages:
     Their arrays are global over the mesh axes that the pipeline does not use.
 
     Attributes:
-        first: (shared, batch) -> x, the input of the first stage, such as an embedding.
-        chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
-            scalar that is added to the loss of the last stage. `figures` are the metrics, a tree of float32 arrays with
-            a row for each layer. In a stack that follows another stack, `chunk` has a further argument, the output of
-            the previous stack.
-        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None if another stack follows.
+        first: a function (shared, batch) -> x, which computes the input of the first stage, such as an embedding.
+        chunk: a function (weights, x, batch, number) -> (x, loss, figures), which computes the layers of chunk
+            `number`. The loss is a float32 scalar that is added to the loss of the last stage. `figures` are the
+            metrics, a tree of float32 arrays with a row for each layer. In a stack that follows another stack, `chunk`
+            has one more argument, which is the output of the previous stack.
+        last: a function (shared, x, batch) -> the loss of a microbatch, a float32 scalar; None if another stack
+            follows.
         chunk_reads_shared: whether the layers use shared weights, such as one table of relative positions. If True, the
             arguments of `chunk` are (shared, weights, x, batch, number).
     """

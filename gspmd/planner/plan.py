@@ -36,7 +36,7 @@ class Plan:
         equation: the parsed equation.
         sizes: dimension sizes of the whole tensors.
         mesh: mesh axis sizes.
-        dtypes: dtype of each operand; every member of a group counts as an operand.
+        dtypes: dtype of each operand, where every member of a group counts as an operand.
         chip: the chip whose figures determine the seconds.
         lowering: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. If `"auto"` was requested, this is
             `"blocking"` or `"looped"`, whichever is cheaper.
@@ -44,9 +44,10 @@ class Plan:
         inputs, outputs: the operands and the results, as planner tensors.
         pinned: the specs of `via`, or None. The gradients of a pinned plan use the same placements.
         loops: the gathers and reduce-scatters that run inside an einsum, as rings.
-        hidden_seconds: the seconds that these loops save; negative if the loops cost time.
+        hidden_seconds: the seconds that `loops` save; negative if they cost time.
         asked: the lowering that was requested. If this is `"auto"`, each gradient chooses its own lowering.
-        overlapping: the function that chooses the collectives that overlap with einsums, here and in the gradients.
+        overlapping: the function that chooses which collectives overlap with einsums, in this plan and in its
+            gradients.
         precision: the precision of float32 products, which `Chip.arithmetic` explains.
     """
 
@@ -112,7 +113,7 @@ class Plan:
 
     @cached_property
     def backward_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The inputs of the backward routine, which are the cotangents and then the residuals, and its outputs."""
+        """The inputs of the backward routine (first the cotangents, then the residuals), and its outputs."""
         from gspmd.planner.gradients import backward_tensors
 
         return backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
@@ -134,7 +135,7 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for the cotangent of each operand; a step that several plans need is only in the first of them.
+        """One plan for the cotangent of each operand; a step that several plans need is only in the first plan.
 
         The seconds that loops of the backward routine save are divided among the plans, in proportion to the
         communication time of each plan.
@@ -229,7 +230,7 @@ class Plan:
             equation, lowering, dtypes, wire_bytes, flops, seconds, hidden_seconds, peak_bytes: the attributes of the
                 plan with the same names. The dtypes are those of the operands.
             steps: a list in the order of execution. Each step has kind, axes, operand, before, other, after,
-                wire_bytes, flops and seconds. The value of other is null unless the step is a product of two operands.
+                wire_bytes, flops and seconds. The key other is null unless the step is a product of two operands.
             mesh, sizes, chip, via: the arguments for which the plan was made.
             gradients: a list with one entry for each operand, or an empty list without `gradients`. Entries have the
                 same keys, except for mesh, sizes, chip, via and gradients.

@@ -70,13 +70,13 @@ class ProgramPlan(Printed):
     """All planned steps of a function, in program order; bytes, FLOPs and seconds are per device and per execution.
 
     For a conditional, only the branch with the largest `size` is counted. A while loop is counted as one iteration,
-    because its trip count is not known in advance. Under vmap, the figures of a step are for the whole batch. The steps
-    of an equation under lowering `xla` are a forecast, because the compiler chooses the collectives; all these steps
-    are counted.
+    because its trip count is not known in advance. Under vmap, the figures of a step are for the whole batch. For an
+    equation lowered with `xla`, the steps are only a forecast, because the compiler chooses the collectives. They are
+    all included in the totals.
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an earlier step in `entries`. Shared steps send no bytes, and no total
+        shared: steps that reuse the result of an earlier step in `entries`. Shared steps send no bytes, and no total
             includes them.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: sentences about the parts of the function that could not be counted exactly.
@@ -102,7 +102,8 @@ class ProgramPlan(Printed):
 
         Args:
             mesh: size of every mesh axis.
-            chip: the hardware. Nodes or slices of `chip.node_devices` devices fill the mesh one after another.
+            chip: the hardware. Nodes (or slices), each with `chip.node_devices` devices, fill the mesh one after
+                another.
         """
         if chip.nodes(mesh) == 1:
             return 0
@@ -120,11 +121,11 @@ class ProgramPlan(Printed):
 
     @property
     def hidden_seconds(self) -> float:
-        """The seconds that looped equations save because they send during products, from the plan of each equation.
+        """The seconds that looped equations save because they send while they multiply, from the plan of each equation.
 
-        If only some of an equation's collectives run, because the rest has been sent before, only the corresponding
-        fraction of the equation's saved seconds is counted. The overlap of experts' chunks with one another is not
-        counted.
+        If only some of an equation's collectives run, because the results of the others are already there, only the
+        corresponding fraction of the equation's saved seconds is counted. The overlap of experts' chunks with one
+        another is not counted.
         """
         return sum(entry.hidden_seconds for entry in self.entries)
 

@@ -44,7 +44,7 @@ Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
-    """Read a TOML file as the dataclass `cls`; the tables of the file are the nested dataclasses.
+    """Read a TOML file as the dataclass `cls`; tables in the file become its nested dataclasses.
 
     Args:
         cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses; each type may be `| None`.

@@ -46,9 +46,9 @@ class Cache:
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, which cross-attention reads in each block
             of the decoder; None for a decoder-only model.
-        totals: [B] int32, how many tokens of each row's complete text are read. It is needed if the rotary embedding
-            depends on this number (`RopeScaling.by_length`), and None otherwise. The caller sets it before the first
-            token is read.
+        totals: [B] int32, the number of tokens of each row's complete text that the model reads, including tokens still
+            to come. It is needed if the rotary embedding depends on this number (`RopeScaling.by_length`), and None
+            otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -136,7 +136,8 @@ def abstract_cache(
         source_length: number of tokens of a source that the cache can hold; 0 if the model has no encoder.
 
     Raises:
-        SpecError: the mesh axes that shard B, T or K do not divide the size of this dimension.
+        SpecError: the size of dimension B, T or K is not divisible by the number of shards along the mesh axes that
+            shard it.
         ValueError: the model has an encoder and `source_length` is 0; or it has no encoder and `source_length` is not
             0.
 
@@ -201,8 +202,8 @@ def empty_cache(
         totals: [B], the `Cache.totals`, if the rotary embedding depends on these numbers.
 
     Raises:
-        SpecError, ValueError: the cache is not possible, for one of the reasons under `abstract_cache`; or totals are
-            missing; or totals are given although nothing depends on them.
+        SpecError, ValueError: for the same reasons as in `abstract_cache`; or totals are missing; or totals are given
+            although nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -89,7 +89,7 @@ class Generator:
         model: a sharded model. Its experts drop no token (see `for_serving`).
         layout: a `gspmd.Layout`; by default the layout of the model. Its phase `prefill` is for reading sources and
             prompts. Its phase `decode` is for decoding, and has the specs of stored weights and cache. If the layout
-            has alternatives, the number of rows in a batch decides between them.
+            has alternatives, the number of rows in a batch decides which of them is used.
         prefill: another layout for reading prompts, with the same mesh axes as `layout`.
         chunk: the largest number of tokens of a prompt that are read in one step.
         burst: number of tokens of each text that are copied to the host together.

@@ -31,10 +31,10 @@ Weights = Mapping[str, jax.Array]
 def encode_step(
     model: Transformer, *, dtype: Any = None, int8: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
-    """Build a step that encodes the sources of an encoder–decoder, a function (weights, tokens, counts) -> cache.
+    """Build a step that encodes the sources of an encoder–decoder.
 
-    A source is encoded only once, because the keys and values that each block of the decoder computes from it stay the
-    same.
+    The step is a function (weights, tokens, counts) -> cache. A source is encoded only once, because the keys and
+    values that each block of the decoder computes from it stay the same.
 
     Args:
         model: a model with the config of `for_serving`; it may be abstract. Its layout has the specs of weights and
@@ -46,7 +46,7 @@ def encode_step(
     Returns:
         A pure function of the weights (from `arrays`), tokens [B, T] sharded as `batch_spec`, and counts [B] int32, the
         number of real tokens in each row. The remaining tokens are padding on the right, to which nothing attends. The
-        function returns a `Cache` for `Cache.source`.
+        function returns a `Cache` to be used as the `source` field of another `Cache`.
 
     Raises:
         ValueError: the model has no encoder.
@@ -89,9 +89,10 @@ def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[
 def prefill_step(
     model: Transformer, *, fresh: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build a step that reads one chunk of prompts, a function (weights, tokens, counts, cache) -> (logits, cache).
+    """Build a step that reads one chunk of prompts.
 
-    All chunks run through the same program. The cache tells where each row continues.
+    The step is a function (weights, tokens, counts, cache) -> (logits, cache). All chunks run through the same program.
+    The cache tells where each row continues.
 
     Args:
         model: a model with the config of `for_serving`; it may be abstract. Its layout has the specs of weights,
@@ -124,11 +125,13 @@ def prefill_step(
 
 
 def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build a step that reads one token of every row, a function (weights, tokens, cache) -> (logits, cache).
+    """Build a step that reads one token of every row.
+
+    The step is a function (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: a model, as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the
-            layout says.
+        model: a model, as for `prefill_step`. A single position cannot be sharded, so L is unsharded even if the layout
+            shards it.
 
     Returns:
         A pure function, to be compiled with the cache donated. It takes the weights, tokens [B], which are not sharded,

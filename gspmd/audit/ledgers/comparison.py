@@ -65,12 +65,12 @@ class Comparison(Printed):
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:], together: bool = False) -> Sheet:
         """Return a table of the steps with the given verdicts.
 
-        Rows that differ only in their counts and bytes are added up into one row.
+        Rows that differ only in their counts and bytes are merged into one row, which has their sums.
 
         Args:
             verdicts: the verdicts to show; by default all except "as planned".
-            together: whether all steps whose bytes are sent by the same collective of another step share one row. The
-                row states the number of these steps.
+            together: whether steps without a collective of their own may share a row. If True, all steps whose bytes
+                are sent by the same collective of another step share one row, which states the number of these steps.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]

@@ -16,15 +16,15 @@ Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, repr=False)
 class Entry:
-    """One collective instruction of a compiled program, with the figures of all its executions, per device.
+    """One collective of a compiled program, with figures per device that cover all of its runs.
 
     If the compiler combined several collectives into one instruction, each of these collectives has its own entry.
 
     Attributes:
         kind: the kind of collective, named as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all or
             collective-permute.
-        axes: the mesh axes over which the collective runs, in the mesh's order; `("?",)` if no set of mesh axes gives
-            the device groups of the instruction.
+        axes: the mesh axes over which the collective runs, in the mesh's order. This is `("?",)` if the device groups
+            of the instruction match no set of mesh axes.
         count: number of times that the instruction runs.
         wire_bytes: bytes that one device sends in all runs; for a collective-permute, the bytes of the device that
             sends the most.

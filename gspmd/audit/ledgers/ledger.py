@@ -37,7 +37,8 @@ class Ledger(Printed):
     Attributes:
         entries: one entry for each collective, in program order. If the compiler combined several collectives into one
             instruction, each has its own entry.
-        flops: FLOPs of the matrix products, two per multiplication; products in a loop count once per iteration.
+        flops: FLOPs of the matrix products, where a multiplication and its addition count as two. A product in a loop
+            is counted once per iteration.
         mesh: sizes of the mesh axes.
         name: the name of the compiled program.
         notes: descriptions of the parts of the program that could not be counted.
@@ -62,7 +63,7 @@ class Ledger(Printed):
         return sum(entry.network_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
-        """Return the number of arrays sent in all runs, and the bytes sent, for each kind and set of mesh axes."""
+        """Return, for each kind and set of mesh axes, the number of arrays and the number of bytes sent in all runs."""
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
@@ -85,7 +86,7 @@ class Ledger(Printed):
         Collectives that differ only in their counts and bytes share a row.
 
         Args:
-            together: whether collectives share a row also if they belong to different steps of one equation.
+            together: whether collectives share a row even if they belong to different steps of one equation.
         """
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows(together):
@@ -161,8 +162,8 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     Compiled collectives are matched with planned steps by their scope names. If the compiler combines several
     collectives into one instruction, the instruction keeps the scope name of only one collective. The other collectives
     are matched by kind, mesh axes and bytes. A step may be compiled in parts, first over some of its mesh axes and then
-    over the rest. Such parts are counted under all mesh axes of the step. If two steps have the same result, the
-    compiler may keep the collective of either step.
+    over the rest. Such parts are counted together, as one collective over all the mesh axes of the step. If two steps
+    have the same result, the compiler may keep the collective of either step.
 
     Args:
         ledger: the ledger of the compiled program.

@@ -47,8 +47,8 @@ def compile_offline(
 ) -> Report:
     """Compile a function for a machine that is not attached, with the machine's real compiler.
 
-    The TPU compiler refuses a program that does not fit in memory. The GPU compiler does not refuse such a program, so
-    the report for it has a ledger and a timeline.
+    The TPU compiler refuses a program that does not fit in memory. The GPU compiler accepts such a program, so you
+    still get a report with a ledger and a timeline.
 
     Args:
         fn: any function that JAX can trace.
@@ -56,12 +56,12 @@ def compile_offline(
         topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or the result of `gspmd.audit.topology(...)`.
         mesh: a `Mesh`, or a mapping from mesh axes to sizes; needed only if no argument has a mesh.
         donate_argnums: positions of arguments whose memory the results may reuse, such as a training state.
-        auto_layout_argnums: positions of arguments whose order of dimensions in memory the compiler may choose. Use
-            this, for example, for the weights of a decode step, which are stored once and read in every step. In JAX's
-            default order, a TPU may have to reorder a weight before its product. All other arguments keep the memory
-            order of their formats.
+        auto_layout_argnums: positions of the arguments for which the compiler may choose the memory layout (the order
+            of dimensions in memory). Use this, for example, for the weights of a decode step, which are stored once and
+            read in every step. With JAX's default order, a TPU may have to reorder a weight before it can multiply by
+            it. All other arguments keep the memory layout of their formats.
         out_shardings: shardings of the results, as for `jax.jit`. They are needed if the compiler chooses the memory
-            order of a donated argument.
+            layout of a donated argument.
         compiler_options: options for this program, as for `jax.jit`, such as
             `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         flops: model FLOPs of one execution over all devices, for the model FLOPs utilization (MFU). The default is the
@@ -71,12 +71,12 @@ def compile_offline(
 
     Returns:
         A `Report`. If the compiler refuses the program for lack of memory, or the arguments alone do not fit in memory,
-        the report says so. Its figures then come from the plan and, if there is one, from the compiler's message.
+        the report says so. Its figures then come from the plan, and from the compiler's message if there is one.
 
     Raises:
         PlanError: the topology does not exist, or its compiler is missing; the mesh does not fit the topology, or no
             argument has a mesh and `mesh` is not given; the compiler does not know an option, or refuses the program
-            for a reason other than memory; or another argument has the wrong type.
+            for a reason other than memory; or an argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP

@@ -9,14 +9,14 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
-    """Check that the compiler knows some options and can read their values, by compiling a trivial program.
+    """Check, by compiling a trivial program, that the compiler knows the options and can read their values.
 
     Args:
         options: a mapping from names to values, as for `jax.jit`, such as `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         device: the device to compile for; by default JAX's first device.
 
     Raises:
-        PlanError: the compiler for the device's platform does not know an option, or cannot read the option's value. Or
+        PlanError: the compiler for the device's platform does not know an option, or cannot read the option's value; or
             an argument has the wrong type.
 
     Example:

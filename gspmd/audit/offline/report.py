@@ -24,7 +24,7 @@ from gspmd.tracing.program_plan import ProgramPlan
 class Report(Printed):
     """The report on a function compiled for a machine that is not attached; figures are per device and execution.
 
-    If a program was not compiled, because it does not fit in memory, its report has figures from the plan.
+    If the program was not compiled because it does not fit in memory, the figures come from the plan.
 
     Attributes:
         topology: the machine for which the function was compiled.
@@ -39,13 +39,13 @@ class Report(Printed):
         module: the scheduled program, parsed; None if the program was not compiled.
         hlo: the text of the scheduled program; empty if the program was not compiled.
         buffers: the largest arrays on one device (arguments and temporaries), largest first. If the program was not
-            compiled, the temporaries are the values of the traced function; the compiler would have merged some of
-            these.
+            compiled, the temporaries are the values of the traced function, some of which the compiler would have
+            merged.
         compile_seconds: seconds of tracing, lowering and compiling.
         reason: the reason why the program does not fit; empty if it fits. If the compiler refused the program, this is
             the compiler's message, with binary units converted to decimal units.
-        peak_bytes: the largest sum of arguments, results and temporaries at one time, in the compiler's assignment of
-            buffers; 0 if the program was not compiled.
+        peak_bytes: the largest number of bytes that arguments, results and temporaries take together at any time, by
+            the compiler's assignment of buffers; 0 if the program was not compiled.
     """
 
     topology: Topology
@@ -126,7 +126,7 @@ class Report(Printed):
         return json.dumps(figures, indent=2)
 
     def summary(self) -> Table:
-        """Return a table of two columns, which says whether the program fits in memory, and states its costs."""
+        """Return a two-column table that says whether the program fits in memory, and what it costs."""
         table = Table(show_header=False, box=None, pad_edge=False)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
@@ -164,8 +164,8 @@ class Report(Printed):
         """Return the summary, followed by the tables of planned and compiled bytes and the table of the timeline.
 
         Args:
-            details: whether every step that differs from the plan has a separate row. By default, all steps whose bytes
-                are sent by the same collective of another step share one row.
+            details: whether every step that differs from the plan has a separate row. By default, steps share one row
+                if their bytes are sent by the same collective of another step.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

@@ -32,9 +32,9 @@ class Topology:
         chip: the figures of one device. If there are several slices, each slice counts as a node.
         shape: for TPUs, the number of chips along each torus axis of one slice. For GPUs, the number of GPUs per node;
             if there are several nodes, the number of nodes comes first.
-        devices: the devices, for which programs can be compiled but on which they cannot run. TPU devices are listed
-            slice by slice, within a slice in torus order with the last axis fastest, and with the devices of one chip
-            next to each other. GPUs are listed node by node.
+        devices: the devices. Programs can be compiled for these devices, but cannot run on them. TPU devices are listed
+            slice by slice. Within a slice they are in torus order with the last axis fastest, and the devices of one
+            chip are next to each other. GPUs are listed node by node.
         slices: number of TPU slices, which are connected by the data-centre network; 1 for GPUs.
     """
 
@@ -69,9 +69,9 @@ class Topology:
         """Make a mesh over the devices.
 
         On a TPU slice, each mesh axis consists of one or several whole torus axes, if the sizes allow this. If several
-        assignments are equally good, earlier mesh axes get earlier torus axes. Several slices fill the mesh one after
-        another. In that case the first mesh axis, or the first few axes together, extend over the slices, and the other
-        axes lie within each slice. GPUs fill the mesh node by node, with the last mesh axis fastest.
+        assignments are equally good, earlier mesh axes get earlier torus axes. If there are several slices, they fill
+        the mesh one after another. The first mesh axis, or the first few axes together, then extend over the slices,
+        and the other axes lie within each slice. GPUs fill the mesh node by node, with the last mesh axis fastest.
 
         Args:
             axes: a mapping from mesh axes, in order, to sizes.
@@ -119,11 +119,11 @@ class Topology:
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the torus axes of which each mesh axis consists.
+        """Return, for each mesh axis, the sizes of the torus axes of which it consists.
 
-        A mesh axis that does not cover a box of the torus counts as one ring. The two devices of one chip do not form a
-        ring, and several slices do not form a ring. GPUs are connected by switches and have no rings, so the result for
-        GPUs is empty.
+        A mesh axis whose devices do not form a rectangular block of the torus counts as one ring. The two devices of
+        one chip do not form a ring, and several slices do not form a ring. GPUs are connected by switches and have no
+        rings, so the result for GPUs is empty.
 
         Args:
             mesh: a mesh over the devices of this topology.
@@ -170,7 +170,8 @@ def topology(name: str) -> Topology:
             per node, as in `h100:16x8` and `gb200:2x72`.
 
     Returns:
-        The topology. The same name always gives the same object, so that meshes over this object are equal.
+        The topology. The same name always gives the same object, so two meshes over its devices with the same axes are
+        equal.
 
     Raises:
         PlanError: there is no such topology, or no compiler supports the GPU. Or the compiler (libtpu, or JAX's plugin
@@ -207,7 +208,8 @@ def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
         count: number of slices of each topology; 1 for GPUs.
 
     Raises:
-        PlanError: no chip has the name `chip`, or the compiler for the chip is missing, as for `topology`.
+        PlanError: no chip has the name `chip`, or the compiler for the chip is missing (the same errors that `topology`
+            raises).
     """
     chip = chip_named(chip)
     for shape in shapes(chip, count):

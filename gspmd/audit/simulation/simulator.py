@@ -30,11 +30,12 @@ def timeline(
     - **Computation**: an instruction takes the cycles that the TPU compiler estimates, divided by the chip's clock. If
       a chip has two cores, the cycles are those of both cores together. An instruction without an estimate takes the
       time of its matrix products at the chip's peak FLOP/s, or the time of its bytes at the bandwidth of main memory,
-      whichever is longer. Instructions that only name a value take no time.
-    - **On a GPU**, the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`).
-      Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates that cuDNN reaches. Any other
-      kernel takes the time of its bytes, at the memory bandwidth that kernels reach. Only scatters are slower
-      (`SCATTER_EFFICIENCY` of `gspmd.audit.simulation.roofline`). Every kernel also takes time to start.
+      whichever is longer. Instructions that only give a name to a value, such as `tuple` and `bitcast`, take no time.
+    - **On a GPU**, the compiler makes no estimates. A matrix product takes the time that is predicted for cuBLAS
+      (`gspmd.hardware.matmul`). Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates
+      that cuDNN reaches. Any other kernel takes the time of its bytes, at the memory bandwidth that kernels reach.
+      Scatters are an exception, because they are slower (`SCATTER_EFFICIENCY` of `gspmd.audit.simulation.roofline`).
+      Every kernel also takes time to start.
     - **Launches**: on a GPU, the host launches kernels one by one, or five or more consecutive kernels as one CUDA
       graph. The host runs ahead of the device. If the host is not ahead, the device waits for the next launch. The
       device also waits for the host at a conditional, and in a loop whose trip count is unknown.
@@ -43,17 +44,17 @@ def timeline(
       group of devices that does not match a set of mesh axes counts as one ring. A shift is a permute that moves all
       data by the same number of positions along one axis, such as a step of a ring. It sends its bytes over one link
       per position, in one direction (`gspmd.audit.simulation.links`).
-    - **Asynchronous collectives** overlap with the instructions between their start and their done. At the done, the
-      device waits until the collective is finished.
+    - **Asynchronous collectives** overlap with the instructions between their start instruction and their done
+      instruction. At the done instruction, the device waits until the collective is finished.
     - **Links**: a mesh axis has two directions. A shift uses one direction of one axis, and any other collective uses
       both directions of all its axes. Collectives that use the same direction of an axis share it evenly. The speed of
-      a collective is the speed on its most contended link; bandwidth that is then left on other links is not used.
+      a collective is the speed on its most contended link. Bandwidth that this leaves free on other links is not used.
       Hops take time, but no bandwidth.
     - **Copies** between memories (`copy-start`, asynchronous slices) take the time of their bytes at the bandwidth of
       main memory. Several copies share this bandwidth. The time of waiting for a copy counts as computing.
-    - **Loops** are simulated until an iteration leaves the transfers in flight as they were before it. That iteration
-      then stands for all iterations that remain. It is the first iteration, unless a transfer is in flight across
-      iterations.
+    - **Loops** are simulated until an iteration ends with the same transfers in flight as when it began. This iteration
+      then stands for all remaining iterations. It is the first iteration, unless a transfer is in flight from one
+      iteration to the next.
     - **Conditionals**: the slowest branch is taken.
 
     Args:
@@ -62,8 +63,8 @@ def timeline(
         mesh: sizes of the mesh axes, in the order of the devices.
         flops: FLOPs of the model, per device and step, for `mfu`; by default the FLOPs of the program's matrix
             products.
-        torus: a mapping from a mesh axis to the sizes of its torus axes (`Topology.rings`). A mesh axis that is missing
-            is one torus axis.
+        torus: a mapping from a mesh axis to the sizes of its torus axes (`Topology.rings`). A mesh axis that is not in
+            the mapping counts as one torus axis.
 
     Returns:
         A `Timeline`, which can be printed. `gspmd.audit.gantt.draw` draws a timeline, and `gspmd.audit.perfetto.write`

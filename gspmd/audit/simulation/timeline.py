@@ -54,15 +54,15 @@ class Timeline(Printed):
         hidden_seconds: the part of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
         memory_seconds: the part of `compute_seconds` that main memory limits. In this time, the device waits for
-            copies, or runs instructions whose bytes at full bandwidth take longer than their matrix products at peak
-            FLOP/s. Instructions that access main memory but compute no products always belong to this part, with the
-            seconds that the compiler estimates.
-        flops: FLOPs of the matrix products, two per multiplication.
-        model_flops: the numerator of `mfu`: the model's FLOPs given to `gspmd.audit.timeline`, or `flops` if none were
-            given.
-        spans: the bars to draw. Only one iteration of a loop is drawn; the bar of the loop has the number of
+            copies, or runs instructions for which moving the bytes at full bandwidth takes longer than computing the
+            matrix products at peak FLOP/s. Instructions that access main memory but compute no products always belong
+            to this part, with the seconds that the compiler estimates.
+        flops: FLOPs of the matrix products, where a multiplication and its addition count as two.
+        model_flops: the FLOPs from which `mfu` is computed. These are the model's FLOPs given to
+            `gspmd.audit.timeline`, or `flops` if none were given.
+        spans: the bars to draw. Only one iteration of a loop is drawn, and the bar of the loop states the number of
             iterations.
-        parts: the sums over bars of the same category and mesh axes, longest first.
+        parts: the sums over all bars with the same category and mesh axes, longest first.
         chip: the simulated hardware.
         mesh: sizes of the mesh axes.
         name: the name of the program.

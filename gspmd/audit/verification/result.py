@@ -46,7 +46,7 @@ class Parting:
 class Verification:
     """The result of `gspmd.audit.verify`.
 
-    The truth value is True if all lowerings give the same results as one device.
+    In a boolean context, the object is True if all lowerings give the same results as one device.
 
     Attributes:
         name: the name of the function.

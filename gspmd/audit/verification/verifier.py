@@ -26,17 +26,17 @@ def verify(
 ) -> Verification:
     """Compare a function under each lowering, on the current mesh, with the same function on one device.
 
-    For the run on one device, the mesh has the same axes, each of size 1, so that the same equations are valid. The
-    largest difference of a floating-point array, divided by the largest absolute value of the array, may be at most the
-    `TOLERANCE` of its dtype. All other arrays have to be equal. If several devices hold copies of an array, every copy
-    is compared.
+    For the run on one device, the mesh has the same axes, each of size 1, so that the same equations are valid. For a
+    floating-point array, the largest difference divided by the largest absolute value of the array may be at most the
+    `TOLERANCE` of its dtype. All other arrays must be equal. If several devices hold copies of an array, every copy is
+    compared.
 
     Args:
         fn: any function of arrays that `jax.jit` accepts.
         args: the arguments of `fn`. A `jax.ShapeDtypeStruct` is replaced by an array of random values with the same
             sharding; its values are 0 or 1 if the dtype is integer or boolean.
-        lowerings: names of lowerings. Equations of `fn` that name a lowering themselves keep that lowering.
-        gradients: whether to compare also the gradients of all floating-point arguments, for random cotangents.
+        lowerings: names of lowerings. An equation in `fn` that names its own lowering keeps this lowering.
+        gradients: whether to also compare the gradients of all floating-point arguments, for random cotangents.
         seed: seed of all random numbers.
 
     Returns:

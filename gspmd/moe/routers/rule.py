@@ -25,9 +25,10 @@ class Router:
     the random numbers are the same on every mesh. A router has the docstring of its rule.
 
     Args:
-        rule: (finite float32 logits [G, L, X], config, random numbers or None, mask [G, L] of real tokens) -> Routing.
-            The rule must route groups independently, and must not draw random numbers. If the router is `scored`
-            (`gspmd.moe.config.Kind`), the rule has a further argument, the bias [X] for choosing experts or None.
+        rule: a function (finite float32 logits [G, L, X], config, random numbers or None, mask [G, L] of real tokens)
+            -> Routing. The rule must route groups independently, and must not draw random numbers. If the router is
+            `scored` (`gspmd.moe.config.Kind`), the rule takes one more argument, which is the bias [X] for choosing
+            experts, or None.
         name: the router's name in a config.
         numbers: a function (key, shape [G, L, X], out_sharding) -> the random numbers for the rule, [G, L] or [G, L,
             X]; None if the rule uses no random numbers.
@@ -148,7 +149,7 @@ class Router:
 
 
 def router(name: str, numbers: Numbers | None = None) -> Callable[[Rule], Router]:
-    """Decorate a rule to make it a `Router`."""
+    """Return a decorator that turns a rule into a `Router` with this name."""
     return lambda rule: Router(rule, name, numbers)
 
 

@@ -59,7 +59,7 @@ class Buckets:
 
     @property
     def single(self) -> int:
-        """The number of buckets for one direction that hold a single distance each."""
+        """The number of buckets in one direction that hold a single distance each."""
         return self.count // (4 if self.bidirectional else 2)
 
     def of(self, relative: jax.Array) -> jax.Array:

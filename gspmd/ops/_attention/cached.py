@@ -74,8 +74,8 @@ def cached_attention(
     moves the result back. If T is sharded, each device attends to its own part of the keys, and the results are
     combined as parts of one softmax. This takes two all-reduces of [B, L, H] float32, for the maximum and then for the
     denominator, and one sum of the weighted values in q's dtype. The sum is reduce-scattered directly to the placement
-    of the result if that is cheaper. Mesh axes that the cache does not use still shard their dimension of `q`, if sizes
-    allow it. The queries are gathered over the other mesh axes.
+    of the result if that is cheaper. A mesh axis that the cache does not use still shards the same dimension of `q`, if
+    the sizes allow it. The queries are gathered over all other mesh axes.
 
     Args:
         q: [B, L, H, D], the queries of the new tokens.
@@ -87,18 +87,19 @@ def cached_attention(
             count. D must be unsharded in `query_spec`, `key_spec` and `cache_spec`.
         cache_spec: the spec of `cached_k` and `cached_v`, such as `"B_xKT_yzD"`, with their dimensions in order. It has
             the letters of `key_spec` for batch, heads and head size, and a different letter for the cached length. The
-            order affects only how memory is read; heads before length is the best order for TPUs.
+            order of the dimensions affects only how memory is read; heads before length is the best order for TPUs.
         lengths: [B] integers, replicated, the number of cached tokens of each row.
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and sharded like the cache. The
-            logits and the probabilities are multiplied by them, so the cache is never converted to a wider dtype in
-            memory.
-        rest_scales: [B, K, T] float32 scales for the entries of a key after the first `value_width` entries. If they
-            are given, `key_scales` are only for the first entries. In multi-head latent attention, one scale is for the
-            latent, which is both key and value, and the other scale is for the rotated key after the latent.
+            logits are multiplied by the scales of the keys, and the probabilities by the scales of the values, so the
+            cache is never converted to a wider dtype in memory.
+        rest_scales: [B, K, T] float32 scales for the entries of a key after the first `value_width` entries. If
+            `rest_scales` are given, `key_scales` are only for the first `value_width` entries. In multi-head latent
+            attention, one scale is for the latent, which is both key and value, and the other scale is for the rotated
+            key after the latent.
         value_width: the number of leading entries of a key that are also its value, as in multi-head latent attention.
-            If it is given, `v`, `cached_v` and `value_scales` are None. Values are not cut out of the cache, because
-            this would copy them.
+            If `value_width` is given, `v`, `cached_v` and `value_scales` are None. Values are not cut out of the cache,
+            because this would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, and cached key t is at position t.
         window: the number of keys that a query sees, including its own key, as in `attention`. With a window the cache
@@ -107,7 +108,7 @@ def cached_attention(
             makes no difference.
         chunk: the number of tokens in a chunk, as in `attention`. A query attends to the keys of its own chunk. With
             chunks the cache is a ring, as with a window, and must have at least chunk - 1 slots.
-        softcap: a cap of the logits, as in `attention`.
+        softcap: a cap on the logits, as in `attention`.
         sinks, sinks_spec: an additional logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: ALiBi's slopes, as in `attention`. The positions are those described for `bias`, also in a
             ring.
@@ -119,9 +120,9 @@ def cached_attention(
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or values are wider than keys; or
             the cache is too short for the window or chunk; or a window and a chunk are given together, or one of them
-            is given without new keys; or values or their scales are given together with `value_width`; or, without it,
-            `cached_v` is missing, or only one of `k` and `v`, or of `key_scales` and `value_scales`, is given; or
-            `rest_scales` are given without `key_scales` or without `value_width`.
+            is given without new keys; or values or their scales are given together with `value_width`; or, without
+            `value_width`, `cached_v` is missing, or only one of `k` and `v` is given, or only one of `key_scales` and
+            `value_scales` is given; or `rest_scales` are given without `key_scales` or without `value_width`.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:

@@ -68,12 +68,12 @@ def attention(
     slices out the key heads that its query heads use. The gradients of `k` and `v` are summed over the mesh axes that
     shard only the queries.
 
-    If mesh axes shard the queries' L, the keys' T must be unsharded, or sharded over the same axes as in `"BL_xHD",
-    "BT_xKD"`. In the second case, under lowering `looped`, keys and values go round a ring of devices while the queries
+    If mesh axes shard the queries' L, the keys' T must be unsharded, or sharded over the same axes, as in `"BL_xHD",
+    "BT_xKD"`. If T is sharded, keys and values go round a ring of devices under lowering `looped`, while the queries
     attend to the keys that have arrived. Under `blocking`, keys and values are gathered first. Under `auto`, the
-    cheaper of these two ways is chosen. With `causal` the sequence must be in zigzag order, in which every device has
-    the same work. Tokens, positions, labels, `mask` and `segments` must all be in this order; see
-    `gspmd.ops.zigzag_positions`.
+    cheaper of these two ways is chosen. If T is sharded and `causal` is True, the sequence must be in zigzag order, in
+    which every device has the same work. Tokens, positions, labels, `mask` and `segments` must all be in this order;
+    see `gspmd.ops.zigzag_positions`.
 
     Padding may hold any numbers, including NaN. These numbers change neither the result nor the gradients of other
     tokens, and the gradients of padding are 0.
@@ -81,18 +81,19 @@ def attention(
     Args:
         q: [B, L, H, D].
         k: [B, T, K, D]. K divides H, and query head h attends to key head h // (H/K).
-        v: an array with the shape of `k`, except that D may differ. A ring and the TPU's kernel need one D for all
-            arrays, so for them the narrower arrays are padded.
+        v: an array with the shape of `k`, except that D may differ. A ring and the TPU's kernel need the same D for all
+            arrays, so there the narrower arrays are padded.
         query_spec: the spec of `q` and of the result, such as `"B_xLH_yzD"`. D must be unsharded.
         key_spec: the spec of `k` and `v`, such as `"B_xTK_yD"`, which may also have the letter L instead of T, as in
-            `"BLKD"`. B must be sharded as in `query_spec`, K over leading mesh axes of H, and T over the mesh axes of L
-            or not at all. D must be unsharded.
+            `"BLKD"`. B must be sharded as in `query_spec`. K must be sharded over the leading mesh axes of H, or over
+            none. T must be sharded over the mesh axes of L, or over none. D must be unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
         mask: [B, T] booleans, sharded like B and T of `k`, which are True for the keys that are not padding.
-        segments: a pair of int32 arrays [B, L] and [B, T] with the numbers of the documents that are packed into each
-            row. The first is sharded like B and L of `q`, and the second like B and T of `k`. A query attends only to
-            keys of its own segment. Segment 0 is padding, for keys and for queries. For self-attention pass the same
-            array object twice, which tells the TPU's kernel that every query sees some key.
+        segments: a pair of int32 arrays [B, L] and [B, T], for rows into which several documents are packed. They have
+            the number of the document of each query and of each key. The first array is sharded like B and L of `q`,
+            and the second like B and T of `k`. A query attends only to keys of its own segment. Segment 0 is padding,
+            for keys and for queries. For self-attention pass the same array object twice, which tells the TPU's kernel
+            that every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys, as an int or an int32 scalar.
         bias: [R, H], the table of T5's relative position bias. In head h, `bias[buckets.of(j - i), h]` is added to the
@@ -108,7 +109,7 @@ def attention(
             keys of its own chunk. None for one chunk. Chunks need `causal`, and cannot be combined with `window` or
             `segments`. For packed documents, give every chunk of a document its own segment instead, and pass the size
             of a chunk as `window`.
-        softcap: a cap of the logits, as in Gemma 2. Before bias and mask, the logits become
+        softcap: a cap on the logits, as in Gemma 2. Before bias and mask, the logits become
             softcap · tanh(scale · q·k / softcap).
         sinks: [H], a learned logit for each query head, as in gpt-oss. It adds to the denominator of the softmax and
             has no value: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).

@@ -44,8 +44,8 @@ class Checkpoints:
     Args:
         out: the run's folder.
         keep: number of checkpoints to keep, the newest ones.
-        tell: a function that is called with a line of text about every complete save, by `check`, `wait` or the next
-            `save`.
+        tell: a function that is called with a line of text about every complete save. `check`, `wait` or the next
+            `save` calls this function.
     """
 
     def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):

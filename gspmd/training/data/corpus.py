@@ -39,7 +39,8 @@ class Corpus:
         name: a description of where the texts come from.
         train: the tokens of the training texts, joined, [N].
         validation: the tokens of the held-out texts, joined, [N].
-        files: number of texts in each part; a file that is cut near its end counts in both.
+        files: number of texts in each part. A file that is cut near its end, because its end is held out, counts in
+            both parts.
         gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each text compressed by itself.
         vocabulary: size of the vocabulary, which is the number of ids that tokens can have.
         bytes_per_token: bytes of held-out text per held-out token, counting the separator of two texts as one byte.
@@ -66,7 +67,7 @@ class Corpus:
     starts: tuple[np.ndarray | Tokens, np.ndarray | Tokens] | tuple[None, None] = (None, None)
 
     def describe(self) -> str:
-        """Return a line with the source, and the size and number of texts of both parts."""
+        """Return a line that gives the source and, for each of the two parts, its size and its number of texts."""
         sizes = [f"{len(part):,} tokens" if self.tokenizer else amount_of_bytes(len(part)) for part in self._parts]
         train, held_out = (f"{size} in {count_of(count, self.unit)}" for size, count in zip(sizes, self.files))
         ratio = f", {self.bytes_per_token:.2f} bytes per token" if self.tokenizer else ""
@@ -115,7 +116,7 @@ class Corpus:
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
-        """Return the number of batches in the held-out part; unless `limit` is 0, return at most `limit`."""
+        """Return the number of batches in the held-out part, capped at `limit` unless `limit` is 0."""
         sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
@@ -152,7 +153,7 @@ class Corpus:
             yield {name: np.stack([row[name] for row in made]) for name in padding}
 
     def training_rows(self, length: int, most: int) -> int:
-        """Return the number of distinct training rows, but at most `most`; the corpus must have an objective."""
+        """Return the number of distinct training rows, capped at `most`. The corpus must have an objective."""
         assert self.objective is not None
         examples = self.objective.examples(Part(self.train, self.starts[0]), length)
         return count_rows(examples, most) if isinstance(examples, Items) else min(len(examples), most)

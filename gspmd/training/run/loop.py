@@ -52,9 +52,9 @@ def fit(
 
     Args:
         config: the length of the run, and how often to validate and save.
-        program: the functions and the initial state. For a run that changes its layout, a mapping from a step to a
-            function, which makes the program that is used after this step; the key of the first program is 0. The state
-            is moved to each program's shardings.
+        program: the functions and the initial state. For a run that changes its layout, a mapping from step to
+            function. Each function makes the program that is used after its step; the step of the first program is 0.
+            The state is moved to each program's shardings.
         corpus: the text to train on.
         out: the run's folder, which must exist.
         console: the console on which progress is shown.

@@ -32,8 +32,8 @@ class Program:
         context: a function that makes the context in which all other functions are called, such as
             `Arrangement.context`.
         gradients: the shapes and shardings of all gradients before the optimizer's update; None if unknown.
-        flops: the model's FLOPs in a step, as in `Speed`. The field `peak` has the FLOP/s of all devices, and MFU is
-            computed from the two.
+        flops: the model's FLOPs in a step, as in `Speed`.
+        peak: the FLOP/s of all devices. MFU is computed from `flops` and `peak`.
     """
 
     state: TrainState

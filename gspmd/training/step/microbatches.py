@@ -45,7 +45,7 @@ class Microbatches:
 
         Args:
             loss: a function (params, batch, key) -> (loss, dictionary of metrics).
-            specs: the spec in which the loss gets each parameter.
+            specs: the spec with which the loss gets each parameter.
             params: the parameters, sharded by `specs`.
             batch: [B, L], or a tree of such arrays.
             key: random key.

@@ -18,13 +18,13 @@ Reshard = Callable[..., jax.Array]
 class Moves:
     """Functions that reshard parameters and gradients within a step.
 
-    If all layouts agree, nothing moves. If the optimizer state is sharded further (ZeRO-1), parameters are sliced, and
-    the new parameters are all-gathered. Gradients are reduce-scattered if they are partial sums, and sliced if they are
-    not.
+    If all layouts agree, nothing moves. If the optimizer state is sharded over more mesh axes than the parameters
+    (ZeRO-1), parameters are sliced before the update, and the new parameters are all-gathered. Gradients are
+    reduce-scattered if they are partial sums, and sliced if they are not.
 
     Attributes:
         to_loss: a function that moves parameters to the specs in which the loss gets them.
-        gradients_to_optimizer: a function that moves gradients from the specs in which the loss leaves them to the
+        gradients_to_optimizer: a function that moves gradients from the specs that they have after the loss to the
             optimizer's specs.
         to_optimizer: a function that moves parameters to the optimizer's specs.
         to_parameters: a function that moves updated parameters back to their own specs.
@@ -59,8 +59,8 @@ def plan_moves(
         parameters: the spec of each parameter.
         optimizer: the spec of each parameter's optimizer state, with the same dimensions.
         reshard: a function that moves an array by an equation, such as `gspmd.reshard`.
-        gradients: the spec to which each gradient moves first, before it moves to the optimizer's spec. None, or the
-            parameter's own spec, for a single move.
+        gradients: the spec to which each gradient moves first, before it moves to the optimizer's spec. If this is None
+            or the parameter's own spec, there is only one move, to the optimizer's spec.
         loss: the spec in which the loss gets each parameter; None for the parameter's own spec.
 
     Example:

@@ -33,12 +33,12 @@ def make_step(
     microbatches: Microbatches | None = None,
     total: Callable[[Tree], jax.Array | None] | None = None,
 ) -> Step:
-    """Build the function of a training step, not compiled: (state, batch, key) -> (state, metrics).
+    """Build an uncompiled training step, a function (state, batch, key) -> (state, metrics).
 
-    A gradient that is a partial sum is reduced once, when it moves to the optimizer, however many microbatches, layers
-    and uses of a parameter add to it. Partial sums are part of an array's type under Explicit mesh axes, but Auto axes
-    have no such types. So on a mesh with Auto axes, such gradients are computed and reduced under Explicit axes of the
-    same mesh.
+    A gradient that is a partial sum is reduced only once, when it moves to the optimizer, even if many microbatches,
+    layers or uses of the parameter contribute to it. Partial sums are part of an array's type under Explicit mesh axes,
+    but Auto axes have no such types. So on a mesh with Auto axes, such gradients are computed and reduced under
+    Explicit axes of the same mesh.
 
     Args:
         loss: a function (params, batch, key) -> (loss, dictionary of metrics). `batch` is [B, L+1], or a tree of such
