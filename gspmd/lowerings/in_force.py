@@ -73,14 +73,9 @@ def resolve(name: str | None) -> str:
 # -- the devices -------------------------------------------------------------------------------------------------------
 
 
-def device_kind(mesh: jax.sharding.Mesh | None = None) -> str:
-    """Return JAX's name for the kind of a mesh's devices, or an empty string if the mesh has no devices.
-
-    Args:
-        mesh: the mesh; by default the one in force.
-    """
-    given = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    device = given.abstract_device
+def device_kind() -> str:
+    """Return JAX's name for the kind of the mesh's devices, or an empty string if the mesh has no devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 
 
@@ -89,9 +84,9 @@ def is_tpu() -> bool:
     return device_kind().startswith("TPU")
 
 
-def is_gpu(mesh: jax.sharding.Mesh | None = None) -> bool:
-    """Return whether the devices of a mesh, by default the one in force, are GPUs."""
-    return device_kind(mesh).startswith(("NVIDIA", "AMD"))
+def is_gpu() -> bool:
+    """Return whether the devices are GPUs."""
+    return device_kind().startswith(("NVIDIA", "AMD"))
 
 
 def is_host() -> bool:

@@ -104,7 +104,8 @@ def cache_stacks(config: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[range, .
         >>> cache_stacks(ModelConfig(layers=3, stacked=False), jax.make_mesh((1,), ("x",)))  # a CPU
         (range(0, 3),)
     """
-    return config.weight_stacks() if is_gpu(mesh) else config.stacks()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return config.weight_stacks() if is_gpu() else config.stacks()
 
 
 def is_by_layer(cache: Cache, config: ModelConfig) -> bool:

@@ -58,7 +58,7 @@ def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh, 
     with jax.set_mesh(mesh):
         layout, ends = Layout.load("weight-stationary-2d"), {"tokens": 6, "seed": 3}
         texts, others = (models.Generator(each, layout, chunk=2)(PROMPTS, **ends).texts for each in (model, apart))
-        monkeypatch.setattr(cache, "is_gpu", lambda mesh: True)  # each layer's keys have an array of their own
+        monkeypatch.setattr(cache, "is_gpu", lambda: True)  # each layer's keys have an array of their own
         held = models.abstract_cache(apart.config, apart.layout, mesh, 8, 16, "float32")
         assert [len(each) for each in held.keys] == [1] * apart.config.layers
         on_gpus = models.Generator(apart, layout, chunk=2)(PROMPTS, **ends).texts

@@ -54,7 +54,7 @@ def test_on_gpus_every_cache_is_written_as_elsewhere(seed, make_mesh, monkeypatc
     got = []
     for gpus in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(in_force, "is_gpu", lambda mesh=None, gpus=gpus: gpus)
+            patch.setattr(in_force, "is_gpu", lambda gpus=gpus: gpus)
             jax.clear_caches()  # A program is kept by its arguments and the kind of the devices.
             _value.cache_clear()
             with jax.set_mesh(make_mesh({"x": 2, "y": 2})), gspmd.lowering("blocking"):
