@@ -235,7 +235,7 @@ class Spec:
         return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
 
     def check(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> None:
-        """Raise a SpecError that lists all faults if this spec does not fit the sizes and the mesh; see `local_shape`."""
+        """Raise a SpecError with all faults if this spec does not fit the sizes and the mesh (see `local_shape`)."""
         if faults := self.faults(sizes, mesh):
             from gspmd.annotate.diagnosis.sizes import sizes_text
 
