@@ -501,7 +501,7 @@ def test_the_caller_s_garbage_collection_is_as_before(script, monkeypatch, flags
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*usual)
-    assert seen == [100_000] * ("tiny" in flags)
+    assert seen == [400_000] * ("tiny" in flags)
 
 
 def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monkeypatch, capfd):
