@@ -377,23 +377,33 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     operand that is multiplied by several weights. Arrays of the results in `later`, which are computed later, are left
     out.
     """
-    marks, absent = _marks_in(operation), {prod(value.aval.shape) for value in {*operation.outputs} & {*later}}
+    marks, absent = _marks_in(operation), {*operation.outputs} & {*later}
+    moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
     found: Counter[HeldArray] = Counter()
-    for move in marks:
-        if isinstance(move, UnknownMove) and len(move.before) == 1 and move.shape and prod(move.shape) not in absent:
+    for move in moves:
+        if len(move.before) == 1 and move.shape and not any(_makes(move, value) for value in absent):
             # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
-            own = move.before[0].partial and prod(move.shape) != prod(operation.outputs[0].aval.shape)
+            own = move.before[0].partial and not _makes(move, operation.outputs[0])
             ends = (*move.before, set() if own else given), (move.after, made)
             every = ((_placed(move, spec), outside) for spec, outside in ends)
             found.update(array for array, outside in every if replace(array, move=None) not in outside)
     summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
     for (spec, sizes), count in summed.items():
         size = prod(dict(sizes)[dim] for dim in spec.dims)
-        if count > sum(prod(value.aval.shape) == size for value in operation.outputs):
+        if count > sum(spec in move.before for move in moves):  # Each result is moved from where its products are.
             unknowns = {name for axes in spec.axes for name in axes}
             found[HeldArray(4 * size, tuple(sorted(unknowns)))] += count - 1
     return found
+
+
+def _makes(move: UnknownMove, value: HeldValue) -> bool:
+    """Return whether a value is the result of a move, as far as its size and its unknowns show it.
+
+    The size alone does not show it: a microbatch may have as many tokens as a weight has rows.
+    """
+    same = prod(move.shape) == prod(value.aval.shape)
+    return same and (value.array is None or value.array.unknowns == _placed(move, move.after).unknowns)
 
 
 def _marks_in(operation: Operation) -> list[Unknown]:
@@ -541,19 +551,19 @@ def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue
     in this operation is not written over the array that is moved.
     """
     if operation.is_fused:
-        moved: set[int] = set()
+        moves: list[UnknownMove] = []
     elif program_of(operation.equation) is not None and not _flops_in(operation.equation):
         marks = _marks_in(operation)
         moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
         if len(moves) < len(marks):
             return set()
-        moved = {prod(move.shape) * move.itemsize for move in moves}
     else:
         return set()
     free = Counter(value.array for value in done)
     found = set()
     for value in operation.outputs:
-        if value in made and value.array and free[value.array] and value.array.size not in moved:
+        is_moved = any(_makes(move, value) for move in moves)
+        if value in made and value.array and free[value.array] and not is_moved:
             free[value.array] -= 1
             found.add(value)
     return found
