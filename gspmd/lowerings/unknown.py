@@ -268,9 +268,8 @@ def _moved(call: Call) -> Passes:
     shape = tuple(dict(call.sizes)[dim] for dim in before.dims)
     wire = call.plan.inputs[0].itemsize, call.plan.outputs[0].itemsize
     there = UnknownMove((before,), after, shape, wire[0])
-    back = UnknownMove(
-        (after.cotangent,), before.cotangent, tuple(dict(call.sizes)[dim] for dim in after.dims), wire[1]
-    )
+    mirrored = tuple(dict(call.sizes)[dim] for dim in after.dims)
+    back = UnknownMove((after.cotangent,), before.cotangent, mirrored, wire[1], searched=True)
 
     class Forward(Executor):
         def output(self, number: int, values: Pieces) -> jax.Array:

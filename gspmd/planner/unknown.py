@@ -39,6 +39,8 @@ class UnknownMove:
         shape: the shape of the unsharded tensor, with dimensions in the order of `before`.
         itemsize: bytes of an element on the wire.
         reduce: the operation by which a partial sum is reduced, `"sum"` or `"max"`.
+        searched: whether the planner searches for a placement on the way, as it does for the gradient of a move. This
+            costs as much as the direct move, but where several paths cost the same, another one may be taken.
     """
 
     before: tuple[Spec, ...]
@@ -46,6 +48,7 @@ class UnknownMove:
     shape: tuple[int, ...]
     itemsize: int
     reduce: str = "sum"
+    searched: bool = False
 
 
 @dataclass(frozen=True)

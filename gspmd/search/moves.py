@@ -6,7 +6,7 @@ for each placement of interest, and keeps the seconds as a row of a table.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -72,10 +72,24 @@ class MoveCosts:
         table = table[index]
         return table if by == "sources" else table.T
 
-    def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
-        """Return the steps of the cheapest moves, indexed by source and then target; empty if there is no move."""
+    def steps_between(
+        self, sources: np.ndarray, targets: np.ndarray, *, searched: bool = False
+    ) -> list[list[tuple[Step, ...]]]:
+        """Return the steps of the cheapest moves, indexed by source and then target; empty if there is no move.
+
+        Args:
+            sources, targets: node numbers of placements; -1 for a placement that is impossible.
+            searched: whether the moves are planned as equations, which take the path through the placement whose text
+                comes first (`gspmd.planner.graph.search`).
+        """
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
-        for row, column, _, path in self._paths_between(sources, targets):
+        for row, column, rest, path in self._paths_between(sources, targets):
+            if searched:
+                start = int(sources[row])
+                total = self.paths.costs_from(start) + rest
+                tied = np.flatnonzero(total == total.min()).tolist()
+                middle = min(tied, key=lambda number: str(self.paths.spec(self.dims, number)))
+                path = chain(self.paths.path_between(start, middle), self.paths.path(rest, middle))
             for arc in path:
                 if arc not in self._steps:
                     self._steps[arc] = self.paths.steps([arc], self.dims, "")

@@ -494,11 +494,13 @@ class Prices:
         """Return the seconds of the first steps that two moves of one tensor share, and of the hoisted ones among them.
 
         Returns:
-            Three values, or None if an operation plans one of the moves by itself. The first is a pair of arrays over
+            Three values, or None if one of the moves is planned by its operation or as an equation. The first is a pair of arrays over
             the distinct placements: the seconds of the common steps, and of the hoisted ones among them. The second has
             the indices of the placements by option. The third says, by option, whether both moves begin at the same
             placement.
         """
+        if any(isinstance(each, UnknownMove) and each.searched for each in (what.chain, *what.others)):
+            return None  # Their first steps depend on the placement in the middle.
         own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
         if own is None or theirs is None:
             return None
@@ -558,7 +560,7 @@ class Prices:
         tensor = self._tensor(what)
         places = self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of)
         (sources, targets), at = different(*places)
-        between = tensor.steps_between(sources, targets)
+        between = tensor.steps_between(sources, targets, searched=what.searched)
         chains, which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
         return chains, which.reshape(len(sources), len(targets))[at]
 
