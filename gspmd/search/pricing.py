@@ -494,10 +494,10 @@ class Prices:
         """Return the seconds of the first steps that two moves of one tensor share, and of the hoisted ones among them.
 
         Returns:
-            Three values, or None if one of the moves is planned by its operation or as an equation. The first is a pair of arrays over
-            the distinct placements: the seconds of the common steps, and of the hoisted ones among them. The second has
-            the indices of the placements by option. The third says, by option, whether both moves begin at the same
-            placement.
+            Three values, or None if one of the moves is planned by its operation or as an equation. The first is a pair
+            of arrays over the distinct placements: the seconds of the common steps, and of the hoisted ones among them.
+            The second has the indices of the placements by option. The third says, by option, whether both moves begin
+            at the same placement.
         """
         if any(isinstance(each, UnknownMove) and each.searched for each in (what.chain, *what.others)):
             return None  # Their first steps depend on the placement in the middle.
