@@ -49,10 +49,10 @@ class Bucket:
 
     choice: int
     scope: tuple[int, ...]
-    inputs: list[Input]
+    inputs: tuple[Input, ...]
 
 
-def eliminate(tables: Tables) -> list[Bucket]:
+def eliminate(tables: Tables) -> tuple[Bucket, ...]:
     """Return the buckets in the order of elimination; the next bucket is always the one with the fewest combinations.
 
     Raises:
@@ -63,7 +63,9 @@ def eliminate(tables: Tables) -> list[Bucket]:
 
 
 @lru_cache(maxsize=1 << 7)  # One mesh has many problems that differ only in their numbers.
-def _eliminated(sizes: tuple[int, ...], terms: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> list[Bucket]:
+def _eliminated(
+    sizes: tuple[int, ...], terms: tuple[tuple[int, ...], ...], names: tuple[str, ...]
+) -> tuple[Bucket, ...]:
     left = [Input(number, of, False) for number, of in enumerate(terms)]
     remaining = set(range(len(sizes)))
     buckets: list[Bucket] = []
@@ -80,13 +82,13 @@ def _eliminated(sizes: tuple[int, ...], terms: tuple[tuple[int, ...], ...], name
                 f"{LARGEST:.2g} that can be searched.\n  Give some of them a spec, with fixed= (--fixed)."
             )
         scope = tuple(sorted(scopes[choice] - {choice}))
-        taken = [each for each in left if choice in each.of]
+        taken = tuple(each for each in left if choice in each.of)
         left = [each for each in left if choice not in each.of]
         if scope:
             left.append(Input(len(buckets), scope, True))
         buckets.append(Bucket(choice, scope, taken))
         remaining.remove(choice)
-    return buckets
+    return tuple(buckets)
 
 
 class Messages:
@@ -98,7 +100,7 @@ class Messages:
         rate: The seconds that one byte counts as. If None, only bytes count.
     """
 
-    def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
+    def __init__(self, tables: Tables, buckets: Sequence[Bucket], rate: float | None):
         self.buckets = buckets
         self.rate = rate
         self._sizes = [len(kept) for kept in tables.kept]

@@ -56,12 +56,13 @@ def search(
 ) -> Found:
     """Search for the cheapest layout of a program over every spec of every line, with a proof.
 
-    The program is traced once, with every dimension of every line sharded over a placeholder for mesh axes, called an
-    *unknown*. The trace shows, for each planned step, the lines on which the step depends, how often it runs, and
-    whether it is recomputed or merged. The planner's tables give the seconds of each step for every placement, and the
-    cheapest combination of placements is found, with a proof. Work outside of plans is added as passes over memory and
-    FLOPs. Memory is the size of arguments, results and intermediate arrays, which their types give, at the moment when
-    the program holds the most bytes.
+    The program is traced with every dimension of every line sharded over a placeholder for mesh axes, called an
+    *unknown*, and traced again whenever JAX or an operation needs two of the lines to be sharded alike. The trace
+    shows, for each planned step, the lines on which the step depends, how often it runs, and whether it is recomputed
+    or merged. The planner's tables give the seconds of each step for every placement, and the cheapest combination of
+    placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the
+    size of arguments, results and intermediate arrays, which their types give, at the moment when the program holds the
+    most bytes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from math import prod
+from math import fsum, prod
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -353,7 +353,9 @@ class Held:
 
 
 def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
-    """Return the arrays at a program's moment of peak memory; results may reuse the memory of donated arguments.
+    """Return the arrays at a program's moment of peak memory, if every argument is donated.
+
+    A result then takes the memory of an argument of the same size and sharding, if there is one.
 
     Args:
         jaxpr: the program.
@@ -419,7 +421,8 @@ def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
 
 
 def _nominal(arrays: Counter, devices: int) -> float:
-    return sum(count * array.size / (devices if array.unknowns else 1) for array, count in arrays.items())
+    # Exact, since arrays that were collected in sets come in any order, and the largest of several sums is taken.
+    return fsum(count * array.size / (devices if array.unknowns else 1) for array, count in arrays.items())
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:

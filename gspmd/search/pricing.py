@@ -193,9 +193,9 @@ class Prices:
         They are the same for all programs with these choices, which differ only in the numbers of runs.
         """
         known, key = _latest(self._key), (kind, what, of)
-        if (found := known.get(key, known)) is known:  # a table may be None
-            found = known[key] = made(what, of)
-        return found
+        if key not in known:
+            known[key] = made(what, of)
+        return known[key]
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
         """Return the time in seconds of one run of a step, as a table indexed by the choices given in `of`."""

@@ -35,7 +35,7 @@ class Term:
     bytes: np.ndarray | None = field(default=None, repr=False)
 
     @cached_property
-    def has_seconds(self) -> bool:
+    def seconds_are_valid(self) -> bool:
         """Whether every entry of `seconds` is a number or `inf`.
 
         The result is kept, because a term is part of many problems and its tables may be large.
@@ -43,7 +43,7 @@ class Term:
         return not (np.isnan(self.seconds).any() or (np.asarray(self.seconds) == -math.inf).any())
 
     @cached_property
-    def has_bytes(self) -> bool:
+    def bytes_are_finite(self) -> bool:
         """Whether every entry of `bytes` is finite; true if the term holds no bytes."""
         return self.bytes is None or bool(np.isfinite(self.bytes).all())
 
@@ -129,7 +129,7 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"term {term.name!r} has a table of shape {np.shape(term.seconds)}, and its choices {', '.join(term.of)} "
             f"have {shape} options.\n  Give the table an axis for each choice, in that order."
         )
-    if not term.has_seconds:
+    if not term.seconds_are_valid:
         raise ValueError(
             f"term {term.name!r} has seconds that are nan or -inf.\n  Give inf for a combination that is not allowed."
         )
@@ -142,7 +142,7 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"term {term.name!r} has bytes of shape {np.shape(term.bytes)}, which do not broadcast to {shape}.\n"
             "  Give them the shape of its seconds."
         ) from None
-    if not term.has_bytes:
+    if not term.bytes_are_finite:
         raise ValueError(
             f"term {term.name!r} holds bytes that are not finite.\n"
             "  Give a combination that is not allowed infinite seconds instead."

@@ -15,7 +15,7 @@ Source: M. L. Fisher, The Lagrangian relaxation method for solving integer progr
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ class BoundedSearch:
     def __init__(
         self,
         tables: Tables,
-        buckets: list[Bucket],
+        buckets: Sequence[Bucket],
         stop: Callable[[], bool],
         keep: Callable[[Answer], None],
         rate: float = 0.0,
