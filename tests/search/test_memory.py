@@ -1,10 +1,17 @@
 """The memory that a search plans for training steps, against the buffers that libtpu 0.0.42 assigns (jax 0.10.2)."""
 
+import random
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from gspmd.commands import compile as command
+from gspmd.hardware.chips import CHIPS
+from gspmd_models.search.phases import problem_of
+from gspmd_models.search.workload import Workload
+from tests.references.models import TINY
+from tests.search.layouts import drawn
 
 pytestmark = pytest.mark.usefixtures("benchmarks")
 
@@ -36,3 +43,17 @@ def test_planned_memory_is_within_5_percent_of_the_compiler_s(name):
 
     settings = command.parse(shlex.split(f"{memory.STEPS[name]} --phase train"))
     assert memory.planned(settings)["planned"] == pytest.approx(ASSIGNED[name], rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_memory_is_linear_in_tokens_where_they_are_as_many_as_a_weight_has_rows(remat):
+    """Arrays of equally many elements were once taken for one another, so that 64 tokens held less than 60."""
+    config = replace(TINY, tied=False, remat=remat)
+    assert config.feed_forward == config.vocabulary == 64
+    fewer, same, more = (
+        problem_of(Workload(config, CHIPS["tpu-v5p"], batch, 2), {"x": 2}).problem() for batch in (30, 32, 34)
+    )
+    rng = random.Random(remat)
+    for _ in range(6):
+        picks = drawn(same, rng)
+        assert same.bytes_of(picks) == (fewer.bytes_of(picks) + more.bytes_of(picks)) / 2
