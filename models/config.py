@@ -246,7 +246,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
-        """Return how many of the last tokens each token attends to in layers of this kind, or None for all."""
+        """Return the number of most recent tokens to which a token attends in layers of this kind, None for all."""
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
@@ -254,7 +254,7 @@ class ModelConfig:
         return self.attention_chunk if kind == "chunked" else None
 
     def reach_of(self, kind: str) -> int | None:
-        """Return how many of the last tokens each token attends to at most in layers of this kind, or None for all."""
+        """Return the most tokens to which a token may attend in layers of this kind, or None if there is no limit."""
         return self.window_of(kind) or self.chunk_of(kind)
 
     def grows(self, kind: str) -> bool:

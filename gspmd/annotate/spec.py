@@ -147,7 +147,10 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
-        """Return this spec with `dim` sharded over `axes`, major first, without `reduced`: `B_xLE_yz` from `B_xLE`."""
+        """Return a copy of this spec in which `dim` is sharded over `axes`, from major to minor, without `reduced`.
+
+        For example, `B_xLE` becomes `B_xLE_yz`.
+        """
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 

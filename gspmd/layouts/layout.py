@@ -38,8 +38,8 @@ class Layout(LayoutTable):
       factor: the mesh axes to which `mesh_for` distributes the prime factors of a number of devices.
       table: a mapping from key to spec, such as `"ffn.w_in"` to `"E_xF_yz"`. A tuple of specs lists alternatives, from
         which `resolved` chooses one.
-      overrides: a mapping from overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or `decode`)
-        to a table of the lines that differ in this section.
+      overrides: a mapping from each overriding section (`gradients`, `optimizer`, `encoder`, `cache`, `prefill` or
+        `decode`) to a table of the lines in which the section differs from `table`.
       lowerings: a mapping from part of the model to its lowering; `default` is for all other parts.
       dimensions: a mapping from each user-defined dimension, a capital letter, to its meaning.
       own: a mapping from each key of a user-defined section to the dimensions of its spec. If None is given, the
@@ -138,7 +138,7 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stack(self, name: str) -> "Layout":
-        """Return the layout of the encoder, a stack of blocks beside the decoder; `name` must be `"encoder"`.
+        """Return the layout of the encoder. The `name` must be `"encoder"`, the only stack beside the decoder.
 
         If the layout has no [encoder] section, the encoder has the same lines as the decoder.
 

@@ -28,7 +28,7 @@ Tree = Any
 class Stages:
     """The functions that the stages of a pipeline compute for a stack of blocks.
 
-    Their arrays are global over the mesh axes that the pipeline does not use.
+    The arrays that these functions take and return are global over the mesh axes that the pipeline does not use.
 
     Attributes:
         first: a function (shared, batch) -> x, which computes the input of the first stage, such as an embedding.

@@ -230,10 +230,10 @@ class Plan:
             equation, lowering, dtypes, wire_bytes, flops, seconds, hidden_seconds, peak_bytes: the attributes of the
                 plan with the same names. The dtypes are those of the operands.
             steps: a list in the order of execution. Each step has kind, axes, operand, before, other, after,
-                wire_bytes, flops and seconds. The key other is null unless the step is a product of two operands.
+                wire_bytes, flops and seconds. The key `other` is null unless the step is a product of two operands.
             mesh, sizes, chip, via: the arguments for which the plan was made.
-            gradients: a list with one entry for each operand, or an empty list without `gradients`. Entries have the
-                same keys, except for mesh, sizes, chip, via and gradients.
+            gradients: a list with one entry for each operand, which is empty if the argument `gradients` is False. The
+                entries have the same keys, except for mesh, sizes, chip, via and gradients.
         """
         asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
         parts = [_record(each) for each in self.gradients] if gradients else []

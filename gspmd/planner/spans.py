@@ -114,7 +114,7 @@ def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """Return the steps after the sum of an output's products; there are none if each product is reduced separately."""
+    """Return the steps that run after an output's products are added; none if each product is reduced by itself."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)

@@ -208,9 +208,9 @@ class ProgramWork:
 def work(jaxpr: Jaxpr) -> ProgramWork:
     """Count the passes of a program over memory, and the FLOPs of products that are not planned steps.
 
-    Passes are those of elementwise operations, of planned operations that are not products, and of the stacks that
-    loops read and write. Elementwise operations are fused as far as possible, so arrays that only operations of one
-    fused group make and read are not counted.
+    Elementwise operations make passes, and so do planned operations other than products, and loops that read and write
+    stacks. Elementwise operations are assumed to be fused as far as possible, so an array that is written and read only
+    within one fused group is not counted.
     """
     passed: Counter = Counter()
     flops: Counter = Counter()

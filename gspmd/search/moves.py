@@ -166,12 +166,14 @@ class MoveCosts:
 
 
 def at_every(made: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-    """Evaluate a table at arrays of placements, which are broadcast; the table is computed once per distinct value.
+    """Evaluate a table at arrays of placements that broadcast together.
+
+    The table is computed once, for the distinct placements in each array.
 
     Args:
         made: a function that computes the table from arrays of distinct placements; the table has an axis for each
             array.
-        places: the placements, by number.
+        places: arrays of node numbers of placements.
 
     Example:
         >>> def made(sources, targets):

@@ -71,8 +71,8 @@ class ProgramPlan(Printed):
 
     For a conditional, only the branch with the largest `size` is counted. A while loop is counted as one iteration,
     because its trip count is not known in advance. Under vmap, the figures of a step are for the whole batch. For an
-    equation lowered with `xla`, the steps are only a forecast, because the compiler chooses the collectives. They are
-    all included in the totals.
+    equation lowered with `xla`, the steps are only a forecast, because the compiler chooses the collectives. The
+    totals include these steps.
 
     Attributes:
         entries: the steps that run.

@@ -327,9 +327,9 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Record the results of an operation that are merged with others only if the compiler fuses both alike.
+        """Record those results of an operation that are merged with equal values only if both are fused alike.
 
-        These are results that become equal to other values only after optimization barriers are expanded.
+        Such results become equal to other values only after the compiler expands optimization barriers.
         """
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused

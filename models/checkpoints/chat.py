@@ -198,7 +198,8 @@ def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
 def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
     """Return messages in the form that templates expect.
 
-    No entry is None, and an entry with the model's reasoning is present under each name that templates use for it.
+    Entries that are None are left out. If a message has the model's reasoning, the entries `thinking` and
+    `reasoning_content` have it, since templates use both names.
 
     Raises:
         CheckpointError: there are no messages, or a message is not an object with a role.

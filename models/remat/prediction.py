@@ -194,7 +194,10 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 
 def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
-    """Return the bytes that blocks before the repeating blocks keep on one device, without weights and constants."""
+    """Return the bytes kept on one device by the blocks that come before the repeating blocks.
+
+    Weights and constants are not counted.
+    """
     config, layout = model.config, model.layout
     definitions: list[Any] = []  # the blocks' definitions, set while `inputs` is traced
     if not config.lead or not config.stacked:

@@ -108,7 +108,7 @@ def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruct
 
 
 def _numbered(target: str, places: Mapping[int, int]) -> str:
-    """Return the text of replica groups or pairs for a `_xla_megascale_target`, with devices as positions in the mesh.
+    """Convert a `_xla_megascale_target` to the text of replica groups or pairs of positions in the mesh.
 
     The target `{1,3}x{0:7}` stands for eight groups. For each d from 0 to 7, one group contains device d of slice 1 and
     device d of slice 3. Targets in any other form list device ids.

@@ -166,8 +166,8 @@ def topology(name: str) -> Topology:
             `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16` and `tpu7x:4x4x4`; `v4:4x4x4` and
             `TPU v4:4x4x4` are accepted too. The name `tpu-v5p:4x8x8*4` means four slices, connected by the data-centre
             network. For GPUs on one node, the size is the number of GPUs, as in `h100:8`, `a100:8`, `a100-40gb:8`,
-            `h200:8` and `b200:8`, or fewer. For several nodes, the sizes are the number of nodes and the number of GPUs
-            per node, as in `h100:16x8` and `gb200:2x72`.
+            `h200:8` and `b200:8`; fewer are accepted too. For several nodes, the sizes are the number of nodes and the
+            number of GPUs per node, as in `h100:16x8` and `gb200:2x72`.
 
     Returns:
         The topology. The same name always gives the same object, so two meshes over its devices with the same axes are

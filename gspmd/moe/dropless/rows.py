@@ -89,7 +89,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return the place and the counts, as `place_rows` does, if nothing is sent.
+    """Return the place and the counts, like `place_rows`, for rows that are not sent to other devices.
 
     The rows of all groups are sorted together, so that the place is [1, G · L, k], and the counts are [G, X, 1].
     """

@@ -49,14 +49,14 @@ def read_beside(
     limit: float,
     kept: Mapping[str, str] = MappingProxyType({}),
 ) -> Reading:
-    """Find the best layout for reading texts that stores weights and cache as a layout for decoding does.
+    """Find the best layout for a reading phase that stores weights and cache in the same way as the decoding layout.
 
     Args:
         phase: the problem of the reading phase, on the mesh of decoding.
         decode: the problem of decoding.
         answer: the layout found for decoding.
         limit: bytes that a device may hold.
-        kept: activations that another reading phase has already decided, as key -> text.
+        kept: specs of activations that another reading phase has already chosen, as key -> text.
 
     Raises:
         NoneFits: no layout that stores these arrays in this way fits.
