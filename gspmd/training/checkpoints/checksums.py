@@ -78,7 +78,7 @@ def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
 
 
 def checksum(path: Path) -> str:
-    """Return `SHA256 BYTES` of a file."""
+    """Return the SHA-256 and the size of a file in bytes, as the text `SHA256 BYTES`."""
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()} {file.tell()}"
 

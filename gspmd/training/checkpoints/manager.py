@@ -121,7 +121,7 @@ class Checkpoints:
         return restore.read_state(self._out, self.intact(step, tell), like)
 
     def intact(self, step: int | None = None, tell: Callable[[str], None] = print) -> int:
-        """Return the step of the checkpoint that `restore` would read; arguments and errors are those of `restore`."""
+        """Return the step of the checkpoint that `restore` would read; see `restore` for arguments and errors."""
         self.wait()
         if step is None:
             step = restore.newest_intact(self._out, tell)

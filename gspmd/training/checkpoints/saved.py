@@ -14,7 +14,10 @@ _FOLDER = "checkpoints"
 renaming = threading.Lock()
 """A lock that is held while a complete save gets its final name and older checkpoints are removed."""
 closed: set[Path] = set()
-"""The folders of checkpoints that this process no longer changes; read and changed under the lock."""
+"""The folders of checkpoints that this process no longer changes.
+
+A folder is added or looked up only while `renaming` is held.
+"""
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
@@ -35,15 +38,16 @@ def saved_steps(out: str | Path) -> list[int]:
 
 
 def newest(out: str | Path) -> int | None:
-    """Return the step of a run's newest checkpoint, or None if no folder is named like one."""
+    """Return the step of a run's newest checkpoint, or None if no folder has the name of a checkpoint."""
     return max(saved_steps(out), default=None)
 
 
 def last_step(out: str | Path) -> int | None:
-    """Return the step of a run's newest checkpoint for the last message of a process, or None if there is none.
+    """Return the step of a run's newest checkpoint, or None if there is none.
 
-    A save that is still running in the background is not completed after this call. If only one checkpoint is kept,
-    completing the save would remove the checkpoint that the message names.
+    The step is for the last message of a process. After this call, a save that is still running in the background will
+    not be completed. If only one checkpoint is kept, completing the save would remove the checkpoint that the message
+    names.
     """
     with renaming:
         closed.add(folder_of(out))

@@ -16,7 +16,10 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings that a resumed run needs, with absolute paths; settings of a single start are left out."""
+    """Return the settings that a resumed run needs, with absolute paths.
+
+    Settings that apply only to one start of the run, such as `resume`, are left out.
+    """
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):

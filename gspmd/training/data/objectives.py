@@ -45,7 +45,7 @@ class Objective(Protocol):
         """Return the rows of a part of the corpus, or items to be packed into rows."""
 
     def text_share(self, length: int) -> float:
-        """Return the mean fraction of predicted tokens that stand for text, as sentinels and end tokens do not."""
+        """Return the mean fraction of predicted tokens that stand for text; sentinels and end tokens do not."""
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the rows, which a resumed run must not change."""
@@ -116,7 +116,7 @@ class SpanCorruption:
 
     @property
     def window(self) -> int:
-        """The number of tokens of a window of text that fills a source once it is corrupted."""
+        """The number of tokens of a window of text that, once corrupted, fills a source."""
         return self.noise.window(self.source_length)
 
     def examples(self, part: Part, length: int) -> Rows:
@@ -165,7 +165,7 @@ class Prefix:
         return {"objective": "prefix", **asdict(self)}
 
     def _window(self, length: int) -> int:
-        """Return the size of the largest window whose parts fit into source and target, wherever it is split."""
+        """Return the size of the largest window that fits into source and target wherever the window is split."""
         return min(self.source_length, length)
 
 
@@ -209,11 +209,12 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         config: the `TrainingConfig` of the run.
         vocabulary: the vocabulary size of the model.
         start: the model's start token, which is put before a target.
-        tokenizer: the tokenizer that `load` gets too; None if tokens are bytes.
+        tokenizer: the tokenizer that is also given to `gspmd.training.data.load`; None if tokens are bytes.
 
     Raises:
-        ConfigError: the vocabulary has no room for these tokens; `source_length` or `length` is too small; or the
-            tokenizer has no end token, adds other tokens to a text, or has too few sentinels.
+        ConfigError: the vocabulary has no room for the tokens of text, the start and end tokens, and the sentinels;
+            `source_length` or `length` is too small; or the tokenizer has no end token, adds other tokens to a text, or
+            has too few sentinels.
     """
     if config.objective == "next-token":
         return PackedText() if config.pack else None

@@ -62,10 +62,10 @@ def load(
         fraction: fraction of the bytes to hold out. If whole files are held out, they have between half and twice this
             fraction.
         tokenizer: an object with `backend` and `ends`, such as `gspmd_models.checkpoints.Tokenizer`; None for bytes.
-        field: the field of a record that has its text.
-        prompt: the field of a record that has its prompt. The prompt's tokens come before the text, each stored as its
-            complement `~t`: they are read, but not predicted. Empty for records without a prompt.
-        source: the field of a record that has the source of a pair. The target is in the field named by `field`.
+        field: the field that holds the text of a record.
+        prompt: the field that holds the prompt of a record. The prompt's tokens come before the text, each stored as
+            its complement `~t`: they are read, but not predicted. Empty for records without a prompt.
+        source: the field that holds the source of a pair. The target is in the field named by `field`.
         objective: the objective that turns the texts into rows; None for windows of the joined texts.
         length: number of tokens that a row predicts. The target of a pair, with its end token, must not be longer.
         cache: the folder for tokens; if empty, `$GSPMD_CACHE` or ~/.cache/gspmd.
@@ -210,7 +210,7 @@ class _Part:
         encoding: the encoding of the tokens.
         masked: whether some tokens are read but not predicted, such as those of prompts.
         borders: whether to store the positions at which texts begin. If so, the last text is followed by the same
-            tokens as the others.
+            tokens as every other text.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool, borders: bool = False):
@@ -257,7 +257,7 @@ class _Part:
 
 
 class _PairedPart(_Part):
-    """One part of a corpus of pairs: a source and its target are one text each, without begin or end tokens.
+    """One part of a corpus of pairs. A source and its target are stored as one text each, without begin or end tokens.
 
     Args:
         folder, name, encoding: see `_Part`.
@@ -339,8 +339,8 @@ def _tokenize(
         fields: the names of two fields of a record: the field of its text, and the field of its prompt or source.
         fraction: the fraction of the bytes to hold out.
         progress: the display of how much has been read.
-        names: the names of everything to be written: the tokens of both parts, and optionally the positions at which
-            their texts begin.
+        names: the names of everything to be written: the tokens of the training part and of the held-out part, and
+            optionally the positions at which the texts of each part begin.
         rooms: for pairs, the largest number of tokens of each side; None for other texts.
     """
     field, prompt = fields

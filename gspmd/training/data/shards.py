@@ -126,7 +126,7 @@ def read_index(
         names: the names of the parts that the folder must have.
         key: a string that identifies the texts and the tokenizer from which the tokens were made. It must equal `key`
             in the index.
-        read: a function that is called after each read with its number of bytes.
+        read: a function that is called after each read with the number of bytes that were read.
 
     Raises:
         ValueError: the folder is damaged: a file is missing, its size or its contents differ from the index, or the

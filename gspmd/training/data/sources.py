@@ -31,7 +31,7 @@ _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 OTHERS = "Name other files, or none for Python's standard library."
 FIELD = "text"
-"""The field of a record that has its text, unless another field is named."""
+"""The field that holds the text of a record, unless another field is named."""
 # A cut after such a line feed, or before such a space, does not change the tokens of GPT-2 and its successors, which
 # split white space depending on the text after it.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")

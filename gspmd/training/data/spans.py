@@ -88,6 +88,9 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int) -> tuple[np.nda
 
 
 def _parts(items: int, parts: int, random: np.random.Generator) -> np.ndarray:
-    """Return the lengths [parts] of a random split into parts of at least one item; all splits are equally likely."""
+    """Draw a random split of `items` items into `parts` parts, and return the lengths of the parts, [parts].
+
+    Each part has at least one item, and all such splits are equally likely.
+    """
     cuts = np.sort(random.choice(items - 1, parts - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=items)

@@ -45,8 +45,8 @@ class Split:
         cuts: for other files of text, the number of bytes after which the rest is held out; a file that is missing here
             is not cut.
         bucket: a record is held out if its own bucket, a number from a hash, is below this number.
-        field: the field of a record that has its text.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
+        field: the field that holds the text of a record.
+        prompt: the field that holds the prompt of a record, or the source of a pair; empty if there is no such field.
         pairs: whether records are pairs. The source and the target of a pair are one piece each.
     """
 
@@ -103,12 +103,12 @@ def split(
 
     Args:
         paths: the files, in an order that depends only on their contents.
-        field: the field of a record that has its text.
+        field: the field that holds the text of a record.
         fraction: the fraction of the bytes to hold out.
         name: the name of the data, for error messages.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
-        read: a function that is called after each read with its number of bytes.
-        prompt: the field of a record that has its prompt, or the source of a pair; empty if there is no such field.
+        read: a function that is called after each read with the number of bytes that were read.
+        prompt: the field that holds the prompt of a record, or the source of a pair; empty if there is no such field.
         of_pairs: whether records are pairs.
 
     Raises:
@@ -147,7 +147,7 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose what to hold out: whole files with about a fraction of all bytes, or the ends of all files.
+    """Choose what to hold out: whole files that have about `fraction` of all bytes, or the ends of all files.
 
     Whole files are chosen in order, and files with more than twice the wanted bytes are skipped. If the chosen files
     have less than half of the wanted bytes, or no file would be left for training, the end of every file is held out
@@ -176,14 +176,14 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return the number of first buckets to hold out, so that their bytes are nearest to the fraction.
+    """Return how many of the first buckets to hold out, so that their share of the bytes is nearest to `fraction`.
 
     At least one bucket with records is held out, and at least one is not.
 
     Args:
         buckets: total bytes of the records in each bucket.
         fraction: the fraction of the bytes to hold out.
-        side: the part of a record that is hashed, "source" or "prompt", for error messages; empty if its text is
+        side: the part of a record that is hashed, "source" or "prompt", for error messages; empty if the text is
             hashed.
 
     Raises:

@@ -13,7 +13,7 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of texts as tokens: a function that encodes pieces of texts, and the tokens around texts.
+    """An encoding of texts as tokens: the tokens around texts, and a function that encodes pieces of texts.
 
     Attributes:
         vocabulary: number of ids.
@@ -57,9 +57,9 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
     """Return the encoding of a tokenizer, which encodes pieces on all cores.
 
     Every text begins with the tokens that the tokenizer puts before a text, such as a beginning-of-text token. Texts
-    are separated by the tokens that the tokenizer puts after a text. If there are none, they are separated by the first
-    of these that exists: the tokenizer's first end-of-text token, a special token with a usual name for the end of a
-    text, or a line feed.
+    are separated by the tokens that the tokenizer puts after a text. If it puts none there, texts are separated by the
+    first of the following that exists: the tokenizer's first end-of-text token, a special token with a usual name for
+    the end of a text, or a line feed.
 
     Args:
         tokenizer: an object such as `gspmd_models.checkpoints.Tokenizer`. Its attribute `backend` is a tokenizer of the
