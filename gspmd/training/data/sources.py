@@ -339,7 +339,7 @@ def _end(text: bytes, most: int) -> int:
 
 
 def _last_character(text: bytes) -> int:
-    """Return the length of a text without an incomplete character at its end."""
+    """Return the length of a text, not counting an incomplete character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:

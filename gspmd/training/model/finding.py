@@ -32,7 +32,10 @@ _NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*)
 
 
 _FOLDERS: set[Path] = set()
-"""The folders of the modules of custom models that were imported."""
+"""The folders that hold the imported modules of custom models.
+
+If the code of a module raised an error during import, the folder in which the module was looked for is here too.
+"""
 _MOST_FRAMES, _MOST_LINES = 3, 3
 
 
@@ -96,7 +99,7 @@ def blamed(error: BaseException) -> list[str]:
     """Return lines with an error and its place in a custom model's code, or [] if the model is not to blame.
 
     An error that JAX or Python raises in a model's code is for the user to correct, but most frames of its traceback
-    are those of libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is
+    belong to libraries. If the innermost frame outside of libraries is in gspmd, gspmd is at fault, and the model is
     not blamed.
     """
     package = Path(__file__).resolve().parents[2]
@@ -188,7 +191,7 @@ def with_model(
         values: the values of a settings file, or of a run; the key `class` in the table `model` names the model.
         given: the name of a custom model in the flags. It takes precedence over the one in `values`.
         folder: the folder that contains the settings file.
-        again: whether a run is resumed. The model must then be the run's.
+        again: whether a run is resumed. If so, `given` must be empty, or name the model of that run.
 
     Raises:
         ConfigError: there is no such model (see `find`), or the run has a different model.

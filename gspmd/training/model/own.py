@@ -61,7 +61,10 @@ class Own:
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
-        """Return the sizes that do not depend on batch and length, among them those of all parameters' dimensions."""
+        """Return the sizes that do not depend on batch and length.
+
+        The sizes of all dimensions of parameters are among them.
+        """
         one, two = (self._sizes(each, each, least=0) for each in (1, 2))
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
@@ -149,7 +152,7 @@ class Own:
 
     @property
     def batch_line(self) -> str:
-        """The line of the layout whose spec a batch of tokens has."""
+        """The line of the layout with the spec of a batch of tokens."""
         return getattr(self.model, "batch_line", _BATCH)
 
     def batch_spec(self, layout: Layout) -> Spec:
@@ -170,8 +173,9 @@ class Own:
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout for the loss, where a parameter is `EF reduced-x` if its gradient is a partial sum over x.
 
-        Only gradients that [gradients] states as partial sums are treated so, even with several microbatches. Whether
-        other gradients could stay partial sums depends on the equations of the model, which are not known here.
+        This concerns only gradients that the layout's section [gradients] states as partial sums, even with several
+        microbatches. Whether other gradients could stay partial sums depends on the equations of the model, which are
+        not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
@@ -250,7 +254,7 @@ class Own:
 
     @property
     def logits_line(self) -> str:
-        """The line of the layout whose spec the logits have."""
+        """The line of the layout with the spec of the logits."""
         return getattr(self.model, "logits_line", _LOGITS)
 
     def kept(self, layout: Layout, batch: int, room: int) -> dict[str, tuple[Spec, tuple[int, ...], Any]]:
@@ -373,7 +377,7 @@ class Own:
 
 
 def _without_line(what: str, given: Parameter | Kept, layout: Layout, used: Collection[str]) -> str:
-    """Return the fault of a tensor whose line the layout lacks; `used` has the lines that other tensors use."""
+    """Return the fault that the layout lacks the line of a tensor; `used` has the lines that other tensors use."""
     section, _, name = given.line.partition(".")
     alike = (line for line, dims in layout.own.items() if dims == given.dims and line not in used)
     near = suggestion(given.line, alike)

@@ -155,7 +155,7 @@ def next_tokens(
         layout: the layout.
         tokens: the tokens that `Model.loss` gets, with L unsharded.
         batch: the line with the spec of the batch. The inputs get this spec.
-        logits: the line with the spec of the logits [B, L, V]. The labels get this spec without V.
+        logits: the line with the spec of the logits [B, L, V]. The labels get this spec with V removed.
 
     Returns:
         The inputs and the labels.

@@ -69,7 +69,7 @@ class Trainable(Protocol):
         """Return the spec of a batch of tokens [B, L+1]."""
 
     def widths(self, length: int) -> Mapping[str, int]:
-        """Return the width of each array of a batch in whose rows `length` tokens are predicted.
+        """Return the width of each array of a batch, if `length` tokens are predicted in each row of the batch.
 
         If `tokens` is the only array, a batch is this array itself, not a mapping.
         """
@@ -138,7 +138,7 @@ def trained_paths(
     still: Collection[str] = (),
     staged: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Return the paths of the parameters that are trained, in their order.
+    """Return the paths of the parameters that are trained, in the order of `keys`.
 
     Args:
         keys: the line of the layout that has each parameter's spec, by the parameter's path.

@@ -18,7 +18,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate schedule: linear warm-up, then cosine decay to the final fraction.
 
     Args:
-        config: the settings, of which the highest rate and the fractions of warm-up and final rate are used.
+        config: the settings. Only `learning_rate`, `warmup` and `final_fraction` are used.
         steps: total number of updates.
 
     Example:

@@ -173,7 +173,10 @@ def _spread(scale: jax.Array, size: int) -> jax.Array:
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Wrap a step to work under Explicit axes too, where reshaping arrays into blocks would need sharded types."""
+    """Return a step, wrapped to run under Auto axes if all mesh axes are Explicit.
+
+    Under Explicit axes, reshaping arrays into blocks would need sharded types.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

@@ -1,4 +1,4 @@
-"""Building of the training step, the state and the evaluation of any model in any layout, abstract or for arrays."""
+"""Building of the training step, the state and the evaluation of any model in any layout, for arrays or shapes only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,11 +33,11 @@ Parameters = Mapping[str, Any]
 def abstract_program(
     model: Trainable, update: Update, batch: int, length: int
 ) -> Callable[[Layout, jax.sharding.Mesh], tuple[Step, TrainState, Any, Any]]:
-    """Return a function (layout, mesh) -> (update, state, batch, key), an uncompiled update and its abstract arguments.
+    """Return a function that makes an uncompiled update and its abstract arguments for a layout and a mesh.
 
-    The function allocates nothing. The layout must be resolved, and must fit the model (`Trainable.check`). Trace,
-    lower or compile the update under `jax.set_mesh(mesh)`. The mesh may belong to an offline topology. For
-    `gspmd.trace` an abstract mesh without devices is enough.
+    The function is (layout, mesh) -> (update, state, batch, key), and allocates nothing. The layout must be resolved,
+    and must fit the model (`Trainable.check`). Trace, lower or compile the update under `jax.set_mesh(mesh)`. The mesh
+    may belong to an offline topology. For `gspmd.trace` an abstract mesh without devices is enough.
 
     Args:
         model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
@@ -67,7 +67,7 @@ def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, ba
 
 
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
-    """Build the function of one update, not compiled: (state, batch, key) -> (state, metrics).
+    """Build an uncompiled training step, a function (state, batch, key) -> (state, metrics).
 
     If the loss gets a parameter as `EF reduced-x` (`Trainable.for_loss`), the parameter's gradient is reduced only
     once, by the move to its spec in [optimizer].
@@ -75,9 +75,9 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     Args:
         model: any model.
         layout: the layout, resolved for the mesh.
-        update: the settings of the update. Loss and metrics are those of the whole batch. If there are several
-            microbatches, loss and metrics are averaged over microbatches, and every microbatch has its own random
-            draws. Frozen parameters have no gradients and no optimizer state.
+        update: the settings of the update. Loss and metrics are those of the whole batch: if there are several
+            microbatches, they are averages over the microbatches. Every microbatch has its own random draws. Frozen
+            parameters have no gradients and no optimizer state.
 
     Returns:
         A pure function of a state (`initial_state`, `abstract_state`), tokens [B, L+1] sharded as
@@ -199,7 +199,7 @@ def evaluation_step(
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """Return AdamW with weight decay for matrices only; N does not count as a dimension of stacked layers."""
+    """Return AdamW with weight decay for matrices only; the dimension N of stacked layers does not count."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)
