@@ -40,7 +40,7 @@ def _shortened(line: str) -> str:
 
 
 Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
-"""A function from a dataclass and the values of a file to the dataclass to read and the values for it."""
+"""A function (dataclass, values of a file) -> (dataclass to read, values for the dataclass to read)."""
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
@@ -68,7 +68,10 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
 
 
 def beside(config: T, folder: Path) -> T:
-    """Resolve the relative paths in a configuration from a folder, by the method `beside` of each dataclass in it."""
+    """Return a copy of a configuration with relative paths resolved from `folder`.
+
+    Each dataclass in the configuration that has a method `beside` resolves its own paths.
+    """
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     moved = {name: beside(value, folder) for name, value in inner.items() if _is_instance(value)}
     config = dataclasses.replace(config, **moved)

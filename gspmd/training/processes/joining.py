@@ -41,8 +41,8 @@ def expect(given: str) -> None:
     """Arrange that a fault before `join` is reported to the other processes, since they wait for this one.
 
     Args:
-        given: the argument that `join` will get, read from the flags alone, because reading all settings may fail; ""
-            for one process.
+        given: the argument that `join` will get; "" for one process. It is read from the flags alone, because reading
+            all settings may fail.
     """
     global _expected
     _expected = given
@@ -132,7 +132,7 @@ def _come(at: Processes, limit: float) -> Watch:
 def _runtime() -> Any:
     """Return JAX's state of distributed processes, or None if JAX is not imported.
 
-    Without JAX, no other process has been joined.
+    If JAX is not imported, this process has not joined any other process.
     """
     if "jax" not in sys.modules:
         return None
@@ -272,12 +272,12 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 
 
 def _come_to_tell(code: int, message: str) -> bool:
-    """Meet the expected processes to tell them about a fault; return whether this process has printed it.
+    """Meet the expected processes to tell them about a fault; return whether this process has printed the fault.
 
-    Once this process and the first process have met, the first process prints the fault, through the watch. If the
-    first process does not arrive soon, this process prints the fault itself. It still waits for the first process,
-    which would otherwise wait for it. An interrupted process does not wait. It tells the first process only if that one
-    is already listening, because otherwise no process is waiting yet.
+    Once this process and the first process have met, the fault is sent through the watch, and the first process prints
+    it. If the first process does not arrive soon, this process prints the fault itself. It still waits for the first
+    process, which would otherwise wait for it. An interrupted process does not wait. It tells the first process only if
+    the first process is already listening, because otherwise no process is waiting yet.
     """
     spoken, interrupted = threading.Event(), code > 128
 
@@ -305,7 +305,7 @@ def _aborted(said: str) -> None:
     """Report that a library aborted the process.
 
     If there are other processes, first wait for a moment: if the loss of another process is the cause, the watch ends
-    this process with that reason.
+    this process, and the loss is reported instead.
     """
     if _watch:
         _watch.settle()

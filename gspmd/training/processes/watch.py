@@ -38,7 +38,7 @@ This is well over `_GRACE`, for slow networks and busy hosts, and well under `_S
 _PROMPT = 10.0
 """Seconds within which a caller must send its process number, which our processes do immediately.
 
-Any other caller, such as a port scanner, is disconnected then, since it would keep a descriptor open.
+Any other caller, such as a port scanner, is disconnected after this time, since it would keep a descriptor open.
 """
 _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
@@ -64,14 +64,16 @@ class Watch(threading.Thread):
     A fault of any process ends all processes, and is printed once, by the first process. Every other process reports a
     fault to the first process at once, and then stays until the first process ends it. So the first fault to arrive is
     not the consequence of another fault. If a fault occurs before all processes have arrived, the first process stays
-    to tell the late ones, which may have the same fault. It does not stay if a process was interrupted or lost.
+    to tell the processes that arrive later, which may have the same fault. It does not stay if a process was
+    interrupted or lost.
 
     Args:
         index: the number of this process.
         count: number of processes.
         peers: the connections by process number. Process 0 is connected to all others, and any other process only to
             process 0.
-        door: for process 0, if it has no connections yet: the listening socket on which the other processes arrive.
+        door: the listening socket on which the other processes arrive; only for process 0, if it has no
+            connections yet.
         address: the address of the listening socket.
 
     Attributes:
@@ -274,7 +276,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Act on the complete messages in what another process has sent, and return these messages."""
+        """Act on the complete messages in the bytes that another process has sent, and return these messages."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))
@@ -334,7 +336,10 @@ class Watch(threading.Thread):
 
 
 def _send(connection: socket.socket, words: bytes) -> bool:
-    """Send a message to another process, and return whether it could be sent; a process's end is noticed on reading."""
+    """Send a message to another process, and return whether it could be sent.
+
+    A failure does not count as the end of the other process; such an end is noticed on reading from the connection.
+    """
     try:
         connection.sendall(words)
         return True

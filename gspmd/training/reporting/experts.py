@@ -7,7 +7,10 @@ import numpy as np
 from gspmd.annotate.errors import listed
 
 FEW = 0.25
-"""The fraction of an even load below which an expert has few tokens, learns little, and leaves its slots empty."""
+"""The fraction of an even load below which an expert counts as idle.
+
+Such an expert has few tokens, learns little, and leaves its slots empty.
+"""
 
 
 class IdleExperts:

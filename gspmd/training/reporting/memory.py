@@ -29,7 +29,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
-    """Raise an error if arrays would not fit, before they are made.
+    """Raise an error if arrays that are not made yet would not fit into the memory of a device.
 
     Without this check, arrays on fake CPU devices could make the machine swap.
 

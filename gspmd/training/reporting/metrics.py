@@ -91,9 +91,9 @@ class Metrics:
                     sink.add(step, name, np.asarray(value))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the objects of all updates, once these are on disk.
+        """Return the SHA-256 of the JSON objects of all updates, once the objects are on disk.
 
-        Checkpoints store the hash, and `lost` compares it.
+        Checkpoints store the hash, and `lost` compares it with the hash of the objects in the file.
         """
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
@@ -153,7 +153,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Describe the metrics up to a step that are lost or changed, or return None if all are as written.
+    """Describe which metrics up to a step are lost or changed; return None if all are as they were written.
 
     Args:
         out: the run's folder.

@@ -154,7 +154,7 @@ def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
 
 
 def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
-    """Return the metrics in the title of a layer's panel, averaged over the last tenth of the steps."""
+    """Return the text for the title of a layer's panel: its metrics, averaged over the last tenth of the steps."""
     last = loaded[-max(1, len(loaded) // 10) :]
     said = []
     for name, text in (

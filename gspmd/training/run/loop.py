@@ -303,7 +303,10 @@ class _Run:
 
 @jax.jit
 def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-    """Return the number of predicted tokens in a batch, which are neither below 0 nor the first of a segment."""
+    """Return the number of predicted tokens in a batch.
+
+    All tokens are predicted except those below 0, the first token of each row or segment, and padding.
+    """
     if not isinstance(batch, Mapping):
         return jnp.sum(batch[:, 1:] >= 0)
     tokens, segments = batch["tokens"], batch["segments"]

@@ -67,7 +67,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Treat the closing of the console's output, such as a pipe, inside a `with` block as a signal."""
+        """Inside a `with` block, treat the closing of the console's output, such as a pipe, as a signal."""
 
         def ask() -> None:
             console.quiet = True
