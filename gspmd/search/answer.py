@@ -31,7 +31,7 @@ class NothingFits(ValueError):
     Attributes:
         nearest: the allowed picks that hold the fewest bytes; None if no picks are allowed.
         limit: the limit in bytes; None if there was none.
-        over: the bytes by which `nearest` exceeds the limit; None if there is no `nearest`.
+        over: the bytes by which `nearest` exceeds the limit; None if there is no `nearest` or no limit.
     """
 
     def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):

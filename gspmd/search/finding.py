@@ -57,12 +57,12 @@ def search(
     """Search for the cheapest layout of a program over every spec of every line, with a proof.
 
     The program is traced with every dimension of every line sharded over a placeholder for mesh axes, called an
-    *unknown*, and traced again whenever JAX or an operation needs two of the lines to be sharded alike. The trace
+    *unknown*. It is traced again whenever JAX or an operation needs two of the lines to be sharded alike. The trace
     shows, for each planned step, the lines on which the step depends, how often it runs, and whether it is recomputed
     or merged. The planner's tables give the seconds of each step for every placement, and the cheapest combination of
     placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the
-    size of arguments, results and intermediate arrays, which their types give, at the moment when the program holds the
-    most bytes.
+    size of arguments, results and intermediate arrays at the moment when the program holds the most bytes. The types of
+    the arrays give their sizes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.
@@ -207,8 +207,8 @@ class Found:
         seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
         planned_seconds: seconds of the planned steps, as `gspmd.trace` adds them up for this layout.
         priced_seconds: seconds of the same steps, as the search added them up. They equal `planned_seconds`, except
-            that on a mesh of three axes a norm of all gradients is priced over all three. If the two differ by more
-            than this, nothing is proved, and `bound` is 0.
+            that on a mesh of three axes a norm of all gradients is priced over all three. If `priced_seconds` and
+            `planned_seconds` differ by more than this, nothing is proved, and `bound` is 0.
         bytes: peak memory of a device, in bytes.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
             had reached all meshes.
@@ -261,7 +261,8 @@ class MeshProblem:
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
         like: a program that differs from `program` only in sizes. Memory is counted at the moment when `like` holds the
             most bytes or, if `like` is None, when `program` does.
-        whole: the sizes of all mesh axes, in order, if some axes are not searched (`Lines.around`); None if all are.
+        whole: the sizes of all mesh axes, in order, if some axes are not searched (`Lines.around`); None if all axes
+            are searched.
     """
 
     build: Build
@@ -293,7 +294,10 @@ class MeshProblem:
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """The steps that sum a scalar over all mesh axes that shard any of many tensors; a norm of gradients is one."""
+        """The steps that sum a scalar over every mesh axis that shards any of many tensors.
+
+        An example is a norm of gradients.
+        """
         moves = [(use, use.what) for use in self.program.uses if isinstance(use.what, UnknownMove)]
         scalars = [use for use, what in moves if not what.shape and what.before[0].partial]
         return [use for use in scalars if len(self.prices.choices_in(use.what)) > 2]
@@ -337,7 +341,7 @@ class MeshProblem:
         return [table for _, table in self.of_work(self.program.work)]
 
     def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
-        """Yield each array with a table of seconds, of the passes over it or of the products that compute it."""
+        """Yield each array with a table: the seconds of the passes over it, or of the products that compute it."""
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
         for array, count in done.passed.items():
             yield array, self.prices.shared(array.unknowns, count * array.size / bandwidth, array.move)

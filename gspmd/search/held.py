@@ -36,7 +36,10 @@ _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOIS
 
 
 _MOST_UNKNOWNS = 8
-"""A type shows how its array is sharded if it has at most this many mesh axes more than dimensions."""
+"""The largest number of mesh axes that a type may have beyond one for each of its dimensions.
+
+A type with more mesh axes does not show how its array is sharded.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +60,7 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array that a type describes, or None if the type is of no array or lacks the sharding."""
+        """Return the array that a type describes, or None if it is no array type or lacks the sharding."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
@@ -75,7 +78,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each dimension of a type, or an empty list if the type is of no array."""
+    """Return the mesh axes that shard each dimension of a type, or an empty list if it is not an array type."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -89,7 +92,8 @@ class HeldValue:
 
     Args:
         aval: the type of the value.
-        seen: the value of which this value is a reshaped view and whose memory it shares; None if it is not a view.
+        seen: the value whose memory this value shares, because this value is a reshaped view of it; None if this value
+            is not a view.
     """
 
     def __init__(self, aval: Any, seen: HeldValue | None = None):
@@ -181,7 +185,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 def _is_reshaped(equation: Any) -> bool:
     """Return whether the result of an operation shares the memory of its operand.
 
-    Such a result is its operand in a different shape, or on the other side of a border of Auto axes.
+    Such a result is its operand in a different shape, or on the other side of the border of a region with Auto axes.
     """
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
@@ -264,7 +268,7 @@ def _count(passed: Counter, value: HeldValue, times: int, move: UnknownMove | No
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
-    """Yield the groups of operations that are fused together, which are connected through their operands."""
+    """Yield the groups of operations that are fused together: operations connected through their operands."""
     of: dict[HeldValue, list[Operation]] = {}
     for operation in fused:
         near = {id(of[value]): of[value] for value in operation.inputs if value in of}
@@ -359,8 +363,10 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
 
     Args:
         jaxpr: the program.
-        devices: to find the moment, every array with an unknown is assumed to be divided into this many parts.
-        moment: the moment to use, found in a program that differs only in sizes; by default that of peak memory.
+        devices: the number of parts into which every array with an unknown is assumed to be divided. It only serves to
+            find the moment of peak memory.
+        moment: the moment to use, which was found in a program that differs only in sizes; by default the
+            moment of peak memory.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -376,8 +382,8 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     """Return the arrays that only exist inside a planned operation: moved operands, results to be moved, and summands.
 
     If several products are added up, each of them except the last is kept in float32. An example is the gradient of an
-    operand that is multiplied by several weights. Arrays of the results in `later`, which are computed later, are left
-    out.
+    operand that is multiplied by several weights. Arrays that belong to results in `later` are left out, because these
+    results are computed later.
     """
     marks, absent = _marks_in(operation), {*operation.outputs} & {*later}
     moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
@@ -400,9 +406,10 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
 
 
 def _makes(move: UnknownMove, value: HeldValue) -> bool:
-    """Return whether a value is the result of a move, as far as its size and its unknowns show it.
+    """Return whether a value counts as the result of a move, because it has the size and the unknowns of that result.
 
-    The size alone does not show it: a microbatch may have as many tokens as a weight has rows.
+    The size alone is not enough, because a microbatch may have as many tokens as a weight has rows. The unknowns are
+    not compared if the type of the value lacks the sharding.
     """
     same = prod(move.shape) == prod(value.aval.shape)
     return same and (value.array is None or value.array.unknowns == _placed(move, move.after).unknowns)
@@ -415,7 +422,10 @@ def _marks_in(operation: Operation) -> list[Unknown]:
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
-    """Return a moved array with its spec before or after the move; a partial sum has its full size on each device."""
+    """Return the array of a moved tensor with `spec`, which is its spec before or after the move.
+
+    The axes of a partial sum do not divide the array.
+    """
     unknowns = {name for axes in spec.axes for name in axes}
     return HeldArray(prod(move.shape) * move.itemsize, tuple(sorted(unknowns)), move)
 
@@ -426,7 +436,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays held at a moment, their bytes, and the moment, which by default is that of peak memory.
+    """Return the arrays held at a moment, their bytes, and the moment; by default, it is the moment of peak memory.
 
     Operands and results of the program are left out. The bytes of an array with an unknown are divided by `devices`.
     """
@@ -478,8 +488,8 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
     """Return the values that compilers compute later, each with the number of the first operation that needs it.
 
     A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
-    computed where it is added. Until then the operands of its product are in memory. Therefore `last`, which has the
-    number of the last operation that reads each value, is changed.
+    computed where it is added. Until then the operands of its product are in memory. Therefore this function changes
+    `last`, which maps each value to the number of the last operation that reads the value.
     """
     readers: dict[HeldValue, set[int]] = {}
     for number, each in enumerate(straight.operations):
@@ -487,7 +497,10 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
             readers.setdefault(value, set()).add(number)
 
     def followed(value: HeldValue) -> tuple[list[HeldValue], int]:
-        """Return a value with those that only pass it on, and its addition's number, or -1 if it has other uses."""
+        """Return a value with the values that only pass it on, and the number of the operation that adds it to others.
+
+        The number is -1 if the value has other uses.
+        """
         if len(readers.get(value.memory, ())) != 1:
             return [], -1
         (number,) = readers[value.memory]
@@ -520,7 +533,10 @@ def _adds(operation: Operation) -> bool:
 
 
 def _move_of(operation: Operation) -> UnknownMove | None:
-    """Return the move of a planned operation that only moves a tensor, without transposing it; None for all others."""
+    """Return the move of a planned operation that only moves a tensor, without transposing it.
+
+    The result is None for all other operations.
+    """
     marks = _marks_in(operation) if program_of(operation.equation) is not None else []
     if not len(marks) == len(operation.inputs) == len(operation.outputs) == 1:
         return None
@@ -533,9 +549,9 @@ def _move_of(operation: Operation) -> UnknownMove | None:
 
 
 def _moved(straight: Straight, last: Mapping[HeldValue, int], elsewhere: Set[HeldValue]) -> dict[HeldValue, HeldArray]:
-    """Return, with their moves, the arrays of moved tensors that also stay in memory as they were before.
+    """Return the arrays of moved tensors that also stay in memory in their old placement.
 
-    If the placements before and after a move are equal, no second array is in memory.
+    Each array has its move, because no second array is in memory if the placements before and after the move are equal.
     """
     found = {}
     for number, each in enumerate(straight.operations):
@@ -573,7 +589,7 @@ def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the values in memory to which some values belong; for a view, this is the value that is viewed."""
+    """Return the values in memory behind some values: for a view, the value that is viewed; otherwise the value."""
     return {value.memory for value in values if value.memory.array is not None}
 
 

@@ -208,10 +208,12 @@ class Lines:
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
-        """Add the vias, which are the specs in which operands are multiplied by those weights that have a line.
+        """Add the vias of the products whose weights have lines.
 
-        The weights of a group share one via, such as the weights of a gated layer, or those of queries, keys and
-        values. Separate vias would multiply the number of options, and would not be cheaper, apart from rounding.
+        A via is the two specs in which an operand and a weight are multiplied. The weights that multiply one operand
+        together form a group and share one via. Examples are the weights of a gated layer, and the weights of queries,
+        keys and values. Separate vias would multiply the number of options, and would not be cheaper, apart from
+        rounding.
 
         Args:
             products: the products of the program, each as the spec of an operand and the specs of the weights that
@@ -288,10 +290,12 @@ class Lines:
         return Via.of(self.spec(line, left), self.spec(line, right))
 
     def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
-        """Drop the lines of tensors that the program does not have, which are lines whose unknowns are all absent.
+        """Drop the lines of tensors that the program does not have: all unknowns of such a line are absent.
 
-        If only some unknowns of a line are absent, the line is tied to the line of another tensor. Such a line stays,
-        so that the layout shards both tensors alike. Its dimensions with an absent unknown are unsharded.
+        If only some unknowns of a line are absent, the line is tied to the line of another tensor. If the line
+        overrides a line, or has a default, it is dropped too, and the line that it overrides or its default applies.
+        Otherwise it stays, so that the layout shards both tensors alike. Its dimensions with an absent unknown are
+        unsharded. Lines for which `_is_as_default` is true are also dropped.
 
         Args:
             unknowns: the unknowns that occur in the program.
@@ -443,8 +447,8 @@ def _clashing(
     """Return the vias that cannot be written, because products with different dimensions would share them.
 
     For example, a tied autoencoder multiplies by one weight in both directions, and weights called `k` and `w_k` would
-    share one `k_via`. For such products the planner chooses the via. The weights of a group have one via, so it is
-    written for none of them if it cannot be written for one.
+    share one `k_via`. For such products the planner chooses the via. The weights of a group share one via: if it cannot
+    be written for one of these weights, it is written for none of them.
     """
     wanted: dict[str, set[tuple[str, str]]] = {via: {dims} for via, dims in written.items() if via not in KEYS}
     every = [*groups]
@@ -544,9 +548,10 @@ def _parts(
 ) -> Iterator[tuple[set[str], list[str]]]:
     """Split connected lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    If vias, and the lines tied to them, have only the placement of one tensor in common, each via with its tied lines
-    becomes a separate choice, and so does this placement. A single choice for all of them would have many times as many
-    options. In training they stay a single choice, because the parts of the tensor's gradient are added.
+    Several vias, with the lines tied to them, may have only the placement of one tensor in common. Then each via with
+    its tied lines becomes a separate choice, and so does the placement of this tensor. A single choice for all of them
+    would have many times as many options. In training they stay a single choice, because the parts of the tensor's
+    gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
     common = set.intersection(*own.values())

@@ -28,8 +28,8 @@ class LookupPrices:
             pair.
         tables: the placements of the table before the lookup.
         widths: bytes per element of ids, table, rows and, if there are any, scales of the table's rows.
-        backward: whether this is the gradient of the table, which moves to the table's placement or to the partial sum
-            that the table's spec states.
+        backward: whether this is the gradient of the table. The gradient moves to the table's placement, as a partial
+            sum over those mesh axes for which the table's spec is `reduced`.
     """
 
     environment: Environment

@@ -58,8 +58,8 @@ class MoveCosts:
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
-            by: `"sources"` or `"targets"`: the end from which shortest paths are searched, once for each placement; by
-                default the end with fewer placements.
+            by: `"sources"` or `"targets"`, the end of the moves from which shortest paths are searched, with one search
+                for each distinct placement there; by default the end with fewer placements.
         """
         by = by or ("sources" if len(sources) <= len(targets) else "targets")
         few, many = (sources, targets) if by == "sources" else (targets, sources)
@@ -79,8 +79,8 @@ class MoveCosts:
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
-            searched: whether the moves are planned as equations, which take the path through the placement whose text
-                comes first (`gspmd.planner.graph.search`).
+            searched: whether the moves are planned as equations. Of the cheapest paths, an equation takes the one
+                through the placement whose text comes first (`gspmd.planner.graph.search`).
         """
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
         for row, column, rest, path in self._paths_between(sources, targets):
@@ -148,9 +148,10 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays [placement, target]: node after the first step, its seconds, whether it may be hoisted.
+        """Return the first step of each move, as three arrays [placement, target].
 
-        The node is -1 if there is no step.
+        They are the node after the step, or -1 if there is no step; the seconds of the step; and whether it may be
+        hoisted.
         """
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)

@@ -47,15 +47,20 @@ MOST_PLANNED = 200_000
 """The largest number of placements for which one step is planned: a plan takes about a millisecond."""
 
 _MESHES = 3
-"""Number of meshes, each with its choices, whose tables are kept for further programs, such as those with a different
-choice of remat. The prices of pipelines count as up to three meshes: as a whole, and inside and outside of slots.
+"""Number of meshes whose tables are kept for further programs, such as programs with a different choice of remat.
+
+The same mesh with different choices counts as a different mesh. The prices of a pipeline count as up to three meshes:
+one for the pipeline as a whole, one for the steps inside of slots, and one for the steps outside of slots.
 """
 
 LARGEST_SHARED = 400_000
 """The largest number of pairs of chains that are compared to find their common steps."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The indices of the choices on which seconds depend, ascending, and an array of the seconds with an axis for each."""
+"""The indices of the choices on which seconds depend, ascending, and an array of the seconds.
+
+The array has an axis for each of these choices.
+"""
 
 Planned = tuple[tuple, ...]
 """The successive steps of one tensor, each as (kind, mesh axes, spec before, spec after, reduction, seconds)."""
@@ -164,10 +169,10 @@ class Prices:
         """Return the seconds of one step over all its runs, as a table.
 
         Args:
-            what: the step.
+            what: the step, which may stand for a chain of steps.
             times: the number of its runs.
-            once: the number of runs of its first steps, if these are hoisted out of a loop in which the tensor does not
-                change; by default `times`.
+            once: the number of runs of the chain's first steps, if these are hoisted out of a loop in which the tensor
+                does not change; by default `times`.
 
         Raises:
             PlanError: the step depends on so many choices that its table would be too large.
@@ -188,9 +193,9 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Any, of: tuple[int, ...], made: Callable) -> Any:
-        """Return a table, or the arrays for making one, which `made` computes unless they are known already.
+        """Return a table, or the arrays for making one, from the cache; `made` computes what the cache lacks.
 
-        They are the same for all programs with these choices, which differ only in the numbers of runs.
+        All programs with these choices can use the same cache, because they differ only in the numbers of runs.
         """
         known, key = _latest(self._key), (kind, what, of)
         if key not in known:
@@ -282,9 +287,10 @@ class Prices:
     def _moved(
         self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the move costs of a tensor, and its placements before and after the move, by option.
+        """Return the move costs of a tensor, and its placements before and after the move.
 
-        The result is None if the move is impossible under every option.
+        The placements are arrays with an entry for each combination of options. The result is None if the move is
+        impossible under every option.
         """
         if isinstance(what, UnknownMoves):
             return self._moved_as_planned(what, of)
@@ -334,7 +340,7 @@ class Prices:
         return self._moves[key]
 
     def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
-        """Return the node numbers of a spec's placements, by option of each choice; -1 for an impossible placement."""
+        """Return the node number of a spec's placement for each combination of options; -1 if it is impossible."""
         taken, rows = np.zeros((1,) * len(of), int), []
         wrong = np.zeros((1,) * len(of), bool)
         for dim in tensor.dims:
@@ -351,7 +357,10 @@ class Prices:
         return np.where(full[0], -1, nodes)
 
     def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the mesh axes on one dimension, their bit mask, and whether an axis appears twice, all by option."""
+        """Return the mesh axes on one dimension, their bit mask, and whether an axis appears twice.
+
+        All three are arrays over the options. The mesh axes are given as indices of sequences of mesh axes.
+        """
         number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
         twice = np.zeros((1,) * len(of), bool)
         for name in names:
@@ -363,7 +372,7 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """Return the mesh axes of an unknown, by option, as indices of sequences of mesh axes.
+        """Return the mesh axes of an unknown for each option, as indices of sequences of mesh axes.
 
         The array varies along the axis of the unknown's choice. `name` may also be a mesh axis, which is then the only
         one under every option.
@@ -377,7 +386,7 @@ class Prices:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _product(self, what: UnknownProduct, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of a local einsum as the planner counts them, by option."""
+        """Return the seconds of a local einsum as the planner counts them, for each combination of options."""
         axes: dict[str, tuple[str, ...]] = {}
         for spec in what.specs:
             axes |= dict(zip(spec.dims, spec.axes))
@@ -400,7 +409,10 @@ class Prices:
         return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
 
     def _placements(self, unknowns: Iterable[str], of: tuple[int, ...]) -> tuple[list[Known], np.ndarray]:
-        """Return the distinct placements of some unknowns, and the index of the placement by option."""
+        """Return the distinct placements of some unknowns, and an array of their indices.
+
+        The array has, for each combination of options, the index of the placement under these options.
+        """
         names = [name for name in unknowns if name in self._at]
         if not names:
             return [{}], np.zeros((1,) * len(of), int)
@@ -410,10 +422,10 @@ class Prices:
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """Return the prices of a lookup, and the indices of its placements by option.
+        """Return the prices of a lookup, and for each combination of options the indices of its placements.
 
-        There is an array of indices for the pair of ids and rows, and one for the table. An impossible placement has
-        index -1.
+        The first array of indices is for the pair of ids and rows, and the second is for the table. An impossible
+        placement has index -1.
         """
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._possible((given.ids, given.rows), of)
@@ -430,7 +442,7 @@ class Prices:
         return self._lookups.get(key), some
 
     def _of_sum(self, what: UnknownSteps, ends: tuple[Spec, Spec], of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the steps of a sum over dimensions, by option."""
+        """Return the seconds of the steps of a sum over dimensions, for each combination of options."""
         kept, numbers = zip(*(self._possible((spec,), of) for spec in ends))
         if not all(kept):
             return np.full((1,) * len(of), np.inf)
@@ -443,14 +455,22 @@ class Prices:
         return np.where((numbers[0] < 0) | (numbers[1] < 0), np.inf, seconds)
 
     def _possible(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...]], np.ndarray]:
-        """Return the possible placements of some tensors, and the index of each by option; -1 for an impossible one."""
+        """Return the possible placements of some tensors, and an array of their indices.
+
+        The array has, for each combination of options, the index of the placement under these options, or -1 if this
+        placement is impossible.
+        """
         places, place = self._places(specs, of)
         possible = [each is not None for each in places]
         numbers = np.where(possible, np.cumsum(possible) - 1, -1)
         return [each for each in places if each is not None], numbers[place]
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
-        """Return the distinct placements of some tensors, None if impossible, and the index of each by option."""
+        """Return the distinct placements of some tensors, and an array of their indices.
+
+        An impossible placement is None. The array has, for each combination of options, the index of the placement
+        under these options.
+        """
         every, kind = self._placements(unknowns_in(specs), of)
         found: list[tuple[Spec, ...] | None] = []
         for known in every:
@@ -491,13 +511,14 @@ class Prices:
         return most
 
     def _begun(self, what: UnknownShared, of: tuple[int, ...]) -> tuple[tuple, tuple, np.ndarray] | None:
-        """Return the seconds of the first steps that two moves of one tensor share, and of the hoisted ones among them.
+        """Return the seconds of the first steps that two moves of one tensor share.
 
         Returns:
-            Three values, or None if one of the moves is planned by its operation or as an equation. The first is a pair
-            of arrays over the distinct placements: the seconds of the common steps, and of the hoisted ones among them.
-            The second has the indices of the placements by option. The third says, by option, whether both moves begin
-            at the same placement.
+            Three values, or None if `_ends` is None for one of the moves, or if one of them is planned as an equation.
+            The first is a pair of arrays over the distinct placements: the seconds of all common steps, and the seconds
+            of those common steps that are hoisted. The second has, for each combination of options, the indices of its
+            placements. The third says, for each combination of options, whether the two moves begin at the same
+            placement.
         """
         if any(isinstance(each, UnknownMove) and each.searched for each in (what.chain, *what.others)):
             return None  # Their first steps depend on the placement in the middle.
@@ -525,7 +546,11 @@ class Prices:
         return seconds
 
     def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
-        """Return a tensor's move costs and its placements before and after a move, or None if an operation plans it."""
+        """Return a tensor's move costs, and its placements before and after a move.
+
+        The result is None if the move is impossible under every option. It is also None for steps that their operation
+        plans by itself, other than `UnknownMoves` and the steps of a lookup.
+        """
         if isinstance(what, UnknownMove | UnknownMoves):
             found = self._moved(what, of)
             return found and (found[0], found[1][0], found[2])
@@ -541,7 +566,7 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return the seconds of the first steps that two chains share, from plans of both for each placement."""
+        """Return the seconds of the first steps that two chains share, by planning both chains for every placement."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.
@@ -549,7 +574,7 @@ class Prices:
         return table[at, there]
 
     def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
-        """Return the distinct chains of steps, and the index of the chain by option."""
+        """Return the distinct chains of steps, and for each combination of options the index of its chain."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
         every, kind = self._placements(unknowns_in(what), of)
@@ -632,7 +657,7 @@ def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
 
 
 def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
-    """Return the reduction at the end of a chain and the slices after it, or None if it does not end in a reduction."""
+    """Return the reduction that ends a chain, and the slices that may follow it; None if no reduction ends it."""
     last = next((number for number, step in reversed([*enumerate(chain)]) if step[0] != "slice"), None)
     if last is None or chain[last][0] not in ("all-reduce", "reduce-scatter") or chain[last][4] != "sum":
         return None
@@ -644,8 +669,8 @@ def _removed_seconds(end: tuple[tuple, Planned] | None, adds_up: bool) -> float:
 
     Args:
         end: the reduction and the slices after it, as `_reduction_of` returns them.
-        adds_up: whether a loop adds up its results. Only an all-reduce is then moved out of the loop, and only if its
-            result is not sliced.
+        adds_up: whether a loop adds up the results of the reduction. Only an all-reduce is then moved out of the loop,
+            and only if its result is not sliced.
     """
     if end is None or (adds_up and (end[0][0] != "all-reduce" or end[1])):
         return 0.0

@@ -60,10 +60,10 @@ class Use:
     """A step of a program, with the number of its runs.
 
     Attributes:
-        what: the step, with unknowns.
+        what: the step, with unknowns. It may stand for a chain of steps.
         times: how often the step runs.
-        once: how often its first steps run, if they are hoisted out of a loop in which its tensor does not change;
-            otherwise `times`.
+        once: how often the chain's first steps run, if they are hoisted out of a loop in which the tensor does not
+            change; otherwise `times`.
         inside: whether the step runs in a shard_map of the program itself; it is then planned without the mesh axes of
             that shard_map.
     """
@@ -138,9 +138,9 @@ class TracedProgram:
 def read(build: Build, lines: Lines) -> TracedProgram:
     """Trace a program with unknown lines, and tie those unknowns that must be equal for the program to work.
 
-    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error occurs for every
-    mesh axis that could shard a dimension, that dimension stays unsharded. If JAX cannot differentiate an operation on
-    a parameter whose gradient is a partial sum, that gradient is reduced where it is computed.
+    If JAX, or an operation, raises an error because two unknowns differ, they are tied. If the error occurs because a
+    dimension is sharded at all, that dimension stays unsharded. If JAX cannot differentiate an operation on a parameter
+    whose gradient is a partial sum, that gradient is reduced where it is computed.
 
     Args:
         build: a function from a layout and a mesh to a function and its abstract arguments.
@@ -210,10 +210,11 @@ def _adjust(program: TracedProgram, lines: Lines) -> bool:
 
 
 def _tie_operands(what: Unknown, lines: Lines) -> bool:
-    """Tie the operands of each product of two activations, which has no via; return whether anything changed.
+    """Tie the operands and the result of a product of two activations; return whether anything changed.
 
-    The logits of attention are such a product: its operands share a batch dimension with the result. Without ties the
-    planner would plan every combination of three placements, which are millions for tensors of four dimensions.
+    Such a product has no via. An example is the product that gives the logits of attention: its operands share a batch
+    dimension with the result. Without ties the planner would plan every combination of three placements, and tensors of
+    four dimensions have millions of such combinations.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False
@@ -343,7 +344,7 @@ Chains = dict[tuple[Region, int], list[Run]]
 A key consists of the region in which the steps begin to run, and of the tensor's value number in that region.
 """
 Marked = tuple[Unknown, int, int, bool]
-"""A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and whether it is inside."""
+"""A step, and the fields of its `Use`: how often it runs, how often its hoisted steps run, and `inside`."""
 
 
 def _marks(
@@ -505,12 +506,12 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Let as few unknowns of an error as possible shard nothing, so that the error changes or disappears.
+    """Choose as few as possible of an error's unknowns to shard nothing, so that the error changes or disappears.
 
     The result says whether there are such unknowns.
 
-    A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all operands, and
-    name that dimension in many different ways.
+    They are found by trial for operations that need a dimension unsharded, such as a sort, a cumulative sum or an
+    index. JAX's errors for these show the types of all operands, and name the dimension in many different ways.
     """
     names = {*_NAME.findall(message)}
     for count in range(1, MOST_HELD + 1):
@@ -540,7 +541,7 @@ def _needs_whole_gradient(error: BaseException) -> bool:
 
 
 def _reduced_at_once(build: Build, lines: Lines) -> bool:
-    """Let the fewest gradients be reduced where they are computed, so that JAX differentiates the program.
+    """Let as few gradients as possible be reduced where they are computed, so that JAX can differentiate the program.
 
     JAX has no rules for partial sums in many operations, such as the negation in `-jnp.exp(w)`, and its error does not
     name the parameter. So the parameters are tried in halves.

@@ -4,11 +4,11 @@ The multiplier, called the rate, is the price of a byte in seconds. For every ra
 
     min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit}.
 
-The rate for which the left side is greatest is found by cutting planes. As a function of the rate, the cost of any
-picks is a line. Of the known picks, some hold more than the limit and some hold less, and the next rate is the one
-where the lines of two such picks cross. By the same bound, an option is dropped if all picks with this option cost more
-than the best known picks. The gap that remains between the bound and the best picks is closed by
-`gspmd.search.branching`.
+Picks are one option for each choice. The rate for which the left side is greatest is found by cutting planes. As a
+function of the rate, the cost of any picks is a line. Of the known picks, some hold more than the limit and some hold
+less. The next rate to try is the one where the line of picks that hold more crosses the line of picks that hold less.
+By the same bound, an option is dropped if all picks with this option cost more than the best known picks. The gap that
+remains between the bound and the best picks is closed by `gspmd.search.branching`.
 
 Source: M. L. Fisher, The Lagrangian relaxation method for solving integer programming problems, Management Science 27
 (1981).
@@ -49,10 +49,11 @@ class BoundedSearch:
         tables: The tables of the allowed options.
         buckets: The buckets of the problem, from `eliminate`.
         stop: A function that is called often, and returns whether to end the search with the best picks so far.
-        keep: A function that is called with every answer whose picks, or whose bound, are better than all before.
+        keep: A function that is called with every answer whose picks or bound are better than those of all answers
+            before.
         rate: The first rate to try, in seconds per byte, such as the rate that a similar search found.
-        outside: A lower bound on the seconds of allowed picks with options that the tables lack; infinite if there are
-            no such picks.
+        outside: A lower bound on the seconds of those allowed picks that contain an option which the tables lack;
+            infinite if there are no such picks.
         tolerance: The fraction of the seconds by which picks may be slower than the cheapest.
 
     Attributes:
@@ -99,7 +100,7 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return the greatest lower bound over all rates on the seconds of picks that fit.
+        """Return a lower bound on the seconds of picks that fit: the greatest bound that any rate gives.
 
         No further rates are tried once the bound is above `enough`. The bound is infinite if nothing fits.
         """
@@ -128,10 +129,11 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the greatest lower bound over all rates.
+        """Raise the lower bound to the greatest that any rate gives.
 
-        If a gap may remain between the bound and the best picks, the result is the messages for bytes alone. Otherwise
-        it is None.
+        Returns:
+            The messages for which only bytes count, if a gap may remain between the bound and the best picks; otherwise
+            None.
 
         Raises:
             NothingFits: No picks are allowed, or all of them hold more than the limit.
@@ -188,9 +190,9 @@ class BoundedSearch:
         return self.limit + ROUNDING * abs(self.limit)
 
     def _slack(self) -> float:
-        """Return the seconds by which other picks must beat the best ones to be searched for.
+        """Return the seconds by which picks must beat the best known picks to be searched for.
 
-        They are the rounding error plus the tolerance.
+        This margin is the rounding error plus the tolerance.
         """
         rounding = ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
         return rounding + (self.tolerance * abs(self.seconds) if self.best else 0.0)
@@ -222,7 +224,11 @@ class BoundedSearch:
             self.rate = first.rate
 
     def _cut(self, large: tuple[float, float], small: tuple[float, float]) -> None:
-        """Approximate the rate with the greatest bound, from the lines of picks above and of picks below the limit."""
+        """Approximate the rate with the greatest bound.
+
+        The search starts from two lines, as `_line` returns them: `large` of picks that hold more than the limit, and
+        `small` of picks that fit.
+        """
         if self.rate:
             line = self._try(self.rate)
             large, small = (large, line) if line[1] <= self.limit else (line, small)
@@ -239,7 +245,10 @@ class BoundedSearch:
             large, small = (large, line) if line[1] <= self.limit else (line, small)
 
     def _try(self, rate: float) -> tuple[float, float]:
-        """Compute the bound at a rate, keep its picks if they fit, and return their seconds and bytes."""
+        """Compute the bound at a rate, and return the seconds and bytes of the picks that are cheapest at this rate.
+
+        These picks are kept if they fit and are the best so far.
+        """
         messages = Messages(self.tables, self.buckets, rate)
         picks = messages.trace()
         line = self._line(picks)

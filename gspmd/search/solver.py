@@ -17,7 +17,7 @@ from gspmd.search.question import BoundedSearch
 from gspmd.search.tables import Tables
 
 FIRST = 64
-"""Number of options, besides those with low bounds, among which next best picks are searched first."""
+"""Number of options that a search for next best picks starts with, in addition to the options with low bounds."""
 BEYOND = 1.1
 """At first, the bounds of options are computed only up to this multiple of an answer's seconds."""
 GROWTH = 4
@@ -204,7 +204,7 @@ class Search:
 
         Args:
             fewer: For each choice, which options may be picked.
-            allowed: For each choice, which options the bounds allow: those of `fewer`, and maybe more.
+            allowed: For each choice, which options count in the bounds: all options in `fewer`, and maybe more.
             ceiling: Seconds up to which bounds are computed at first. These bounds need only few options: those whose
                 bound at rate 0 is low even if everything is allowed.
         """

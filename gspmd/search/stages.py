@@ -23,7 +23,7 @@ class LayerRange:
     """A stage: consecutive layers on one submesh.
 
     Attributes:
-        first, last: its layers, both included.
+        first, last: its first and its last layer, both included.
         submesh: the index of its submesh.
     """
 
@@ -112,7 +112,7 @@ class _SplitSpace:
 
     @cached_property
     def unit(self) -> int:
-        """The unit in which devices are counted: the greatest common divisor of the numbers of devices."""
+        """The unit in which devices are counted: the greatest common divisor of `devices` and all `sizes`."""
         return math.gcd(self.devices, *self.sizes)
 
     @cached_property
@@ -188,7 +188,10 @@ def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
 
 
 def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return F with one more stage in front, and an array of that stage's last layer and submesh, as one number."""
+    """Return F, as in `_fewest`, with one more stage in front, and an array of this stage's last layers and submeshes.
+
+    Each entry of the array encodes a last layer and a submesh as one number.
+    """
     layers, columns = len(table), behind.shape[1]
     fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
     for submesh, size in enumerate(sizes):

@@ -42,7 +42,7 @@ def ends_of(what: Unknown) -> tuple[Spec, Spec] | None:
 
 @dataclass(frozen=True)
 class SumPrices:
-    """A sum over dimensions, or its gradient, with its cost for every placement before and every placement after.
+    """A sum over dimensions, or its gradient, with its cost for every pair of placements before and after it.
 
     Attributes:
         table: the planner's table of the joint placements in which the sum may be computed, for tensors of any spec.

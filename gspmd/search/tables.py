@@ -67,10 +67,10 @@ class Tables:
         )
 
     def aligned(self, number: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """Return the tables of a term with the given axes, and whether all its seconds are finite.
+        """Return a term's tables of seconds and of bytes with the given axes, and whether all its seconds are finite.
 
-        The tables are those of seconds and of bytes; the table of bytes may be None. Each has the form that the
-        function `aligned` returns.
+        The table of bytes is None if the term holds no bytes. Each table has the form that the function `aligned`
+        returns.
         """
         if (number, axes) in self._aligned:
             return self._aligned[number, axes]
@@ -82,7 +82,7 @@ class Tables:
         return found
 
     def possible(self) -> list[np.ndarray]:
-        """Return, for each choice, which options have finite seconds, counting only terms of this choice alone."""
+        """Return, for each choice, which options have finite seconds in all terms that depend on this choice alone."""
         result = [np.ones(len(kept), bool) for kept in self.kept]
         for of, table in zip(self.of, self.seconds):
             if len(of) == 1:

@@ -124,9 +124,9 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
     Here `once` is the time of work that is not repeated in every microbatch, and `in two` means with two microbatches.
-    For a range of numbers of microbatches, the bound on seconds for the fewest and the bound on bytes for the most hold
-    for every number in the range. The choices are those for two microbatches, which include the choices for any larger
-    number. The global norm of the gradients is left out, which only lowers the bound.
+    Two bounds hold for every number of microbatches in a range: the bound on seconds for the smallest number, and the
+    bound on bytes for the largest number. The choices are those for two microbatches, which include the choices for any
+    larger number. The global norm of the gradients is left out, which only lowers the bound.
 
     Args:
         workload: the training step, whose number of microbatches is ignored.
@@ -159,9 +159,9 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _tables(self) -> tuple[list[Table], list[Table]]:
-        """The tables of seconds that do not depend on the number of microbatches, and the tables of those that do.
+        """Two lists of tables: the seconds that do not depend on the number of microbatches, and the seconds that do.
 
-        The seconds that do are those of steps on weights, which run again in every microbatch.
+        The seconds that depend on this number are those of steps on weights, which run again in every microbatch.
         """
         question, tables = self.question, self.question.prices.tables
         _, in_one, _ = self._step.read(1)

@@ -50,8 +50,8 @@ HALVINGS = 6
 
 GAIN = 0.02
 """The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, several
-microbatches spend more time on work besides products and collectives, and only a tenth of this time is priced. This
-time exceeded smaller planned gains in products and collectives.
+microbatches spend more time on work besides products and collectives, and only a tenth of this time is priced. Where
+the planned gain in products and collectives was below this fraction, this time exceeded the gain.
 """
 
 

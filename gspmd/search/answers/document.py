@@ -164,11 +164,11 @@ def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
 def lowering_of(phase: str) -> str:
     """Return the default lowering for a layout whose lowerings have not been compiled and compared.
 
-    For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error.
-    Compiled, PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The cost model covers
-    forward passes only, and training was slower with `auto`. Decoding was slower too, because its products have few
-    rows. For a step of Qwen2 72B with 64 rows on 16 TPU v5e, the loops copy each piece of a weight before they use it,
-    and the step takes 75.9 ms instead of 46.1 ms.
+    For prompts the lowering is `auto`, which loops a product if the predicted gain is above the cost model's error. In
+    compiled programs, PaLM 540B's prompts on 16 TPU v5p take 7.12 s under `auto`, and 7.63 s under `blocking`. The cost
+    model covers forward passes only, and training was slower with `auto`. Decoding was slower too, because its products
+    have few rows. For a step of Qwen2 72B with 64 rows on 16 TPU v5e, the loops copy each piece of a weight before they
+    use it, and the step takes 75.9 ms instead of 46.1 ms.
     """
     return "auto" if phase == "prefill" else PRICED
 

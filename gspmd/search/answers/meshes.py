@@ -1,4 +1,4 @@
-"""The meshes of a TPU slice whose axes consist of whole torus axes, and all meshes of a number of devices."""
+"""The meshes of a TPU slice in which every axis consists of whole torus axes, and all meshes of a number of devices."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations

@@ -76,7 +76,8 @@ class Range:
     def halves(self) -> list[Range | Candidate]:
         """The lower and the upper half of the range.
 
-        If the range is a single number, it is the candidate for that number, or nothing if no layout is possible.
+        If the range is a single number, the list has only the candidate for that number. It is empty if no layout is
+        possible.
         """
         if len(self.counts) == 1:
             try:

@@ -109,19 +109,19 @@ def _enough(best: Placed) -> float:
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
-    """Return a lower bound on a layout's cost over a range of numbers of microbatches; infinite if it does not fit.
+    """Return a lower bound on a layout's cost over a range of numbers of microbatches.
 
-    `Search.at_least` computes the bound.
+    The bound is infinite if the layout does not fit. `Search.at_least` computes it.
     """
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield, for every assignment of a layout's axes to those of the mesh, the sizes and the order of its axes.
+    """Yield, for every assignment of a layout's axes to those of the mesh, the sizes and the order of these axes.
 
-    Devices fill nodes in the order of the mesh, so on several nodes the sizes are in that order. The mesh that is shown
-    then has the prices of this assignment.
+    On several nodes, the sizes are in the order of the mesh, because devices fill nodes in this order. The mesh that is
+    shown then has the prices of this assignment.
     """
     mesh, chip = of.phase.case.mesh, of.phase.case.chip
     for names in permutations(layout.axes, len(mesh)):
@@ -147,7 +147,7 @@ def _placings(candidate: Candidate, layout: Layout, known: _Known) -> Iterator[P
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why the search does not consider a layout or, if not `usable`, why no such mesh can use it."""
+    """The reason why the search does not consider a layout or, if `usable` is false, why the mesh cannot use it."""
 
     reason: str
     usable: bool
@@ -290,7 +290,7 @@ def _follows(key: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _read(text: str, names: tuple[tuple[str, str], ...]) -> tuple[Spec, ...]:
-    """Parse specs, written in the axes of a layout, and return them in the candidate's axes, without axes of size 1."""
+    """Parse specs, replace the mesh axes of a layout by those of the candidate, and drop axes of size 1."""
     known = dict(names)
     axes = lambda held: tuple(known[axis] for axis in held if axis in known)  # noqa: E731
     specs = map(Spec.parse, text.split(", "))

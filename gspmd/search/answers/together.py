@@ -24,8 +24,8 @@ class Reading:
 
     Attributes:
         candidate: the problem of reading, on the mesh of the layout.
-        answer: the cheapest layout that stores the same arrays in the same way.
-        lines: its activations and vias, as key -> text.
+        answer: the cheapest layout for reading that stores weights and cache as decoding does.
+        lines: the activations and vias of this layout, as key -> text.
         tied: lines whose tensors the program does not have; they only follow the sharding of other lines.
     """
 
@@ -37,7 +37,7 @@ class Reading:
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
         """Merge these lines with the lines of another reading, given as key -> text.
 
-        If a line is in both, the line of this reading is taken if its tensor is in the program of this reading.
+        A line that is in both readings is taken from this one, unless this reading's program lacks the line's tensor.
         """
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
@@ -82,7 +82,10 @@ def read_beside(
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
-    """Return whether a line is of a weight matrix or the cache; vectors follow the tensors that they modify."""
+    """Return whether a line is that of a weight matrix or of the cache.
+
+    Lines of vectors do not count, because vectors follow the tensors that they modify.
+    """
     section, key = at
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
