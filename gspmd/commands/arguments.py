@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
         """Add a flag or an argument as argparse does, with values for shell completion to propose.
 
-        An empty value is an error, unless `options` has the type or the choices of the flag.
+        An empty value is an error, unless `options` has an entry `type` or `choices`.
         """
         if options.get("action") in (None, "append") and "choices" not in options:
             options.setdefault("type", _optional if names[0].startswith("-") else _given)

@@ -107,9 +107,9 @@ def phase_layout(settings: CompileSettings) -> Layout:
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """Return the mesh of a slice, after checking that its axes divide the dimensions that they shard.
+    """Return the mesh of a slice, after checking that its axes divide the dimensions that the layout shards over them.
 
-    The layout is that of the compiled phase.
+    The layout is the one for the phase to be compiled.
     """
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     source = settings.source_length or settings.length
@@ -205,8 +205,8 @@ def flops_of_row(settings: CompileSettings) -> float:
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
     """Return the program to compile, its abstract arguments, and options for `jax.jit`.
 
-    The options say which arguments the program may overwrite, and for which arguments it may choose the order in
-    memory.
+    The options say which arguments the program may overwrite, and for which arguments the compiler may choose the
+    memory layout (the order of dimensions in memory).
     """
     train, config = settings.phase == "train", settings.model
     if settings.phase in PROGRAMS:

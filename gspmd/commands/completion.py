@@ -153,7 +153,7 @@ complete -o filenames -F _gspmd gspmd
 
 
 def zsh(known: Mapping[str, Words]) -> str:
-    """Return the script for zsh, which runs the one for bash."""
+    """Return the script for zsh, which runs the script for bash."""
     return f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash(known)}"
 
 

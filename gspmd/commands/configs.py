@@ -15,13 +15,13 @@ FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.p
 
 
 def find(name: str) -> str:
-    """Return the path of a configuration's file, given this path or the name of a shipped configuration.
+    """Return the path of a configuration's file, given either this path or the name of a shipped configuration.
 
-    A file takes precedence over a shipped configuration with its name.
+    If `name` is the path of a file and also the name of a shipped configuration, the file takes precedence.
 
     Raises:
         ConfigError: `name` is not a path, and no shipped configuration has this name; or `name` is a path (it has a
-            slash or ends in `.toml`) without a file, and resembles the name of a shipped configuration.
+            slash or ends in `.toml`) where no file exists, and it resembles the name of a shipped configuration.
 
     Example:
         >>> Path(find("tiny")).name, find("mine/steps.toml")

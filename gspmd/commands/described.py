@@ -1,4 +1,4 @@
-"""The help of flags: the docstrings of fields of settings as running text; a short help has only the common flags.
+"""The help of flags: the docstrings of settings' fields, as running text; a short help has only the common flags.
 
 tyro makes a flag of every field of a dataclass. The rule `Describe` tells tyro the fields, and the help text of each
 field.
@@ -143,7 +143,7 @@ class Describe:
     def _text(self, text: str, default: Any) -> str:
         """Return the help text of a flag.
 
-        A boolean has two flags; the text is that of the flag that turns the boolean on.
+        A boolean has two flags; the text describes the flag that turns the boolean on.
         """
         if isinstance(default, bool) and text.startswith("Whether "):
             text = text.removeprefix("Whether ").removeprefix("to ")
@@ -268,7 +268,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
+    """Map the name of each field of a dataclass, inherited or not, to its documentation as running text.
 
     The documentation of a field is the docstring below it, or its entry under `Attributes` in the docstring of the
     class.

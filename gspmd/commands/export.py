@@ -57,7 +57,7 @@ def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None 
 def longest(source: Source) -> int:
     """Return the length, in tokens, of the longest sequences on which the run was trained.
 
-    For a model with an encoder, these are the targets or the sources.
+    For a model with an encoder, this is the length of the targets or of the sources, whichever is longer.
     """
     if source.run is None:
         return 2048

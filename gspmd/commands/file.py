@@ -64,11 +64,11 @@ def source_length_of(file: File) -> int:
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Check the source of a command that has `--source-length` and `--phase`; return the settings and the faults.
+    """Check `--source-length` and `--phase`, which may need an encoder; return the command's settings and the faults.
 
     Args:
         settings: the settings after the flags. If the model has no encoder, for example because flags removed it, the
-            settings are returned without a source.
+            settings are returned with a `source_length` of 0.
         default: the settings in the file, before the flags.
     """
     given: Any = settings
@@ -85,7 +85,10 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return faults if the number of token groups of experts does not divide a batch's tokens, or its source tokens."""
+    """Return a fault if the tokens of a batch do not divide evenly into the token groups of the experts.
+
+    The source tokens of a batch are checked in the same way, if the model has an encoder.
+    """
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

@@ -1,4 +1,4 @@
-"""The flags of a command: an early look at the flags that decide how others are parsed, and the parser of all flags."""
+"""The flags of a command: an early look at flags that decide how the rest is parsed, and the parser of all flags."""
 
 import argparse
 import io
@@ -246,7 +246,7 @@ def _wide() -> Iterator[None]:
 
 
 def _merged(cls: type[Dataclass]) -> list[str]:
-    """Return the tables of settings whose names are left out of the flags of their settings."""
+    """Return the names of the tables of settings that flags leave out, as in `--steps` for `training.steps`."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
 
@@ -259,7 +259,7 @@ def _in_short(message: str, prog: str, merged: Collection[str], argv: Sequence[s
     Args:
         message: the message of tyro.
         prog: the program's name.
-        merged: the tables of settings whose names are left out of the flags of their settings.
+        merged: the names of the tables of settings that flags leave out; see `_merged`.
         argv: the words of the command line.
 
     >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
@@ -305,8 +305,8 @@ def _in_short(message: str, prog: str, merged: Collection[str], argv: Sequence[s
 def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
     """Return the flags that the user may have meant by an unknown flag.
 
-    If the flag begins with the name of a table in `merged`, which flags leave out, the result is the flag without this
-    name. Otherwise the result is the most similar known flags.
+    If the flag begins with the name of a table in `merged`, the result is the flag without this name, because flags
+    leave the name out. Otherwise the most similar known flags are returned.
     """
     table, dot, rest = flag.removeprefix("--").partition(".")
     if dot and table in merged:

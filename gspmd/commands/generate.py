@@ -129,7 +129,7 @@ def generate(settings: GenerateSettings) -> int:
 def beginnings(
     settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the first tokens of the texts and, for a model with an encoder, the sources as an argument of programs.
+    """Return the first tokens of each text, and keyword arguments of programs: `sources` for a model with an encoder.
 
     Raises:
         ConfigError: --target-prompt or --source-length is given for a decoder-only model.
@@ -281,7 +281,7 @@ def arranged(
     begins: Sequence[Sequence[int]],
     given: dict[str, Any],
 ) -> tuple[ServingSharding, str | Layout]:
-    """Return the sharding and the layout of --layout; for `auto`, they come from a search."""
+    """Return the sharding and the layout of --layout; for `auto`, a search chooses the mesh and the layout."""
     sharding = settings.sharding
     if not automatic.asks_for_search(sharding.layout, DOING):
         return sharding, sharding.layout

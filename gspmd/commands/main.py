@@ -159,18 +159,18 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 def _among_others(flags: Sequence[str]) -> bool:
     """Return whether this is one of several processes.
 
-    The other processes wait for this one, and must be told of faults in its flags. So it parses its flags only when it
-    is ready to join the others.
+    If so, the other processes wait for this process, and must be told of faults in its flags. So this process parses
+    its flags only when it is ready to join the other processes.
     """
     return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let a signal end the process with a one-line message inside a `with` block, while libraries are imported.
+    """Inside a `with` block that imports libraries, let a signal end the process with a one-line message.
 
-    An exception could be raised anywhere in these libraries. Some libraries would print the exception, or would take it
-    for a missing module.
+    The signal raises no exception, because the exception could come anywhere in these libraries. Some libraries would
+    print the exception, or would take it for a missing module.
     """
     ours = current_thread() is main_thread()  # Only the main thread can handle signals.
     if ours:
@@ -193,17 +193,18 @@ def _starting() -> Any:
 def _raises() -> bool:
     """Return whether this process handles interrupts.
 
-    This is so if interrupts are not ignored, and no caller has installed a handler.
+    This is so if interrupts are not ignored, no caller has installed a handler, and this is the main thread.
     """
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
-    """Raise an interrupt again, soon after the code in which its exception was raised has swallowed the exception.
+    """Raise an interrupt again, soon after its exception has been swallowed by the code in which it was raised.
 
     Finalizers and callbacks of the garbage collector swallow exceptions. JAX has such a callback: if a signal arrives
-    during a collection, its exception is raised in the callback. A collection takes longer the more objects there are.
+    during a collection, the signal's exception is raised in the callback. The more objects there are, the longer a
+    collection takes.
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
         return show(raised)

@@ -39,7 +39,7 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
         settings: the settings of a command, with fields `lora` and `sharding`. The settings of a run also have
             `checkpoint` and `training`.
         doing: the first words of the error message.
-        tokens: number of ids of a run's tokenizer, or None for bytes.
+        tokens: number of ids of a run's tokenizer, or None if tokens are bytes.
 
     Raises:
         ConfigError: settings do not apply to a custom model; the message lists all of them.
@@ -109,7 +109,7 @@ def facts(settings: Any, layout: Layout) -> dict[str, str]:
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
-    """Show the placement of every parameter, and of every other tensor in the layout's own sections."""
+    """Show the placement of every parameter, and of every other tensor in the layout's user-defined sections."""
     training, model = settings.training, subject(settings)
     rows = model.rows(layout)
     placed: Placed = {path: (row.spec, row.shape) for path, row in rows.items()}

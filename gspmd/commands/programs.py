@@ -35,7 +35,8 @@ Tree = Any
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
     """Build the programs of an arrangement, with the initial state if the run begins with this arrangement.
 
-    Otherwise the state has shapes instead of arrays, and is restored or moved later.
+    If the run is resumed or only later changes to this arrangement, the state has shapes instead of arrays, and is
+    restored or moved later.
     """
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
@@ -106,7 +107,7 @@ def update_of(settings: RunSettings) -> Update:
 def step_of(
     settings: RunSettings, arrangement: Arrangement, state: TrainState
 ) -> tuple[Wrapped, TrainState, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return an update under an arrangement, jitted, with its arguments: the state, and an abstract batch and key."""
+    """Return a jitted update under an arrangement, and its arguments: the state, and an abstract batch and key."""
     training, layout, mesh, subject = settings.training, arrangement.layout, arrangement.mesh, own.trainable(settings)
     step = building.training_step(subject, layout, update_of(settings))
     tokens = building.abstract_batch(subject, layout, mesh, training.batch, training.length)
@@ -114,7 +115,7 @@ def step_of(
 
 
 def evaluation_of(settings: RunSettings, arrangement: Arrangement) -> Callable[[Tree, jax.Array], jax.Array]:
-    """Return the evaluation, a function (parameters, tokens) -> mean cross-entropy, not compiled."""
+    """Return an uncompiled evaluation function, (parameters, tokens) -> mean cross-entropy."""
     return building.evaluation_step(own.trainable(settings), arrangement.layout, settings.training.microbatches)
 
 

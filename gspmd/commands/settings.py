@@ -89,10 +89,10 @@ def parse(argv: Sequence[str], script: str = "") -> RunSettings:
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
-    """Return the settings with the model and tokenizer of the checkpoint with which the run begins, or began earlier.
+    """Return the settings with the model and tokenizer of the public checkpoint with which the run begins.
 
-    If a run is resumed from its folder, its settings already have the model and the tokenizer. If a run is resumed with
-    the flags that began it, `--from` must name the same checkpoint.
+    The run may have begun earlier. If it is resumed from its folder, its settings already have the model and the
+    tokenizer. If it is resumed with the flags that began it, `--from` must name the same checkpoint.
 
     Raises:
         ConfigError: flags describe the model, although the checkpoint determines it; or the resumed run did not begin

@@ -82,7 +82,10 @@ def tokenizer_of(folder: Path, model: Any = None) -> checkpoints.Tokenizer:
 
 
 def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
-    """Return a layout with the changes of `--set` and `--lowering`; by default the run's own layout, or megatron-1d."""
+    """Return a layout with the changes of `--set` and `--lowering`.
+
+    If `name` is empty, this is the run's own layout, or megatron-1d if `run` is None.
+    """
     own = Layout.load("megatron-1d")
     if run is not None and not name:
         found = lines_searched(run.sharding.layout) is not None

@@ -88,7 +88,7 @@ class Checked:
         arranged: the arrangements of the run in order, each with its state as shapes.
         tokenizer: the tokenizer of the text, or None if tokens are bytes.
         found: the layout that the search found, or None without `--layout auto`.
-        objective: the objective that makes rows of the texts; None for windows of text.
+        objective: the objective that makes training rows of the texts; None if rows are windows of the text.
     """
 
     settings: RunSettings
@@ -181,7 +181,7 @@ def check_ours(
     """Check that a model that comes with gspmd fits the data, and return the objective.
 
     Returns:
-        The objective that makes rows of the texts, or None for windows of text.
+        The objective that makes training rows of the texts, or None if rows are windows of the text.
 
     Raises:
         ConfigError: the model does not fit the data.

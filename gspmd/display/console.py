@@ -40,9 +40,10 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError as `print` does, so that the command can clean up, while rich would end the process.
+        """Raise BrokenPipeError as `print` does, so that the command can clean up.
 
-        In a thread that reports progress, the error is not raised, because the next print of the main thread raises it.
+        Without this method, rich would end the process. In a thread that reports progress, the error is not raised,
+        because the next print of the main thread raises it.
         """
         del self._buffer[:]
         if current_thread() is main_thread():

@@ -1,6 +1,6 @@
 """Progress of long tasks.
 
-No command is silent for more than three seconds, or for more than 1% of its run so far if this is longer.
+No command is silent for longer than three seconds or 1% of its run so far, whichever is longer.
 """
 
 import time

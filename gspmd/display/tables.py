@@ -20,8 +20,8 @@ class Column:
     Attributes:
         name: the heading of the column.
         justify: `"left"` or `"right"`.
-        goes: 0 if the column is never left out of a narrow table; the columns with the largest values are left out
-            first.
+        goes: 0 if the column is never left out of a narrow table. Of the other columns, the column with the largest
+            `goes` is left out first.
         folds: whether a long text may continue on the next line.
     """
 

@@ -25,8 +25,8 @@ def blocks_figure(
     """Draw a tensor on a mesh: each device is a cell, in which the device's block of the tensor is filled.
 
     Copies of a block have the same color and position; summands of a partial sum are hatched and have a plus sign. On a
-    mesh of more than 64 devices only some devices are drawn: along each axis all, the first few and the last, or only
-    the first.
+    mesh of more than 64 devices only some devices are drawn: along each axis either all, or the first few and the last,
+    or only the first.
 
     Args:
         spec: a `gspmd.Spec` without open dimensions.

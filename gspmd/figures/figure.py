@@ -15,9 +15,9 @@ Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
-"""A template of an SVG document with or without a letter; on a machine without fonts the two are drawn alike."""
+"""A template of an SVG document with one text; on a machine without fonts, any text is drawn like an empty text."""
 _SANS_SERIF = (None, "DejaVu Sans", "Liberation Sans", "Noto Sans", "FreeSans")
-"""Fonts that resvg is told to use as sans-serif, tried in this order. Its own, for None, is Arial."""
+"""Fonts that resvg is told to use as sans-serif, tried in this order. None keeps the default of resvg, Arial."""
 _SCALE = 3.0
 """Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 

@@ -13,7 +13,8 @@ from gspmd.figures.ownership import Ownership
 MOST = 64
 """The maximum number of devices that are drawn.
 
-Of a larger mesh only some devices are drawn: along each axis all, the first few and the last, or only the first.
+Of a larger mesh only some devices are drawn: along each axis either all, or the first few and the last, or only the
+first.
 """
 _ABREAST = 8
 """The maximum number of cells in a row."""
@@ -43,7 +44,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """The coordinates that are drawn along each axis: all, the first few and the last, or only the first."""
+        """The coordinates drawn along each axis: either all, or the first few and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -66,7 +67,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, from last to first: name, columns, and width and height of one coordinate in cells."""
+        """For every axis, last axis first: its name, its columns, and the cells of one coordinate across and down."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)

@@ -149,13 +149,16 @@ def _step_text(step: Step) -> str:
 
 
 def _added(plan: Plan) -> Spec:
-    """Return the spec in which the products of a sum are added."""
+    """Return the spec that the products of a sum have when they are added."""
     output = plan.routine.outputs[0]
     return output.steps[0].before if output.steps else output.spec
 
 
 def inline(figure: Figure) -> str:
-    """Return a figure as an SVG element without a style sheet, because the page's policy allows only the page's own."""
+    """Return a figure as an SVG element without a style sheet.
+
+    The page's security policy allows only the style sheets of the page itself.
+    """
     left, top, wide, high = (f"{value:.6g}" for value in figure.box)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" width="{wide}" height="{high}"'
     label = f'viewBox="{left} {top} {wide} {high}" aria-label="{escape(figure.title)}: {escape(figure.description)}"'

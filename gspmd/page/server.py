@@ -28,7 +28,7 @@ PAGES = {"/": "equation.html", "/layout": "layout.html"}
 EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout", "kept")
 """The tasks of `gspmd.page.tasks` that a page may ask for; a separate process runs the tasks of layouts."""
 SHORT = "gspmd.page.tasks:Tasks"
-"""The class that runs these tasks, as `module:name`."""
+"""The class that runs the tasks of equations and of layouts, as `module:name`."""
 TOLD = ("search", "compile")
 """The tasks that answer part by part. Each has a process of its own, which ends if its page is closed."""
 _ENDING = "gspmd page has been ended in its terminal. Start it again, and ask once more."
@@ -106,7 +106,7 @@ def application(
 
 
 class _Desk:
-    """A worker process, the requests that wait for it, and a function that returns the seconds that each may take."""
+    """A worker process, the requests that wait for it, and a function that returns the maximum seconds of an answer."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)

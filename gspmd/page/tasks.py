@@ -127,7 +127,7 @@ def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str,
 
 
 def fault_record(error: NotationError, request: Texts | None = None) -> dict[str, Any]:
-    """Return, as data for JSON, the faults in a request and the field that has each of them."""
+    """Return the faults in a request as data for JSON, each with the name of the field that has the fault."""
     texts = {} if request is None else {text: name for name, text in reversed(vars(request).items())}
     faults = [
         {

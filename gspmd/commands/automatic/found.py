@@ -18,7 +18,7 @@ from gspmd.training.syntax import AUTO, lines_searched
 FILE = "layout.toml"
 """The name of the layout's file in the folder of a run."""
 COMMANDS = {"training": "gspmd train", "serving": "gspmd generate"}
-"""The command that finds a layout and uses it, by purpose."""
+"""A mapping from purpose to the command that finds a layout for this purpose and uses it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FoundLayout:
         seconds: predicted seconds of each program, by the program's name; empty if unknown.
         chip: the chip for which seconds were predicted.
         took: duration of the search in seconds.
-        before: whether it was found by an earlier run.
+        before: whether the layout was found by an earlier run.
         place: the path of the layout's file, or the reason why there is none.
     """
 
@@ -45,16 +45,18 @@ class FoundLayout:
 
     @property
     def layout(self) -> Layout:
-        """The layout itself, under the name that was given as --layout."""
+        """The layout itself, with the name `auto`."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             path.write_text(self.text, encoding="utf-8")
             return replace(Layout.load(path), name=AUTO)
 
     def write(self, folder: Path, program: str = COMMANDS["training"], argv: Sequence[str] = ()) -> None:
-        """Write the file into a run's folder, either completely or not at all; of a resumed run, as it was.
+        """Write the layout's file into a run's folder, either completely or not at all.
 
-        A found layout may be that of other runs too, so its comment names the command of this run only here.
+        Several runs may use the same found layout, so the comment in `text` does not name the command line of any run.
+        The comment in the written file names the command line of this run. If the run is resumed, the comment already
+        names a command line, and the file stays as it was.
 
         Args:
             folder: the run's folder.
@@ -78,12 +80,14 @@ class FoundLayout:
 
 
 def line_of_use(command: str, mesh: str) -> str:
-    """Return the line of a layout file's comment that says how the layout is used, for any run of a command."""
+    """Return the line in the comment of a layout file that says how any run of a command can use the layout."""
     return f"to be used    {command} ... --layout FILE --mesh {mesh}"
 
 
 def asks_for_search(layout: str, doing: str) -> bool:
-    """Return whether `--layout` asks for a search; the model comes with gspmd, so its lines are known.
+    """Return whether `--layout` asks for a search, for a model that comes with gspmd.
+
+    The lines of such a model are known, so `--layout` must not name a file of lines.
 
     Args:
         layout: the value of the flag.
@@ -99,7 +103,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
 
 
 def own(folder: Path) -> FoundLayout | None:
-    """Return the layout that was found when the run in this folder began, or None if there is no such file."""
+    """Return the layout that was found when the run in this folder began, or None if the folder has no file of it."""
     path = folder / FILE
     if not os.path.lexists(path):
         return None

@@ -14,7 +14,7 @@ _KNOWN = ("mesh", "seconds", "chip", "took")
 
 
 def load(key: str) -> FoundLayout | None:
-    """Return the cached layout of a question with this key, or None if there is none or it is damaged."""
+    """Return the cached layout for the `LayoutQuestion` with this key, or None if it is missing or damaged."""
     path = _path(key)
     try:
         known, text = read_json(path.with_suffix(".json")), read_text(path)
@@ -34,7 +34,10 @@ def _is_whole(found: FoundLayout) -> bool:
 
 
 def save(key: str, found: FoundLayout) -> FoundLayout:
-    """Cache a layout on disk if possible; return it with the path of its file, or the reason why it has none."""
+    """Cache a layout on disk if possible, and return the layout with a new `place`.
+
+    `place` is the path of the cached file, or the reason why the layout could not be cached.
+    """
     path = _path(key)
     known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}
     try:

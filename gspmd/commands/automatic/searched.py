@@ -94,7 +94,8 @@ class LayoutQuestion:
 def _code() -> str:
     """Return a hash of the source code.
 
-    The cost of a layout depends on the programs that the code builds, so cached layouts are not used after any change.
+    The cost of a layout depends on the programs that the code builds, so a cached layout is not used after the code has
+    changed.
     """
     roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
     files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
@@ -106,14 +107,15 @@ def _code() -> str:
 
 
 def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> FoundLayout:
-    """Return the layout in which a run begins: its own if it is resumed, or else a cached or newly found one.
+    """Return the layout in which a run begins, and report it on the console.
 
-    The layout is reported on the console. With several processes, the first one searches.
+    A resumed run uses the layout that was found when it began, if its folder has this layout. Otherwise the layout
+    comes from the cache or from a new search. With several processes, the first one searches.
 
     Args:
         console: the console for messages.
         file: the model and the training step. If `sharding.mesh` is empty, every mesh of the devices is searched. For a
-            custom model `sharding.layout` names the file of its lines.
+            custom model, `sharding.layout` names the file of its lines.
         devices: the devices of the run.
 
     Raises:
@@ -159,7 +161,7 @@ def _train(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 
 
 def _found(question: LayoutQuestion, finding: SearchResult, more: str = "") -> FoundLayout:
-    """Return the result of a search for a training step; `more` is added to the description of the step."""
+    """Turn the result of a search for a training step into a `FoundLayout`; `more` ends the description of the step."""
     sizes = question.sizes
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}{more}"
@@ -186,7 +188,9 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout for generating text: the lines for decoding, and those that differ for sources and prompts.
+    """Return the layout for generating text.
+
+    It has the lines for decoding, and the lines that are different while sources and prompts are read.
 
     Args:
         console, devices: as in `for_training`.
@@ -238,7 +242,7 @@ def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 def _read_beside(
     question: LayoutQuestion, finding: SearchResult, workload: Workload, tell: Tell
 ) -> tuple[dict[str, float], str]:
-    """Return the seconds of each phase, and, as text, the sections for reading sources and prompts."""
+    """Return the seconds of each phase, and the text of the layout's sections for reading sources and prompts."""
     decode, answer, source, chunk = (
         finding.best.phase,
         finding.answer,
@@ -279,7 +283,10 @@ def _read_beside(
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return the result; if an interrupt stopped the search before the proof, raise it again, to stop the run."""
+    """Return the result of a search, or raise the interrupt that stopped the search before its proof.
+
+    The interrupt then stops the run.
+    """
     if finding.interrupt:
         raise finding.interrupt
     return finding
@@ -329,11 +336,13 @@ def _question(
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """Return the cached result of a search, or run the search, and report it; the first process does so for all.
+    """Return the layout that answers a question, from the cache or else from a new search, and report it.
+
+    The first process looks in the cache and searches, and tells the other processes the layout.
 
     Args:
         console: the console for messages.
-        question: the key of the cache, and the argument of `search`.
+        question: the question, which is passed to `search` and has the layout's key in the cache.
         search: the function that runs the search.
         remedy: advice for the case that no layout fits.
     """

@@ -150,7 +150,10 @@ def cost(answer: Answer) -> dict[str, Any]:
 
 
 def written(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """Return the lines of an answer, as key -> text; if a section overrides a line, its key includes the section."""
+    """Return the lines of an answer, as key -> text.
+
+    If a section overrides a line, the key of the line in this section begins with the section.
+    """
     return {_key(line.section, line.key): line.text for line in ordered(candidate.phase.lines(answer.picks))}
 
 
@@ -189,7 +192,10 @@ def placed_record(placed: Placed) -> dict[str, Any]:
 
 
 def lines_of(finding: SearchResult, said: Mapping[str, LineCost]) -> list[dict[str, Any]]:
-    """Return the lines of the answer; the first line of each choice also has its cost and the next best spec."""
+    """Return the lines of the answer.
+
+    The first line of each choice also has the cost of the choice, and the next best spec.
+    """
     candidate, answer = finding.best, finding.answer
     rows, first = [], dict[str, str]()
     for line in ordered(candidate.phase.lines(answer.picks)):

@@ -182,13 +182,13 @@ class CommandResults:
         asked: the answers to --why.
         presets, beside: the presets, and the layouts of --beside, with their costs. Presets and layouts outside the
             searched space are included.
-        front, drawn: for the picture of --frontier, the points of its staircase, and the presets and layouts of
-            --beside that are drawn with the staircase. All are on the mesh of the answer.
+        front: the points of the staircase in the picture of --frontier, on the mesh of the answer.
+        drawn: the presets and the layouts of --beside that are drawn in this picture, on the same mesh.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest program of the shortlist; empty if no program was compiled.
-        faults: a fault for each question of --why about a line that does not exist on this mesh; the answer is printed
-            nevertheless.
+        faults: a fault for each question of --why about a line that does not exist on this mesh, and a fault if the
+            file of the best pipeline cannot be written. The answer is printed nevertheless.
         interrupted: the exception because of which some results are missing; None if no result is missing.
     """
 
@@ -290,9 +290,9 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """If a preset is fastest, compile variants of it: each single change, then all changes that helped together.
 
-    Of the lines in which the answer differs from the preset, some may save time and others may cost time. These
-    variants are written as the search writes layouts, so they have the mesh axes, norms and biases of the search
-    instead of those of the preset.
+    Of the lines in which the answer differs from the preset, some may save time and others may cost time. The
+    variants are written as the search writes layouts, so their mesh axes, norms and biases come from the search and not
+    from the preset.
     """
     first = found.fastest
     if not first or not first.preset:
@@ -343,7 +343,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
 def of_stages(
     found: CommandResults, table: pipelines.Table, settings: SearchSettings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
-    """Yield the table of pipelines, and write the best pipeline beside the layout without stages."""
+    """Yield the table of pipelines, and write the best pipeline to a file next to the layout without stages."""
     if not table.rows:
         divided = "the GPUs" if target.chip.is_switch else "an axis of the slice"
         yield f"pipelines: no number of stages divides the stacked layers and {divided}."

@@ -30,12 +30,14 @@ class Listed:
 
     Attributes:
         name: a name that distinguishes the layout from the others, such as "another ffn.w_in", or the name of a preset.
-        candidate, answer: the candidate of the search, with the mesh; and the layout, as an answer of the search.
+        candidate: the candidate of the search, which has the mesh.
+        answer: the layout, in the form of an answer of the search.
         mesh: sizes of the mesh axes, under the names that the layout uses.
         preset: whether the layout is a preset.
         own: whether the layout is one of --beside, which is compared with the other layouts but never written.
         lowering: the lowering under which the layout is compiled; seconds are always planned under `blocking`.
-        hidden: seconds that the loops of this lowering hide, by the cost model of `auto`.
+        hidden: seconds that looped equations save under this lowering, because they send while they multiply; predicted
+            by the cost model of `auto`.
         report: the compiler's report, or None if the layout is not compiled.
     """
 
@@ -51,7 +53,7 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, followed by the lowering if seconds are planned for a different lowering."""
+        """The name, followed by the lowering if it is not `blocking`, under which seconds are planned."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
@@ -78,8 +80,8 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
         settings: the settings of the search.
         listed: the layouts.
         both: whether to compile each layout under `blocking`, and again under `auto` if `auto` loops any product. The
-            reason to compile both is that programs show better than plans how much loops hide. If false, each layout is
-            compiled only under the lowering with which it is listed.
+            second program is compiled because programs show better than plans how much loops hide. If false, each
+            layout is compiled only under the lowering with which it is listed.
 
     Raises:
         PlanError: the compiler for these chips is not installed, or refuses the slice.
@@ -159,9 +161,9 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
 
-    Without the compiler no preset is traced. A preset that the step refuses is not `usable`; an example is a preset
-    that cuts blocks of int8 moments. Pipelines are not traced, because a trace counts the idle slots of their step
-    differently from a plan.
+    Without the compiler no preset is traced. If the step refuses a preset, for example because the preset cuts blocks
+    of int8 moments, the returned preset has `usable` False. Pipelines are not traced, because a trace counts the idle
+    slots of a pipeline's step differently from a plan.
     """
     every = [*presets]
     outside = [(each, stages_axes(Layout.load(each.name))) for each in every if each.answer is None and each.usable]

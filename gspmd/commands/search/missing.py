@@ -57,7 +57,7 @@ def nothing_fits(
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """Return the smallest slice of the chip that is larger and on which some layout fits, or None if there is none."""
+    """Return the smallest slice of the chip that is larger than `target` and on which some layout fits, or None."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
         if _some_fits(spaces(larger), limit):
@@ -74,7 +74,8 @@ def _fits_smaller_batch(
 ) -> bool:
     """Return whether some layout may fit with a smaller batch; none can fit if the state alone is too large.
 
-    A batch of one sequence is tried. If no layout can divide one sequence, a larger batch may still fit.
+    A batch of one sequence is tried. If no layout can divide one sequence, the result is True, because a larger batch
+    may still fit.
     """
     if settings.batch == 1:
         return False

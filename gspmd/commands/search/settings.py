@@ -267,7 +267,7 @@ def _faults(settings: SearchSettings):
 
 
 def _divides(mesh: str, target: Slice) -> bool:
-    """Return whether the first axes of a mesh divide the slices evenly."""
+    """Return whether the slices divide evenly over the first axes of a mesh."""
     from gspmd.hardware.links import over_slices  # which imports numpy
 
     return over_slices(tuple(parse_mesh(mesh).values()), target.topology.slices) is not None

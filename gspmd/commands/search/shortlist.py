@@ -21,14 +21,15 @@ SAME = 1e-6
 """Layouts that differ by less than this fraction of a step count as the same."""
 
 MORE = 0.15
-"""The fraction by which a layout for serving may be slower than the cheapest plan, since its loops may hide more."""
+"""The fraction by which the plan of a layout for serving may be slower than the cheapest plan, for the layout to be
+traced. The layout may still be faster than the cheapest one, because its loops may hide more."""
 
 
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the cheapest layouts that differ from it, and the cheapest preset.
 
-    Each layout that differs from the answer is the best with another option of one choice, or the best with another
-    mesh, choice of remat or number of microbatches.
+    Each layout that differs from the answer is the best layout with another option of one choice, or the best layout
+    with another mesh, choice of remat or number of microbatches.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
@@ -37,10 +38,10 @@ def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequen
 def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer, the layouts that are fastest once loops under `auto` hide communication, and the best presets.
 
-    These layouts are traced on each mesh: the cheapest, the cheapest for each way to shard a tensor (`nearby`), and all
-    presets. Layouts that cost more than the answer by a fraction above `MORE` are not traced. Of the presets, the one
-    with the cheapest plan is listed. The fastest traced preset follows if it is a different preset, or is on a
-    different mesh.
+    On each mesh, the following layouts are traced: the cheapest one, the cheapest one for each way to shard a tensor
+    (`nearby`), and all presets. Layouts that cost more than the answer by a fraction above `MORE` are not traced. Of
+    the presets, at most two are returned. The first is the preset with the cheapest plan. The second is the fastest
+    traced preset, unless this is the same preset on the same mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -54,7 +55,7 @@ def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Pl
 
 
 def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Listed]:
-    """Return the `count` layouts that change a single choice of a preset and gain the most according to their plans."""
+    """Return at most `count` layouts that change one choice of a preset: the ones with the largest planned gains."""
     before = preset.answer
     found = []
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
@@ -97,10 +98,10 @@ def found(finding: SearchResult) -> Listed:
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
-    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from those chosen before.
+    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from all chosen before it.
 
-    If these are fewer than `count`, the first of the remaining layouts follow. Layouts with the same cost as a chosen
-    layout are left out.
+    If this gives fewer than `count` layouts, the first of the remaining layouts follow. Layouts with the same cost as a
+    chosen layout are left out.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -138,11 +139,12 @@ def _line(candidate: Candidate, name: str, answer: Answer) -> str:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """Return the difference of two layouts in parts of their cost or in hidden seconds, as a fraction of a step.
+    """Return the difference of two layouts, as a fraction of the seconds of a step.
 
-    The result is 0 if only axes are renamed. The result is also 0 if both layouts cost the same seconds and hide the
-    same seconds. In such layouts, mesh axes of equal sizes are swapped in a part of the model, and the compiler has
-    made the same program of both layouts.
+    The difference is half of the sum of the differences of all parts of the cost, or the difference of the hidden
+    seconds if this is larger. The result is 0 if only axes are renamed. The result is also 0 if the two layouts cost
+    the same seconds and bytes, and hide the same seconds. In such layouts, mesh axes of equal sizes are swapped in a
+    part of the model, and the compiler has made the same program of the two layouts.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):

@@ -53,7 +53,7 @@ class Slice:
     def torus(self) -> tuple[int, ...]:
         """Devices along each axis of the torus.
 
-        The devices of a chip are a further axis. For GPUs, this is the same as `shape`.
+        The devices of a chip are a further axis. For GPUs, this is `shape` followed by 1.
         """
         return (*self.shape, self.topology.cores)
 
@@ -65,8 +65,8 @@ class Slice:
     def meshes(self) -> list[dict[str, int]]:
         """Return the meshes to be searched.
 
-        On TPUs these are meshes of whole torus axes. On GPUs these are meshes of any factors, because a switch has no
-        rings.
+        On TPUs these are meshes of whole torus axes. On GPUs the sizes of mesh axes may be any factors of the number of
+        devices, because a switch has no rings.
         """
         from gspmd.search.answers import factorings, meshes  # this imports JAX, but flags are read without it
 

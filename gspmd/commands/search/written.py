@@ -23,7 +23,7 @@ _OF_NOTHING = ("--out", "--json", "--frontier", "--why", "--beside")
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
               "--source-length", "--microbatches", "--dtype", "--weights", "--cache", "--remat", "--model.remat",
               "--compile", "--compiler-options")  # fmt: skip
-"""Flags that `gspmd train` does not have, or that are written out in full for `gspmd train`."""
+"""Flags that are not copied to a command of `gspmd train`: it lacks them, or their values are written out in full."""
 _SWITCHES = ("--stages", "--no-stages")
 """Flags of the search without a value, which `gspmd train` does not have."""
 
