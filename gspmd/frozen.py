@@ -1,4 +1,4 @@
-"""An immutable mapping for the numbers in plans, which are cached, so that all callers share one object."""
+"""An immutable mapping for the numbers in plans; plans are cached, so all callers share one object."""
 
 from typing import Any, NoReturn
 

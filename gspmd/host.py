@@ -300,7 +300,7 @@ def _forget_schedules() -> None:
 
 
 def _option(name: str) -> Any:
-    """Return an option of `jax.config`; JAX 0.10 has no type hints for the options."""
+    """Return an option of `jax.config`, for which JAX 0.10 has no type hints."""
     import jax
 
     return getattr(jax.config, name)

@@ -45,7 +45,7 @@ PARAMETERS: dict[str, frozenset[str]] = {
     "reshape": frozenset({"dimensions"}),
     "broadcast_in_dim": frozenset({"broadcast_dimensions"}),
 }
-"""The parameters that are read from equations, by the name of their primitive."""
+"""A mapping from the name of a primitive to the parameters that are read from equations of this primitive."""
 
 CLOSED_CALL = closed_call_p.name
 """The name of the primitive of a plain call in a jaxpr: `closed_call`, or since JAX 0.12 `eval_jaxpr`."""
@@ -93,7 +93,9 @@ def scan_operands(equation: Any) -> tuple[int, int]:
 # -- dead code ---------------------------------------------------------------------------------------------------------
 
 DceRule = Callable[[list[bool], Any], tuple[list[bool], Any]]
-"""(which results are used, equation) -> (which operands are used, the reduced equation, or None if nothing is left)."""
+"""(which results are used, equation) -> (which operands are used, reduced equation).
+
+The reduced equation is None if nothing is left."""
 
 _dce_rules = cast(dict[Primitive, Callable], partial_eval.dce_rules)  # its type differs between releases of JAX
 _RULES_ASK_LIVE_INPUTS = jax.__version_info__ >= (0, 12)
@@ -134,8 +136,8 @@ def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_
         primitive: a primitive with several results.
         evaluated: (trace, *tracers, **parameters) -> tracers; the trace and its tracers are JAX's.
         evaluated_in_checkpoint: the rule inside the jaxpr of a `jax.checkpoint` or of a loop: (policy of what may be
-            saved, operands unknown, operands instantiated, equation) -> (equation of the known part, equation of the
-            unknown part, results unknown, results instantiated, residuals).
+            saved, which operands are unknown, which operands are instantiated, equation) -> (equation of the known
+            part, equation of the unknown part, which results are unknown, which results are instantiated, residuals).
     """
     rules, rules_in_checkpoint = partial_eval.custom_partial_eval_rules, partial_eval.partial_eval_jaxpr_custom_rules
     cast(dict[Primitive, Callable], rules)[primitive] = evaluated

@@ -69,10 +69,12 @@ class MissingError(ReadError):
 def open_file(path: str | os.PathLike) -> BinaryIO:
     """Open a file to read bytes.
 
-    A FIFO or a device is an error. Its name may have come from a stranger, and reading it could block.
+    A FIFO or a device is an error. Its name may have come from a stranger, and reading it could block. The exception is
+    a pipe that is already open, such as `/dev/fd/63`, by which a shell passes the output of a command.
 
     Raises:
-        ReadError: the file does not exist (`MissingError`), is not a regular file, or the system refuses it.
+        ReadError: the file does not exist (`MissingError`), is neither a regular file nor such a pipe, or the system
+            refuses it.
     """
     try:
         mode = os.stat(path).st_mode
@@ -267,7 +269,7 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 
 
 def new_folder_fault(path: Path) -> str:
-    """Return the reason why a folder cannot be created or written to, as far as it is known in advance, or ""."""
+    """Return the reason why a folder cannot be created or written to, or "" if no reason is known in advance."""
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     fault = folder_fault(there)
     try:

@@ -24,15 +24,15 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
     The contents are written to a temporary file in the same folder, with the same suffix, mode and group. This file is
     renamed at the end. Some files are written directly: pipes, devices, open files such as /dev/stdout, and files in a
-    read-only folder. After a failure, they contain what was written until then. Files whose owner or links a rename
-    would change are also written directly; these are files of another user, and files with a second name (a hard link).
+    read-only folder. After a failure, they contain what was written until then. Files of another user, and files with a
+    second name (a hard link), are also written directly, because a rename would change their owner or their links.
 
     Args:
         path: the file; if it is a symbolic link, its target is replaced.
         write: a function that takes a path and writes the file there.
 
     Raises:
-        OSError: the file cannot be written; its `filename` is `path`.
+        OSError: the file cannot be written; the `filename` of the error is `path`.
         ValueError: no file can have this name.
     """
     given = os.fspath(path)

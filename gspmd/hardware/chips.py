@@ -105,7 +105,7 @@ class Chip(Printed):
         return size % self.wrap_multiple == 0
 
     def flops(self, arithmetic: str) -> float:
-        """Return the peak FLOP/s of matrix products in `arithmetic`, a dtype or a result of the method `arithmetic`.
+        """Return the peak FLOP/s of matrix products; `arithmetic` is a dtype, or a result of the method `arithmetic`.
 
         `float32` means full precision. The method `arithmetic` tells the precision that JAX chooses by default.
         """

@@ -1,9 +1,9 @@
 """The bytes that one device sends in a collective, and the seconds that the collective takes on a chip's links.
 
 Bytes are counted for ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12
-for GPUs). They are the bytes over the bandwidth of all rings that are used together, plus the latency of a start and of
-each hop. Between nodes, bytes go over the network. GPUs use the links and the network at the same time, and TPU slices
-use one after the other. Bandwidth and latency of GPUs are those of NCCL.
+for GPUs). They are the bytes, divided by the bandwidth of all rings that are used together, plus the latency of a start
+and of each hop. Between nodes, bytes go over the network. GPUs use the links and the network at the same time, and TPU
+slices use one after the other. Bandwidth and latency of GPUs are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,8 +79,8 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     these collectives stay single on slices from 2x2 to 16x16:
 
     - a gather over 32 devices or fewer;
-    - a gather of more than 16 MiB over more devices, unless both axes have wrap-around links, as in 16x16, where two
-      collectives are as fast;
+    - a gather of more than 16 MiB over more than 32 devices, unless both axes have wrap-around links, as in 16x16 (with
+      such links, two collectives are as fast);
     - a reduce-scatter over a slice that is not square, such as 2x4 and 4x8, but not 4x4 and 8x8.
 
     Args:
@@ -108,7 +108,10 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the sizes of the torus axes of a slice of `group` devices; if unknown, two sizes as equal as possible."""
+    """Return the sizes of the torus axes of a slice of `group` devices.
+
+    If the shape of the slice is unknown, return two sizes that are as equal as possible.
+    """
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
@@ -123,7 +126,9 @@ not include the time to start some fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
-"""Number of times that a gather by rings along each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
+"""Number of times that a gather over 2 or 3 axes copies its result, if it uses rings along each axis.
+
+The numbers are those of programs compiled for v4 and v5p."""
 
 
 def gathers_round_each_axis(
@@ -231,8 +236,8 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     libtpu gathers over the network first and then within the slices, and scatters in the opposite order, so that the
     network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
     and a gather within a slice. The seconds within a slice and on the network are added up. All bytes of an all-to-all
-    go over the network, and so do the parts of a permute that leave a slice. For these two kinds, the longer time
-    counts.
+    go over the network, and so do the parts of a permute that leave a slice. For an all-to-all and for a permute, the
+    seconds are not added up, but the longer time counts.
     """
     sizes, node = tuple(mesh.items()), chip.node_devices
     group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
@@ -321,7 +326,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
 
 
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
-    """Return the times for which a collective keeps links and network busy, with the links of all its axes at once."""
+    """Return the times for which a collective keeps links and network busy if it uses all its axes at the same time."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
@@ -515,8 +520,8 @@ def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> 
 def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) -> float:
     """Return the seconds of a local einsum by the roofline: max(flops / peak, bytes / memory bandwidth).
 
-    Plans use this for einsums without a sum, and `gspmd.hardware.matmul` for products on chips without fitted
-    constants.
+    Plans use this function for einsums without a sum. `gspmd.hardware.matmul` uses it for products on chips without
+    fitted constants.
     """
     return max(flops / chip.flops(dtype), memory_bytes / chip.hbm_bandwidth)
 

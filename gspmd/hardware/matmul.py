@@ -81,7 +81,10 @@ class Efficiency:
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
-        """Return the number of elements of the result, padded to whole tiles in the orientation with fewer elements."""
+        """Return the number of elements of the result after it is padded to whole tiles.
+
+        Tiles can lie in two orientations; the orientation that needs fewer elements is used.
+        """
         rows, lanes = self.rows, self.lanes
         return min(_round_up(left, rows) * _round_up(right, lanes), _round_up(left, lanes) * _round_up(right, rows))
 

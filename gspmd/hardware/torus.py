@@ -6,14 +6,15 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return a row for each torus axis, with the size of the part of this torus axis that each mesh axis covers.
+    """Return a row for each torus axis, which shows how the mesh axes divide this torus axis among themselves.
 
-    Earlier mesh axes are major. The result minimizes first the number of mesh axes that cover only a part of a torus
-    axis, and then the number of parts.
+    A row has an element for each mesh axis: the size of the part of the torus axis that the mesh axis covers. Of the
+    mesh axes that share a torus axis, earlier ones are major. The result minimizes first the number of mesh axes that
+    cover only a part of a torus axis, and then the number of parts.
 
     Args:
         torus: sizes of the torus axes.
-        sizes: sizes of the mesh axes; their product is that of `torus`.
+        sizes: sizes of the mesh axes, with the same product as the sizes in `torus`.
 
     Differs: `jax.experimental.mesh_utils.create_device_mesh` is greedy, from the last mesh axis to the first.
 
@@ -55,7 +56,10 @@ def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield factorizations of a number into a divisor of each element of `room`, by descending first factor."""
+    """Yield factorizations of a number into as many factors as `room` has elements, by descending first factor.
+
+    Each factor divides the corresponding element of `room`.
+    """
     if not room:
         yield from [()] if number == 1 else []
         return

@@ -101,10 +101,10 @@ def _sent(send: Instruction, devices: int) -> Collective | None:
     """Return the collective that a compiler has split into a send and a recv; the pair counts as one collective.
 
     XLA:GPU splits permutes in this way, and a permute lasts from the send to the send-done. libtpu splits every
-    collective that crosses slices. For those, `gspmd.audit.hlo.slices` has already added the groups of devices to the
-    send. The operand of the send holds the bytes of one device.
+    collective that crosses slices. To the send of such a collective, `gspmd.audit.hlo.slices` has already added the
+    groups of devices. The operand of the send holds the bytes of one device.
 
-    The result is None for a send to the host, or for a send to one other device by its channel.
+    The result is None for a send to the host, and for a send that reaches one other device by its channel.
     """
     if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
         if crosses[1] not in _TRANSFERS:
@@ -127,7 +127,8 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
     """Return the collective in the computation that a wrapping instruction starts or waits for.
 
     Wrapping instructions have an opcode in `_WRAPPERS`. The instruction that ends a call (`call-done`) names no
-    computation, so the result for it is None; its operand is the instruction that started the call.
+    computation, but only the instruction that started the call, as its operand. So the result for a `call-done` is
+    None.
     """
     phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
@@ -171,8 +172,11 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the sizes of the torus rings along which a collective's algorithm runs, as the TPU compiler states them.
 
-    - A strategy lists the sizes as numbers of cores, such as `cores:{4 4 4}`.
-    - An algorithm whose emitter's name begins with `1D`, such as `1DAllGather...`, runs along one ring.
+    The compiler states these sizes in one of three ways:
+
+    - The debug text of the algorithm lists the sizes as numbers of cores, such as `cores:{4 4 4}`.
+    - The name of the algorithm's emitter begins with `1D`, such as `1DAllGather...`. Such an algorithm runs along one
+      ring.
     - On a SparseCore, the data is divided into parts, called colors. All parts travel along the same rings of chips,
       but in different orders and directions, so the rings of the first part are returned. If a chip has two devices and
       the group contains both, a ring of size 2 is added.
@@ -196,7 +200,7 @@ def _group(instruction: Instruction, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """Return the result arrays of a collective, without the operands and the context that its start may also return.
+    """Return the result arrays of a collective, without the operands and the context that some instructions return.
 
     The instruction that starts a gather or a permute returns a tuple of the operands, the results and the context, in
     this order. The instruction that starts a wrapped collective does the same. XLA prints a wrapped collective as one

@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in compiled programs, which are dots, convolutions, kernels and library calls."""
+"""FLOPs of the matrix products in compiled programs; a product is a dot, a convolution, a kernel or a library call."""
 
 import re
 from collections.abc import Iterator
@@ -73,8 +73,9 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
         computation: the computation that contains the instruction.
         instruction: any instruction.
 
-    Source: for float32 in TF32 by default on GPUs, the JAX documentation, 'Matmul precision'. For TF32 also at
-    precision HIGH, `GetBlasComputationType` in openxla/xla, `stream_executor/gpu/gpu_blas_lt.cc`.
+    Source: the JAX documentation, 'Matmul precision', says that GPUs multiply float32 in TF32 by default. That they
+    also do so at precision HIGH follows from `GetBlasComputationType` in openxla/xla,
+    `stream_executor/gpu/gpu_blas_lt.cc`.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]

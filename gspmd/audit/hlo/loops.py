@@ -47,7 +47,7 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
 
 
 LEAST = 2**12
-"""Size in bytes of the smallest slice that `cut_out` takes for the weights of a layer."""
+"""Size in bytes of the smallest slice that `cut_out` regards as the weights of a layer."""
 
 
 def cut_out(module: Module, body: Computation) -> list[Instruction]:
@@ -57,8 +57,8 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
     of the stacked weights of all layers. Most products read the weights directly from the stacked array. But a kernel,
     such as the kernel of `jax.lax.ragged_dot`, needs the weights of its layer as a separate array.
 
-    Slices of fewer bytes than `LEAST` are not weights, and are not returned. For example, a loop over rows that writes
-    a cache reads the position of each row.
+    Slices of fewer bytes than `LEAST` are not weights, and are not returned. An example of such a small slice is the
+    position of a row, which is read by a loop that writes the rows of a cache.
 
     Args:
         module: the program.
@@ -83,7 +83,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the positions in the loop's tuple of the elements that every iteration passes on unchanged."""
+    """Return the positions, in the loop's tuple, of the elements that every iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -110,7 +110,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand of which an instruction copies a part, within main memory.
+    """Return the name of the operand from which an instruction copies a part, within main memory.
 
     The result is an empty string if the instruction is not such a copy.
     """
@@ -168,7 +168,7 @@ def _count(direction: str, start: int, bound: int, step: int) -> int | None:
     steps over the bound. The result is also None for the direction `EQ`.
 
     Args:
-        direction: the comparison `counter direction bound`, as HLO names it, such as `LT`.
+        direction: the operator of the comparison `counter operator bound`, as HLO names it, such as `LT`.
         start: the first value of the counter.
         bound: the value with which the counter is compared.
         step: the amount added to the counter in each step.

@@ -245,9 +245,10 @@ class Module:
         return callers
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str:
-        """Return `file:line` of an instruction's innermost stack frame whose file does not begin with a text in `skip`.
+        """Return the source line of an instruction as `file:line`, skipping files that begin with a text in `skip`.
 
-        The result is "" if there is no such frame.
+        If the metadata has several stack frames, the line is that of the innermost frame whose file is not skipped. The
+        result is "" if there is no such frame or line.
         """
         if instruction.line and not instruction.line[0].startswith(skip or ("\0",)):
             return f"{instruction.line[0]}:{instruction.line[1]}"

@@ -20,7 +20,7 @@ _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
 """The directory of JAX's Pallas kernels, whose lines do not count as source lines either."""
 
 LAUNCHERS = ("<frozen ", f"{Path(sys.executable).parent / 'gspmd'}")
-"""The beginnings of the names of files that only start the command, with Python's `-m` or as the console script."""
+"""Prefixes of the names of files that only start the command, with Python's `-m` or as the console script."""
 
 _RANGE = re.compile(r"\{\[(\d+):(\d+)\]\}")
 _RESHAPES = ("bitcast", "reshape", "copy", "transpose")
@@ -57,7 +57,7 @@ def origin(
     """Return the origin of an instruction.
 
     If a compiler rewrites a reduction, it drops the metadata of the instruction. In that case the equation and step are
-    read from the computation that the reduction applies to pairs of elements, and the source line is read from the
+    read from the computation `to_apply`, by which the reduction combines two elements. The source line is read from the
     operand.
 
     Args:
@@ -76,9 +76,10 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Follow the first operands of instructions back, and return the instructions that compute these operands.
+    """Return the chain of instructions that leads back from an instruction along first operands.
 
-    At most `_NEAR` instructions are returned, the nearest first.
+    The chain begins with the instruction that computes the first operand of the given instruction. Each next one
+    computes the first operand of the one before. At most `_NEAR` instructions are returned.
     """
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
@@ -125,9 +126,9 @@ def by_origin(
 def _in_step(placed: Placed, kind: str) -> bool:
     """Return whether an instruction is in the scope of a step whose collective is of the given kind.
 
-    The two kinds of reductions count as the same kind. The answer may be False for an instruction that reshapes the
-    result of a collective, because such an instruction may be in the scope of the step that uses the result, such as a
-    product.
+    An all-reduce and a reduce-scatter count as the same kind. The answer may be False for an instruction that reshapes
+    the result of a collective, because such an instruction may be in the scope of the step that uses the result, such
+    as a product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""
@@ -183,7 +184,7 @@ def _taken_apart(
 
 
 def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
-    """Return the slices by which XLA:GPU takes concatenated all-reduces apart, as in `_slices`.
+    """Return the slices, in the form of `_slices`, into which XLA:GPU cuts the result of concatenated all-reduces.
 
     The result is empty if the compiler concatenated nothing. A user's program may also cut the result of an all-reduce
     into slices, but only slices made by the compiler have the metadata of an all-reduce.
@@ -196,8 +197,9 @@ def _concatenated(module: Module, computation: Computation, done: Instruction) -
 def _slices(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
     """Return the slices that divide a result completely and without overlap.
 
-    The keys are the (start, stop) of the slices, and the values are the instructions that may have the metadata of a
-    slice. The mapping is empty if the slices do not divide the result, or if the result is also used in other ways.
+    Each key is the (start, stop) of a slice, and its value is a list of the instructions that may have the metadata of
+    this slice. The mapping is empty if the slices do not divide the result, or if the result is also used in other
+    ways.
     """
     found: dict[tuple[int, int], list[Placed]] = {}
     for user in computation.instructions:

@@ -81,13 +81,13 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Cut a mesh axis into pieces at every point where a named part of the axis begins or ends.
 
-    Return (name, product of the sizes of the pieces before, size) for each piece, from major to minor.
+    Return (name, product of the sizes of all earlier pieces, size) for each piece, from major to minor.
 
     Args:
         name: the mesh axis.
         size: the size of the mesh axis.
-        along: the parts in the replica groups, each as (name of the axis, product of the sizes before, product of the
-            sizes up to and including the part).
+        along: the parts in the replica groups, each as (name of the axis, product of the sizes before the part, product
+            of the sizes up to and including the part).
     """
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
     return [(name, first, last // first) for first, last in pairwise(cuts)]

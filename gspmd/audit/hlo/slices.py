@@ -108,10 +108,11 @@ def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruct
 
 
 def _numbered(target: str, places: Mapping[int, int]) -> str:
-    """Convert a `_xla_megascale_target` to the text of replica groups or pairs of positions in the mesh.
+    """Convert a `_xla_megascale_target` to the text of replica groups or of source-target pairs.
 
-    The target `{1,3}x{0:7}` stands for eight groups. For each d from 0 to 7, one group contains device d of slice 1 and
-    device d of slice 3. Targets in any other form list device ids.
+    In this text, devices are numbered by their position in the mesh. The target `{1,3}x{0:7}` stands for eight groups.
+    For each d from 0 to 7, one group contains device d of slice 1 and device d of slice 3. Targets in any other form
+    list device ids.
     """
     if product := _PRODUCT.fullmatch(target):
         slices, first, last = integers(product[1]), int(product[2]), int(product[3])

@@ -69,8 +69,9 @@ class Comparison(Printed):
 
         Args:
             verdicts: the verdicts to show; by default all except "as planned".
-            together: whether steps without a collective of their own may share a row. If True, all steps whose bytes
-                are sent by the same collective of another step share one row, which states the number of these steps.
+            together: whether steps without a collective of their own may share a row. The bytes of such a step are sent
+                by a collective of another step. If True, steps of one kind and set of mesh axes share one row if the
+                same collective sends their bytes; the row states the number of these steps.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]
@@ -148,9 +149,10 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Combine the rows of all steps whose bytes are sent by the same collective of another step.
+    """Combine the rows of steps whose bytes are all sent by one collective, which belongs to another step.
 
-    The combined row states the number of these steps. All other rows are yielded unchanged.
+    Only rows with the same verdict, kind and mesh axes are combined. The combined row states the number of these steps.
+    All other rows are yielded unchanged.
     """
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):

@@ -123,8 +123,8 @@ class Ledger(Printed):
     def _rows(self, together: bool = False) -> list[tuple[Entry, int, int]]:
         """Return the entries with their counts and bytes, most bytes first.
 
-        Entries that differ only in their counts and bytes are added up into one. If `together`, entries that also
-        differ in their steps are added up too.
+        Entries that differ only in their counts and bytes are added up into one. If `together` is True, entries
+        that also differ in their steps are added up too.
         """
         rows: dict[tuple, list] = {}
         for entry in self.entries:

@@ -46,7 +46,7 @@ def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """Rename entries of shared steps to the steps whose results they use, where those steps lack bytes.
+    """Give entries of a shared step the name of the equal, earlier step, if that step sends fewer bytes than planned.
 
     A shared step is a planned step that uses the result of an equal, earlier step. The plan counts only the earlier
     step, but the compiler may keep the collective of either step. Steps of looped equations may share only some of
@@ -75,9 +75,10 @@ def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """Split an entry into the part whose bytes the step `first` lacks, and the rest.
+    """Split an entry into a part that sends the bytes that the step `first` lacks, and the rest.
 
-    The part has the name of the step `first`. A part or rest that is empty is None.
+    A step lacks bytes if it sends fewer bytes than planned. The part gets the name of the step `first`. A part or rest
+    that is empty is None.
     """
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
@@ -91,8 +92,9 @@ def _credit(
 def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
     """Split an entry into a part that sends `amount` bytes, and the rest.
 
-    An entry that sends at most `amount` bytes is the part as a whole, and the rest is None. Of larger entries, only
-    collective-permutes that run several times can be split. For any other entry the part is None.
+    If the entry sends at most `amount` bytes, the part is the whole entry, and the rest is None. A larger entry can be
+    split only if it is a collective-permute that runs several times, and only if `amount` is positive. Otherwise the
+    part is None.
     """
     if amount >= entry.wire_bytes:
         return entry, None
@@ -104,7 +106,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Set the mesh axes of each part of a step to all mesh axes of the step, and return the entries.
+    """Return the entries; an entry that is only a part of a step gets all mesh axes of the step.
 
     A step has several parts if it was compiled axis by axis. Entries that are not such parts are returned unchanged.
     """

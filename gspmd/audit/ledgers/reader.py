@@ -76,7 +76,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """A reader of a module that multiplies the figures of a loop's body by the loop's trip count."""
+    """A reader of a module; it multiplies the figures of a loop's body by the loop's trip count."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh
@@ -110,7 +110,7 @@ class _ModuleReader:
         return [self.module.computations[name] for name in instruction.called]
 
     def _runs(self, computation: Computation, caller: Instruction) -> Iterator[tuple[Computation, int]]:
-        """Yield each computation that an instruction runs, with its number of runs per run of the instruction."""
+        """Yield each computation that an instruction runs, and how often it runs in one run of the instruction."""
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
             return
@@ -124,7 +124,7 @@ class _ModuleReader:
     def _entries(
         self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
-        """Yield the entries of a collective, one for each operation of the program that its arrays come from.
+        """Yield the entries of a collective, one for each origin (equation, step and source line) of its arrays.
 
         On several TPU slices, yield one entry for each array.
         """

@@ -75,9 +75,9 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
     """Return each (kind, axes) whose combined collectives together send exactly the bytes that the plan states.
 
-    An all-reduce that the compiler moves behind a loop loses its scope name, even if it becomes a part of a combined
-    collective. If all parts have lost their scope names, the combined collective looks like the collective of a single
-    array.
+    The compiler may move an all-reduce out of a loop, to a place after the loop. The all-reduce then loses its scope
+    name, even if it becomes a part of a combined collective. If all parts have lost their scope names, the combined
+    collective looks like the collective of a single array.
     """
     behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
@@ -151,7 +151,7 @@ def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
 
 
 def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """Return the row of a step whose scope name some compiled collectives have."""
+    """Return the row of a step that was compiled; `entries` are the step's compiled collectives."""
     planned, compiled = planned_total(steps), compiled_total(entries)
     largest = max(steps, key=lambda step: step.step.wire_bytes)
     how = _rewriting(largest, entries, planned[1] == compiled[1])
@@ -168,8 +168,8 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
     """Describe how the compiler rewrote a step; the text is empty if each execution is the planned collective.
 
-    `in_full` states whether exactly the planned bytes are sent. In that case, all arrays of a combined collective
-    belong to the step.
+    `in_full` states whether exactly the planned bytes are sent. If so, all arrays of a combined collective belong to
+    the step.
     """
     step, changes = planned.step, []
     kinds = sorted({entry.kind for entry in entries})

@@ -53,7 +53,7 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Let only one program compile at a time, and with an empty folder for the schedules that libtpu writes.
+    """Let only one program compile at a time, and give it an empty folder for the schedules that libtpu writes.
 
     This is necessary because kernels of two programs may have the same name.
     """

@@ -68,7 +68,7 @@ def _on_host(leaf: Any) -> bool:
 
 
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
-    """Return the values that a traced function computes, as parts on one device, largest first.
+    """Return the values that a traced function computes, each as its part on one device, largest first.
 
     Only values whose types state a sharding are returned. Types state a sharding under Explicit axes, and inside a
     shard_map.
@@ -141,7 +141,7 @@ def temporaries(module: Module) -> list[AllocatedArray]:
 
 
 def _inlined(instruction: Instruction) -> Sequence[str]:
-    """Return the names of the computations that an instruction runs and whose values never reach memory.
+    """Return the names of those computations that an instruction runs without storing their values in memory.
 
     These are, for example, the computations of fusions and reductions.
     """
@@ -168,7 +168,7 @@ def _padded(array: Array, order: str, tiles: str) -> int:
 
     Args:
         array: the array.
-        order: the text of the dimensions' order in memory from minor to major, such as `1,0`.
+        order: the dimensions in the order of memory, from minor to major, as a text such as `1,0`.
         tiles: the text of the tiles in a memory layout. For example, `T(8,128)` means tiles of 8 × 128 elements.
     """
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []

@@ -165,7 +165,7 @@ class Report(Printed):
 
         Args:
             details: whether every step that differs from the plan has a separate row. By default, steps share one row
-                if their bytes are sent by the same collective of another step.
+                if one collective, which belongs to another step, sends the bytes of all of them.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

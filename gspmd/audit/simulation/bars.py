@@ -109,7 +109,7 @@ def pale_of(color: str) -> str:
 def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
     """Write the longest label that fits into a bar's longer part, hidden or exposed.
 
-    If no label fits there, write the longest label that fits into the free space after the bar, of `beside` seconds.
+    If no label fits there, write the longest label that fits into the `beside` seconds of free space after the bar.
     """
     begun, seconds, color = max(_shades(span), key=lambda part: part[1])
     style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
@@ -133,7 +133,7 @@ def width_of(text: str, points: float) -> float:
 
 
 def ink_on(color: str) -> str:
-    """Return a legible color for text on a background of the given color, which is white if the background is dark."""
+    """Return a color for text that is legible on the given background color: white if it is dark, otherwise `INK`."""
     red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 

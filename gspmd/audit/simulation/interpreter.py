@@ -17,8 +17,9 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""The number of the transfer for which the users of an instruction's result have to wait, or None if there is none. If
-the result is a tuple, a dict from the index of each element to such a value."""
+"""The simulated value of an instruction. It is the number of the transfer for which the users of the instruction's
+result have to wait, or None if there is no such transfer. The value of a tuple may instead be a dict from the index of
+each element to the value of this element."""
 
 
 _OVERFLOW_NOTE = (
@@ -28,7 +29,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy that every iteration of a loop makes of an array, or of a part of an array, that the loop does not change.
+    """A copy of all or a part of an array, which every iteration of a loop makes although none changes the array.
 
     Attributes:
         instruction: the instruction that copies.
@@ -128,7 +129,7 @@ class Interpreter:
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _launches(self, computation: Computation) -> frozenset[str]:
-        """Return the names of the GPU kernels with which a launch by the host begins; empty on a TPU."""
+        """Return the names of the GPU kernels that begin a launch by the host; the result is empty on a TPU."""
         if not self.chip.launch_seconds:
             return frozenset()
         if computation.name not in self._launched:
@@ -160,7 +161,7 @@ class Interpreter:
         """Simulate a loop, and return the value that the loop carries at its end.
 
         Iterations are simulated until the transfers in flight are the same after an iteration as before it. This
-        iteration is then counted also for all remaining iterations that the host can launch in the same way
+        iteration then also stands for all remaining iterations that the host can launch in the same way
         (`Machine.alike`).
 
         On a GPU, the condition is skipped if the host knows the number of iterations. If the host does not know the

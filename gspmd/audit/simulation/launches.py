@@ -17,7 +17,7 @@ _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infe
 
 
 def launched(computation: Computation, communicating: frozenset[str], chip: Chip) -> frozenset[str]:
-    """Return the names of the kernels with which a launch by the host begins.
+    """Return the names of the kernels that begin a launch by the host.
 
     A launch is a single kernel or a CUDA graph; the launch of a graph begins with the first kernel of the graph.
 

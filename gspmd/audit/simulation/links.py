@@ -46,9 +46,9 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
       ring. It uses one direction of that axis. If there are no wrap-around links, the data that closes the ring goes
       back in the other direction.
     - Any other collective takes the time of `gspmd.hardware.links.occupancy`, in both directions of its mesh axes. It
-      runs along the rings that the compiler states for the collective's algorithm. libtpu gathers and scatters over
-      several torus axes round one ring through all devices, with the bandwidth of one axis. If one of these axes has an
-      even size, all steps of this ring are between neighbors, whether or not the torus has wrap-around links.
+      runs along the rings that the compiler states for the collective's algorithm. To gather or scatter over several
+      torus axes, libtpu uses one ring through all devices, which has the bandwidth of one axis. If one of these axes
+      has an even size, all steps of this ring are between neighbors, whether or not the torus has wrap-around links.
     - If the compiler states no rings, all torus rings of the mesh axes are used. A group of devices that covers only a
       part of an axis uses some of the axis's rings, or counts as a separate ring.
     - On a switch, all collectives share the bandwidth of a chip. Collectives between nodes, and transfers between TPU
@@ -90,9 +90,10 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the sizes of the torus rings of the given mesh axes, under arbitrary distinct names.
+    """Return a mapping from arbitrary, distinct names to the sizes of the torus rings of the given mesh axes.
 
-    If a chip has two devices, these two are not on any torus ring. They count as a separate ring, as in a plan.
+    If a chip has two devices, the connection between them is not on any torus ring. The two devices count as a separate
+    ring, as in a plan.
     """
     found = {}
     for axis in axes:
@@ -103,10 +104,10 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """Return the rings of a group of devices that covers only a part of an axis, under arbitrary distinct names.
+    """Return a mapping from arbitrary, distinct names to the sizes of a group's rings.
 
-    The result is the first run of consecutive rings with as many devices as the group. If there is no such run, the
-    group is one ring.
+    The group covers only a part of an axis. Its rings are the first consecutive elements of `rings` that together have
+    as many devices as the group. If there are no such elements, the group is one ring.
     """
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
     covered = next((run for run in runs if prod(run) == group), [group])
@@ -138,7 +139,8 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
 def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
     """Return the links and the time of a shift by `by` positions along a mesh axis.
 
-    Each link carries the buffers of as many chips as the distance. The latency is the latency of the longest path.
+    Each link carries the buffers of several chips, as many as the distance in positions. The latency is the latency of
+    the longest path.
 
     Args:
         axis: the mesh axis.

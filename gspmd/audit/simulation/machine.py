@@ -30,7 +30,8 @@ class Span:
         cycles: the compiler's estimate of the instruction's cycles; 0 if there is no estimate.
         bytes: for a transfer to other devices, the bytes that one device sends per execution; for other instructions,
             the bytes moved to and from the device's memory per execution.
-        exposed: seconds per execution in which the device waits for a collective; 0 in all other categories.
+        exposed: for a collective, the seconds per execution in which the device waits for it; 0 in all other
+            categories.
     """
 
     name: str

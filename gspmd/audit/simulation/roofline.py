@@ -140,7 +140,7 @@ def _scatters(module: Module, kernel: Instruction) -> bool:
 
 
 def _arithmetic(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> str:
-    """Return the dtype of the arithmetic whose peak FLOP/s applies to an instruction on a TPU.
+    """Return the arithmetic in which a TPU computes the products of an instruction, as an argument of `Chip.flops`.
 
     It depends on the dtype of the first operand and on the precision that the matrix products request.
     """

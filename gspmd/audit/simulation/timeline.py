@@ -33,7 +33,7 @@ class CategoryTotal:
         axes: the mesh axes of a collective; empty for the other categories.
         count: number of executions.
         seconds: total time of all executions.
-        exposed: the part of `seconds` in which the device waits for a collective; 0 in all other categories.
+        exposed: for a collective, the part of `seconds` in which the device waits for it; 0 in all other categories.
     """
 
     category: str
