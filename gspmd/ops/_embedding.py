@@ -299,7 +299,7 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """Return the steps of a lookup by the name of the tensor, once the specs are known.
+    """Return the steps of a lookup whose specs have no unknowns, keyed by the name of the tensor.
 
     The steps of the scales come with those of the table.
     """

@@ -88,9 +88,12 @@ def rms_norm(
 def check_row(
     doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str, *, several: bool = False
 ) -> None:
-    """Raise SpecError unless `x` is floating-point and the only dimension of `row` is x's last dimension.
+    """Check that `x` is floating-point and that the only dimension of `row` is x's last dimension.
 
-    If `several` is true, `row` may have several of x's last dimensions. Error messages call it `name`.
+    If `several` is true, `row` may have several of x's last dimensions. `name` is the name of `row` in error messages.
+
+    Raises:
+        SpecError: one of these conditions does not hold, or `x` is a scalar.
     """
     if not spec.dims:
         raise SpecError(

@@ -41,10 +41,10 @@ def sample(
     token. So a sample depends on the seed, position, logits and settings of its row, but not on other rows, the layout,
     the mesh or the lowering.
 
-    Communication: all-reduces over the mesh axes of `dim`. The argmax takes two of [B], and the maximum takes one.
-    Top-k takes eleven all-reduces of int32: one of [B, 8], nine of [B, 7], and one of [B, 3]. Top-p takes eleven
-    all-reduces too, with three times as many elements in each. A filter takes no all-reduces if its setting is a number
-    that turns the filter off.
+    Communication: all-reduces over the mesh axes of `dim`. The argmax takes two all-reduces of [B], and the maximum of
+    the logits takes one. Top-k takes eleven all-reduces of int32: one of [B, 8], nine of [B, 7], and one of [B, 3].
+    Top-p takes eleven all-reduces too, with three times as many elements in each. A filter takes no all-reduces if its
+    setting is a number that turns the filter off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -85,8 +85,8 @@ def sample(
     Source: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2, for the noise; Salmon et al. 2011, *Parallel
         random numbers: as easy as 1, 2, 3*, for its generator, threefry; Fan et al. 2018 (arXiv 1805.04833) for top-k;
         Holtzman et al. 2019 (arXiv 1904.09751) for top-p; Nguyen et al. 2024 (arXiv 2407.01082) for min-p.
-    Differs: the filters and their order are as in the library transformers, except that top-p treats tokens of equal
-        logits alike.
+    Differs: the filters and their order are as in the library transformers, except that top-p keeps either all or
+        none of the tokens with equal logits.
     """
     ctx = context()
     doing = f"cannot sample from '{spec}' over {shown(dim)}"
@@ -142,10 +142,10 @@ _SETTINGS = {
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Check the setting of a filter, and return whether the filter has steps.
+    """Check the setting of a filter, and return whether the filter is part of the program.
 
-    It has none if the setting is a number that turns the filter off. A setting that is traced, or has a value for each
-    row, may turn the filter on, so the filter then has steps.
+    The filter is left out if the setting is a number that turns it off. A setting that is traced, or has a value for
+    each row, may turn the filter on, so the filter is then part of the program.
 
     Raises:
         SpecError: the setting is not a number or an array of numbers, or its shape is wrong.
@@ -175,7 +175,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The options of a sampling: the spec of the logits, the index of the vocabulary, and which filters have steps."""
+    """The options of a sampling: the spec of the logits, the index of dimension V, and the filters in the program."""
 
     spec: Spec
     at: int

@@ -25,9 +25,10 @@ class Share:
     """The number of devices along `common` that use the same key head."""
 
     def pick(self, *keys: "jax.Array") -> tuple["jax.Array", ...]:
-        """Return arrays [B, T, K, ...] with only the key head that this device uses, if it does not use all of them.
+        """Return arrays [B, T, K, ...] with only the key head that this device uses.
 
-        The call must be inside a shard_map.
+        If the device uses all key heads that it has, the arrays are returned unchanged. The call must be inside a
+        shard_map.
         """
         if self.heads == 1:
             return keys

@@ -32,7 +32,7 @@ class StageResults(NamedTuple):
     """The results of one stage of the pipeline after the last tick.
 
     Attributes:
-        loss: the stage's summand of the loss, which has the losses of the stage's chunks and, in the last stage, the
+        loss: the stage's summand of the loss. It includes the losses of the stage's chunks and, in the last stage, the
             loss of the model.
         figures: for each stack, the metrics of the stage's chunks, [rounds, layers, ...]. They are summands of the mean
             over the microbatches of all pipelines.
@@ -62,8 +62,8 @@ class PipelineExecutor:
         schedules: the order in which these functions run, for each stack.
         axis: the mesh axis over which layers are split into stages.
         streams: the spec of the tensor that a stage sends to the next stage, for each stack.
-        batches: number of microbatches over which the loss is averaged. All pipelines that run side by side are
-            counted.
+        batches: number of microbatches over which the loss is averaged. It includes the microbatches of all
+            pipelines that run side by side.
     """
 
     stages: tuple[Stages, ...]

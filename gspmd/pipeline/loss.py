@@ -42,12 +42,13 @@ def pipelined(
 
     If `Stages.chunk_reads_shared` is True, `chunk` gets `shared` as its first argument, before the arguments above.
 
-    The three functions in `Stages` (`first`, `chunk` and `last`) may call any operation of gspmd. Their arrays are
-    global over all mesh axes other than `axis` and `data`. In each tick a stage sends x to the next stage, and the
-    gradient of its input to the previous stage, by one permute each. Gradients of all microbatches are added up on the
-    devices that hold the weights. Every stage has a copy of `shared`, and the gradients of `shared` are summed over the
-    stages once. Along the mesh axes `data`, pipelines run side by side, each on its own sequences, and the loss is the
-    mean over all pipelines. Gradients are returned as partial sums over `data`, which the caller reduces.
+    The three functions in `Stages` (`first`, `chunk` and `last`) may call any operation of gspmd. The arrays that these
+    functions take and return are global over all mesh axes other than `axis` and `data`. In each tick a stage sends x
+    to the next stage, and the gradient of its input to the previous stage, by one permute each. Gradients of all
+    microbatches are added up on the devices that hold the weights. Every stage has a copy of `shared`, and the
+    gradients of `shared` are summed over the stages once. Along the mesh axes `data`, pipelines run side by side, each
+    on its own sequences, and the loss is the mean over all pipelines. Gradients are returned as partial sums over
+    `data`, which the caller reduces.
 
     Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each stack has chunks in every
     stage. A microbatch goes through all stages for the first stack, and then through all stages for the second stack.

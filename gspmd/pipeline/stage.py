@@ -53,7 +53,10 @@ class Stages:
 
 
 Streams = tuple[jax.Array, ...]
-"""The arrays that a stage sends to the next stage: the stack's stream and, if any, the output of the previous stack."""
+"""The arrays that a stage sends to the next stage.
+
+They are the stack's stream and, if there is a previous stack, the output of that stack.
+"""
 
 
 class StackState(NamedTuple):
@@ -103,7 +106,7 @@ class StageOfStack:
     # -- the table ----------------------------------------------------------------------------------------------------
 
     def rows(self, kind: str, ticks: range) -> "TickSlots":
-        """Return the slots of one kind of work for each of these ticks and each stage; zeros where a stage waits."""
+        """Return the slots of one kind of work for each tick in `ticks` and each stage; zeros where a stage waits."""
         places = self.schedule.inputs, self.schedule.residuals
         table = [
             [
@@ -311,7 +314,10 @@ def sent(
 
 
 class TickSlots(NamedTuple):
-    """The slots of one kind of work: arrays [ticks, stages] from `rows`, [stages] in a tick, scalars in one stage."""
+    """The slots of one kind of work, as int32 arrays of the same shape.
+
+    The shape is [ticks, stages] in the result of `StageOfStack.rows`, [stages] within a tick, and [] within a stage.
+    """
 
     microbatch: jax.Array
     round: jax.Array

@@ -62,7 +62,7 @@ class Blocks:
         still have a block.
 
         With `limits` and `ahead` (see `Terms.ahead`), the starts depend on a number that is known only when the program
-        runs. There are then as many blocks as a window can touch at any position.
+        runs. Each block of queries then has as many blocks of keys as its window can touch at most (see `in_reach`).
         """
         if ahead is not None and limits.reach is not None:
             each = [
@@ -107,7 +107,7 @@ class Blocks:
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return the length of the equal blocks into which `size` is cut, which is at most about `most`.
+    """Return the length, at most about `most`, of the equal blocks into which `size` is cut.
 
     If there are several blocks, the length is a multiple of `multiple`.
     """

@@ -176,7 +176,7 @@ def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
 
 
 _CALLED = {"new": "new keys", "lengths": "lengths", "counts": "counts"}
-"""The name that each moving tensor has in plans, by the name that it has in this file."""
+"""A mapping from the name of a moved tensor in this file to the name of the tensor in plans."""
 
 _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
@@ -201,7 +201,7 @@ def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], w
 
 
 def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that move the new keys and the numbers of each row to the devices of the cache."""
+    """Return the steps that move the new keys, the lengths and, if given, the counts to the devices of the cache."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
@@ -227,7 +227,8 @@ def _first_slots(
     """Return the slot of each row's first new token, and the start and end of the range of new tokens to write.
 
     In a ring at most `slots` tokens are written. The first token that is written has a slot in [0, slots), and the next
-    tokens have the slots after it, possibly beyond the last slot. Tokens before the first written one have no slot.
+    tokens have the slots after this slot, possibly beyond the last slot. If earlier new tokens are not written, the
+    returned slot is counted back from the first written token, and may be negative.
     """
     end = jnp.full_like(lengths, length) if counts is None else jnp.clip(counts, 0, length)
     if not form.ring:

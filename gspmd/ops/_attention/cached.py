@@ -74,8 +74,8 @@ def cached_attention(
     moves the result back. If T is sharded, each device attends to its own part of the keys, and the results are
     combined as parts of one softmax. This takes two all-reduces of [B, L, H] float32, for the maximum and then for the
     denominator, and one sum of the weighted values in q's dtype. The sum is reduce-scattered directly to the placement
-    of the result if that is cheaper. A mesh axis that the cache does not use still shards the same dimension of `q`, if
-    the sizes allow it. The queries are gathered over all other mesh axes.
+    of the result if that is cheaper. A mesh axis that the cache does not use still shards the dimension of `q` that it
+    shards in `query_spec`, if the sizes allow it. The queries are gathered over all other mesh axes.
 
     Args:
         q: [B, L, H, D], the queries of the new tokens.
@@ -205,7 +205,7 @@ _CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales
 _NEW = ("key", "value")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
-"""The names that tensors have in plans, for tensors that have a different name in this file."""
+"""A mapping from the name of a tensor in this file to its name in plans, for tensors whose two names differ."""
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,14 @@ class _CachedAttention:
     """Whether the new tokens have keys of their own."""
     extras: Extras
     stored: tuple[int, ...]
-    """The dimensions of `cache`, by number, in the order in which the caller stores them."""
+    """The indices of the dimensions of `cache`, in the order in which the caller stores these dimensions."""
 
     def as_stored(self, x: jax.Array) -> jax.Array:
-        """Return keys or values with their dimensions in memory in the order in which they are stored, on GPUs.
+        """Return keys or values that, on GPUs, keep in memory the order of dimensions in which the caller stores them.
 
-        With one query for each key head, XLA for GPUs adds up the products of keys without cuBLAS, and would like
-        another order: it would transpose a cache of several layers as a whole, in every step.
+        With one query for each key head, XLA for GPUs adds up the products of keys without cuBLAS, and prefers another
+        order of dimensions. Without this constraint, it would transpose the whole cache of several layers in every
+        step.
         """
         if x.ndim < 4 or not in_force.is_gpu():
             return x

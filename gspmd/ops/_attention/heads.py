@@ -42,12 +42,12 @@ def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
 def check_searchable(doing: str, query: Spec, key: Spec) -> None:
     """Check specs with unknowns, which stand for mesh axes while the search traces a program.
 
-    What is checked must hold on any mesh. The keys must be unsharded along the sequence, because the search does not
-    cover keys that go round a ring.
+    The check covers the conditions that must hold on any mesh. In addition, the keys must be unsharded along the
+    sequence, because the search does not cover keys that go round a ring.
 
     Raises:
-        PlanError: a condition does not hold. The message names the unknowns that the search must then set equal to
-            others, or leave empty.
+        PlanError: one of these conditions does not hold. The message names the unknowns that the search must then set
+            equal to other unknowns, or leave empty.
     """
     faults = [*_unsharded(query, (3,)), *_unsharded(key, (1, 3)), *_same(key, 0, query.axes[0], _ROWS)]
     if faults:

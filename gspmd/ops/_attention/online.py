@@ -27,7 +27,7 @@ class Attended(NamedTuple):
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """Return the result of attention to the keys of both results together."""
+        """Return the result of attention to the keys of this result and of `other` together."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
@@ -45,7 +45,7 @@ class Attended(NamedTuple):
         return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
 
     def by_query(self) -> "Attended":
-        """Return the result with the dimensions of queries: statistics [B, L, H] and values [B, L, H, D]."""
+        """Return the result with dimensions ordered as in queries: statistics [B, L, H] and values [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -103,14 +103,15 @@ def attend(
         seen: booleans that broadcast to [B, K, Q, L, T], which are True for the keys to which a query attends; None if
             every query attends to all keys.
         scale: the factor of the logits.
-        key_scales, value_scales: [B, T, K] float32 scales of quantized keys and values. They multiply logits and
-            probabilities, which have fewer elements than the keys.
+        key_scales, value_scales: [B, T, K] float32 scales of quantized keys and values. The logits are multiplied
+            by `key_scales`, and the probabilities by `value_scales`, because logits and probabilities have fewer
+            elements than the keys.
         rest_scales: [B, T, K] float32 scales for the entries of a key after the first `width`. If they are given,
             `key_scales` are for the first `width` entries only.
         width: the number of leading entries of a key that `key_scales` are for. It must be given with `rest_scales`,
             and has no effect without them.
-        again: booleans in a shape like that of `seen`, which are True for keys that an earlier part has counted
-            already; these are never all of the keys.
+        again: booleans that broadcast to [B, K, Q, L, T], which are True for keys that have already been counted in an
+            earlier part of the keys. At least one key has not been counted.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
         limits: limits of which only the soft cap of the scaled logits is used; `seen` takes windows into account.
     """
@@ -149,8 +150,8 @@ def scaled_logits(
         q, k: the queries and the keys.
         key_scales, rest_scales, width: the arguments of `attend`, but with scales in a shape that broadcasts to the
             products.
-        rows: the index of the dimension along which the queries are doubled for `rest_scales`. It is the same in the
-            queries and in the products.
+        rows: the index of the dimension along which two copies of the queries are concatenated if `rest_scales` are
+            given. The index is the same in the queries and in the products.
     """
     if rest_scales is not None:
         assert width is not None, "the rest's scales come with the width before it"
@@ -179,5 +180,5 @@ def ungroup(x: jax.Array) -> jax.Array:
 
 
 def _along_keys(scales: jax.Array) -> jax.Array:
-    """Return scales [B, T, K] in a shape that multiplies logits [B, K, Q, L, T]."""
+    """Return scales [B, T, K] in a shape that broadcasts to logits [B, K, Q, L, T]."""
     return scales.transpose(0, 2, 1)[:, :, None, None, :]

@@ -58,7 +58,7 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device uses, in which K is also sharded over the mesh axes `Share.sliced`."""
+        """The spec of the keys to which `Share.pick` is applied; K is also sharded over mesh axes `Share.sliced`."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
@@ -72,8 +72,8 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
 
     Raises:
         SpecError: attention is causal, and there are not as many queries as keys.
-        PlanError: attention is causal, and the length is not a multiple of the number of zigzag chunks; or the first
-            query has an offset, for which `shifted` is true.
+        PlanError: attention is causal, and the length is not a multiple of the number of zigzag chunks; or `shifted`
+            is true, which means that the first query has an offset.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if causal and queries != keys:
@@ -253,7 +253,8 @@ def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int
 
     The result is None if there is no window and no chunk, so that no keys can be left out. Otherwise only the nearest
     pairs of a query and a key are compared: the first query and the last key of the early halves of the devices'
-    tokens, and those of the late halves. If any query sees any key, it is so in one of these pairs.
+    tokens, and the first query and the last key of the late halves. If any query sees any key, then the query of one of
+    these pairs sees the key of the pair.
     """
     limits = cut.extras.limits
     if limits.reach is None:
@@ -309,7 +310,7 @@ def _terms(
 
 
 def _in_halves(half: ZigzagPairs, terms: Terms, rows: int) -> Terms:
-    """Return the terms for the two products of `ZigzagPairs`, in which rows have different positions."""
+    """Return the terms for the two products of `ZigzagPairs`, which have different positions and `rows` rows each."""
 
     def every_row(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (rows, x.shape[1]))

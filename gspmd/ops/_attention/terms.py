@@ -69,10 +69,11 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at position p - p mod chunk or later."""
     displaced: bool = False
-    """Whether tokens have other positions in the text than in the array, though they are in the same order.
+    """Whether the position of a token in the text may differ from its index in the array.
 
-    This is so in zigzag order, and for new tokens after a cache. A chunk may then begin anywhere in the array, so
-    blocks of keys are left out as for a window of the chunk's length.
+    It may differ in zigzag order, and for new tokens after a cache. But tokens that are later in the array are also
+    later in the text. A chunk may then begin anywhere in the array, so blocks of keys are left out as for a window of
+    the chunk's length.
     """
 
     @property
@@ -88,7 +89,7 @@ class Limits:
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return an index before which neither the query at index `place` nor any later query sees a key.
+        """Return an index such that the query at index `place` and all later queries see no key before this index.
 
         Both indices are indices in the arrays of keys and queries, not positions in the text.
         """
@@ -106,7 +107,7 @@ class Limits:
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
         """Return the gradient of the logits before the soft cap, from `slope`, the gradient of the capped logits.
 
-        The same product turns the tangent of the logits before the soft cap into the tangent of the capped logits.
+        If `slope` is the tangent of the logits before the soft cap, the result is the tangent of the capped logits.
         """
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
@@ -155,7 +156,7 @@ class Terms(NamedTuple):
         )
 
     def with_more_queries(self, count: int) -> "Terms":
-        """Return the terms for `count` more queries at the end, which are padding and whose results are dropped."""
+        """Return the terms with `count` queries of padding added at the end; the caller drops their results."""
         return self.on(lambda x: jnp.pad(x, ((0, 0), (0, count))), lambda x: x) if count else self
 
     @property
@@ -187,7 +188,7 @@ class Terms(NamedTuple):
         return alike if seen is None else alike & seen
 
     def chosen(self) -> jax.Array | None:
-        """Return the buckets of the bias as a one-hot array, see `Bias.chosen`, or None if there is no bias."""
+        """Return the buckets of the bias as a one-hot array (see `Bias.chosen`), or None if there is no bias."""
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
@@ -211,7 +212,7 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but causality, a window or chunks restricts the keys, and no bias is added to the logits."""
+        """Whether only causality, a window or chunks restrict the keys, and no bias is added to the logits."""
         return self.seen is None and self.segments is None and not self.adds
 
     @property
@@ -334,14 +335,14 @@ class Extras:
 
     @property
     def gradients(self) -> tuple[Spec, ...]:
-        """The specs of the gradients of the given operands that have gradients, in the order bias, sinks."""
+        """The specs of the gradients of bias and sinks, in this order, without those of operands that are not given."""
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
         """Return the steps that move each operand with values for every query head to the devices of these heads.
 
-        The steps of an operand have its name as their key. `query` is the spec of the queries, and `heads` is the
-        number of query heads.
+        The mapping has the name of each operand as a key. `query` is the spec of the queries, and `heads` is the number
+        of query heads.
         """
         return {
             name: move(
@@ -353,8 +354,8 @@ class Extras:
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
         """Return the steps that sum the gradients of bias and sinks over the devices of all queries.
 
-        The keys are `d_bias` and `d_sinks`. `query` is the spec of the queries, and `heads` is the number of query
-        heads.
+        The mapping has the keys `d_bias` and `d_sinks`. `query` is the spec of the queries, and `heads` is the number
+        of query heads.
         """
         found = {}
         for name, each in self.learned.items():
@@ -408,7 +409,7 @@ def read_limits(doing: str, causal: bool, window: Any, softcap: Any, chunk: Any)
 
     Raises:
         SpecError: `window` or `chunk` is not a whole number above 0, or is given although attention is not causal; or
-            both are given; or `softcap` is not above 0.
+            `window` and `chunk` are both given; or `softcap` is not above 0.
         PlanError: `softcap` is not a finite Python number.
     """
     window = _read_reach(doing, causal, "window", window, "the number of keys that a query sees, itself included")

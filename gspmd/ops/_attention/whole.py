@@ -102,7 +102,7 @@ def attention(
         bias_spec: the spec of `bias`, such as `"RH_yz"`. The bias is moved to the mesh axes of the query heads if its
             own axes differ. The gradient of the bias is summed over the mesh axes of B and L, but it stays a partial
             sum over axes that are `reduced`, as in `"RH_yz reduced-x"`.
-        buckets: the buckets of relative positions, whose number is R.
+        buckets: the division of relative positions into R buckets.
         window: the number of keys that a query sees, including its own. A query at position p of a row attends only to
             keys at positions j > p - window. None for no window. A window needs `causal`.
         chunk: the number of tokens in a chunk. Rows are cut into chunks from their start, and a query attends only to
@@ -227,7 +227,7 @@ class _Core:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that each device needs, before the device picks the head that it uses."""
+        """The spec of the keys to which `Share.pick` is applied; K is also sharded over mesh axes `Share.sliced`."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
@@ -398,7 +398,11 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 
 
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of both passes, which move keys and values to the queries and move their gradients back."""
+    """Return the steps of the forward pass and of the backward pass.
+
+    The forward pass moves keys and values to the queries, and the backward pass moves the gradients of keys and values
+    back.
+    """
     if is_unknown(ctx.mesh):  # in a trace for the search the heads that a device needs are unknown too
         check_searchable(f"cannot attend from '{core.query}' to '{core.key}'", core.query, core.key)
         asked = core.query, core.key, heads, shapes, width, ctx
@@ -416,6 +420,6 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 
 
 def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
-    """Return the steps of `_planned` for the given specs of queries and keys, once these have no unknowns."""
+    """Return the steps of `_planned` for specs of queries and keys that have no unknowns."""
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shapes[0][2], ctx.mesh)
     return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shapes, width, ctx)

@@ -53,7 +53,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def ring_size(key: Spec) -> int:
-    """Return the number of devices over which keys with the spec `key` shard a sequence on the current mesh."""
+    """Return the number of devices over which `key`, the spec of the keys, shards a sequence on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
 

@@ -34,7 +34,7 @@ class KernelWork:
     rows: int
 
     def scope(self) -> Any:
-        """Return the named scope that states this work; the kernel must be called in it, and no other kernel."""
+        """Return the named scope that states this work; this kernel, and no other kernel, must be called in it."""
         return jax.named_scope(f"kernel[{' '.join(f'{name}={value}' for name, value in asdict(self).items())}]")
 
 

@@ -17,7 +17,7 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """Return an option that must be a number and known when the program is traced.
+    """Return an option that must be a number whose value is known when the program is traced.
 
     Raises:
         PlanError: the option is an array, a traced value or anything else that is not a Python number; or it is not

@@ -141,9 +141,9 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation whose gradient is planned.
 
-    The backward pass has the context of the forward pass. Everything else that a pass needs besides arrays, namely
-    specs and options, is in one argument, the form. The form holds nothing traced and is hashable. So each pass can
-    cache its steps and its body by the form, and `run` finds the compiled program.
+    The backward pass runs in the context of the forward pass. Specs and options, which are everything else that a pass
+    needs besides arrays, are in one argument, the form. The form holds nothing traced and is hashable. So each pass can
+    cache its steps and its body with the form as the key, and `run` finds the program that is already compiled.
 
     Args:
         forward: (form, ctx, *arrays) -> (results, residuals).

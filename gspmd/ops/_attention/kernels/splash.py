@@ -1,12 +1,12 @@
 """Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
 
-The backward pass reads the output of the forward pass and the logarithms of its denominators, and runs two kernels: one
-for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels only behind its
-own `jax.custom_vjp`, which would run the forward kernel again. So this file calls them by their private names; no other
-file does. JAX also has one kernel for all three gradients, with five products instead of seven. But for every block of
-keys it returns a separate part of the queries' gradient, and the sum of these parts costs more than the kernel saves.
-For 4 rows of 64 heads and 4,096 tokens, the one kernel takes 12.5 ms, of which the sum takes 4.9 ms, and the two
-kernels take 11.6 ms (libtpu 0.0.42, v5p).
+The backward pass reads the output of the forward pass and the logarithms of the softmax denominators. It runs two
+kernels: one for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels
+only behind its own `jax.custom_vjp`, which would run the forward kernel again. So this file calls them by their private
+names; no other file does. JAX also has one kernel for all three gradients, with five products instead of seven. But for
+every block of keys it returns a separate part of the queries' gradient, and the sum of these parts costs more than the
+kernel saves. For 4 rows of 64 heads and 4,096 tokens, the one kernel takes 12.5 ms, of which the sum takes 4.9 ms, and
+the two kernels take 11.6 ms (libtpu 0.0.42, v5p).
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _LONGEST = 1024, 512
 They are the fastest ones according to the compiler's schedules for v5p and v6e.
 """
 _WIDEST = 512
-"""The largest number of bytes of a head for which blocks may be as long as `_LONGEST` says.
+"""The largest number of bytes in the D elements of a head for which blocks may be as long as `_LONGEST` says.
 
 Blocks of wider heads may only be half as long, so that they fit into the memory of the core.
 """
@@ -43,7 +43,10 @@ According to the compiler's schedules of the three kernels together, a step cost
 size 128 take 0.3 µs (libtpu 0.0.42, v5p).
 """
 _PRECISIONS = None, "default", "fastest", "bfloat16"
-"""The names of JAX's default precision of products; the kernels do not compile for other precisions."""
+"""The values of the option `jax_default_matmul_precision` that stand for JAX's default precision of products.
+
+The kernels do not compile for other precisions.
+"""
 _MOST = 64
 """The largest number of blocks of queries.
 
@@ -200,9 +203,9 @@ class _Schedule:
         return x.reshape(-1, *x.shape[2:])
 
     def segments(self, x: jax.Array | None, key_heads: int) -> Any:
-        """Return segments [B, L] as [B·K, L], for the queries and the keys of every key head, padded along L.
+        """Return segments [B, L] as [B·K, L], repeated for every key head and padded along L to whole blocks.
 
-        The result is None if there are no segments.
+        The result has this array twice, for the queries and for the keys. It is None if there are no segments.
         """
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -212,7 +215,7 @@ class _Schedule:
         return splash.SegmentIds(x, x)
 
     def by_query(self, x: jax.Array, q: jax.Array) -> jax.Array:
-        """Return an array [B·K, Q, L, ...] as [B, L, H, ...] without padding, in which L is the length of `q`."""
+        """Return an array [B·K, Q, L, ...] as [B, L, H, ...], without padding: the result has the L of `q`."""
         x = ungroup(x.reshape(q.shape[0], -1, *x.shape[1:]))
         return x[:, : q.shape[1]]
 
