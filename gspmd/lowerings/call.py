@@ -53,7 +53,7 @@ class Call:
 
 
 class Passes(NamedTuple):
-    """The forward and the backward pass of a program, in the form in which JAX calls them.
+    """The forward and the backward pass of a program, as functions that JAX calls.
 
     Attributes:
         forward: a function, operands -> (results, residuals).
@@ -95,7 +95,7 @@ def default_precision() -> Any:
 
 
 def precision_name(precision: Any) -> str:
-    """Return the name by which plans call a precision of products: `default`, `high` or `highest`.
+    """Return the name that plans use for the precision of a product: `default`, `high` or `highest`.
 
     Args:
         precision: a precision that `jax.lax.dot` accepts. If it is a pair, with one precision for each operand, the

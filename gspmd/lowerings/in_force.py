@@ -104,7 +104,10 @@ def on_slices(count: int) -> AbstractContextManager:
 
 
 def slices() -> int:
-    """Return the number of TPU slices of the mesh in force, as `on_slices` has set it or else as its devices say."""
+    """Return the number of TPU slices of the mesh in force.
+
+    The number is the one that `on_slices` has set, or else follows from the devices of the mesh.
+    """
     return _slices.value or slices_of(concrete_mesh())
 
 
@@ -154,8 +157,8 @@ def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
 def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """Return the number of chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
 
-    The result is empty if the mesh is None, if it spans several slices or only part of a slice, or if each chip is two
-    devices.
+    The result is empty if the mesh is None, if it spans several slices or only part of a slice, or if each chip counts
+    as two devices.
     """
     devices = [] if mesh is None else [*mesh.devices.flat]
     if not all(hasattr(device, "coords") for device in devices) or len({*map(slice_of, devices)}) != 1:

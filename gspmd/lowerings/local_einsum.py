@@ -1,6 +1,6 @@
 """The product of one device's operands, accumulated in float32, in the form that each compiler multiplies fastest:
 
-CPUs   a batched product is a product of batches of matrices, which XLA:CPU multiplies in the order of memory
+CPUs   a batched product becomes a product of batches of matrices, which XLA:CPU multiplies in their memory order
 TPUs   the same if there is one batch dimension and the rows fill tiles; a single row gets a second row of zeros
 GPUs   a single row of a narrow dtype gets a second row of zeros; otherwise `jnp.einsum`
 other  `jnp.einsum`
@@ -25,7 +25,7 @@ ONE_ROW = "one_row"
 
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
-    """Compute an einsum of one device's operands, accumulated in float32 (or int32) if the operands are narrower.
+    """Compute an einsum of one device's operands, accumulated in float32, int32 or uint32 if they are narrower.
 
     Args:
         letters: the equation, as in `jnp.einsum`.
@@ -54,7 +54,8 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 def accumulator(*dtypes) -> jnp.dtype:
     """Return the dtype in which a product of operands with these dtypes accumulates.
 
-    It is float32 or int32 if the operands are narrower, and otherwise the dtype to which JAX promotes the operands.
+    It is float32, int32 or uint32 if the operands are narrower. Otherwise it is the dtype to which JAX promotes the
+    operands.
     """
     with jax.numpy_dtype_promotion("standard"):  # the user may have set a stricter promotion for other code
         return jnp.result_type(*map(_widened, dtypes))
@@ -85,9 +86,9 @@ def _einsum_on_tpu(
 ) -> jax.Array:
     """Compute an einsum; if a single row multiplies a matrix, append a row of zeros and drop its result.
 
-    libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4, each of two products of one row with
-    an int8 matrix [4096, 2048] takes 58 µs, and each takes 14 µs with two rows. While one token is decoded, every
-    product has a single row.
+    libtpu 0.0.42 multiplies a single row elementwise on the vector unit. On a v4, two products with an int8 matrix
+    [4096, 2048] take 58 µs each with one row, and 14 µs each with two rows. While one token is decoded, every product
+    has a single row.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
@@ -121,7 +122,7 @@ def _batch(letters: str, *operands: jax.Array) -> bool:
 
 
 def _in_two_rows(letters: str, found: tuple[int, str], *operands: jax.Array, **options: Any) -> jax.Array:
-    """Compute a product of a single row with a second row of zeros, and drop the result of the second row.
+    """Append a row of zeros to the single row of a product, compute the product, and drop the added row's result.
 
     `found` is what `_row` has returned for this product.
     """
@@ -138,8 +139,8 @@ def _in_two_rows(letters: str, found: tuple[int, str], *operands: jax.Array, **o
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     """Return the index of an operand that is a single row, and the dimension to which a second row can be added.
 
-    This is the last of the dimensions that only this operand and the result have. The result is None if this is not a
-    product of a single row and a matrix, or if the row has no such dimension.
+    This dimension is the last one of the operand that the result also has and the other operand lacks. `_row` returns
+    None if this is not a product of a single row and a matrix, or if the row has no such dimension.
     """
     inputs, result = letters.split("->")
     held = inputs.split(",")
@@ -173,13 +174,13 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum, as a product of batches of matrices if there is a batch and every row stays in its tile.
+    """Compute an einsum, as a product of batches of matrices if it has one batch dimension and its rows fill tiles.
 
-    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses a memory order for each product, and
-    copies tensors between products with different orders. With 8 slots per group and expert, a layer took 6.3 ms, of
-    which copies of hidden layers took 0.9 ms. As products of matrices the layer takes 5.2 ms. A single product gains
-    nothing. If the dimensions do not fill tiles, merging the dimensions is itself a copy: with 4 slots the layer took
-    2.5 times as long.
+    This form is for layers of experts (dimension X). For tensors such as `[G, X, C, F]`, libtpu 0.0.42 chooses a memory
+    order for each product, and copies tensors between products with different orders. With 8 slots per group and
+    expert, a layer took 6.3 ms, of which copies of hidden layers took 0.9 ms. As products of matrices the layer takes
+    5.2 ms. A single product gains nothing. If the dimensions do not fill tiles, merging the dimensions is itself a
+    copy: with 4 slots the layer took 2.5 times as long.
     """
     if len(operands) == 2 and _IN_TILES.get() and _are_whole():
         product = batched(letters)
@@ -206,10 +207,10 @@ class Batched:
 
     Attributes:
         letters: the dimensions of the left operand, of the right operand and of the result.
-        batch: the dimensions of both operands and of the result, in the order of the result.
-        contracted: the dimensions of both operands that the result lacks.
-        left: the dimensions of the left operand and of the result only, in the order of the result.
-        right: the dimensions of the right operand and of the result only, in the order of the result.
+        batch: the dimensions that both operands and the result have, in the order of the result.
+        contracted: the dimensions that both operands have and the result lacks.
+        left: the dimensions that only the left operand and the result have, in the order of the result.
+        right: the dimensions that only the right operand and the result have, in the order of the result.
     """
 
     letters: tuple[str, str, str]

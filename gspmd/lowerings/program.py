@@ -71,7 +71,8 @@ def context(lowering_name: str | None = None) -> Context:
     It is read once, when an operation is called. The gradient of the operation uses the same context.
 
     Raises:
-        PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
+        PlanError: no mesh is set, or the mesh has both Explicit and Auto axes. Or the call is in a shard_map over all
+            mesh axes, and not inside the `with` block of `in_force.on_no_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -107,10 +108,10 @@ class PlannedProgram:
     """The plan of a program, as `gspmd.trace` reads it.
 
     Attributes:
-        equation: the computation in notation.
+        equation: the computation in notation, such as `BE, EF -> BF`.
         steps: the steps of the program.
         backward: the steps of the gradient if JAX differentiates the program, else None.
-        hidden_seconds: the seconds that overlap in the program's loops saves.
+        hidden_seconds: the seconds saved by the overlap in the program's loops.
     """
 
     equation: str
@@ -167,7 +168,7 @@ def run(
     ctx: Context, name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: Any,
     hidden_seconds: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
+    """Run a shard_map over the whole mesh, with the planned `steps` as its collectives.
 
     JAX must never differentiate through this shard_map. It would transpose the body, and all-reduce the cotangent of
     each operand that is replicated over mesh axes, even if the cotangent is scattered later. So operations get a custom
@@ -181,12 +182,12 @@ def run(
         in_specs: one Spec per array.
         out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
         arrays: the arrays, sharded as `in_specs` say.
-        hidden_seconds: the predicted seconds that overlap saves.
+        hidden_seconds: the predicted seconds saved by overlap.
 
     Raises:
         SpecError: under Explicit axes, the type of an array differs from its spec.
-        PlanError: under Auto axes, an array is a partial sum. Or a search is to find the placements, and the steps
-            cannot be planned before these are known.
+        PlanError: under Auto axes, an array is a partial sum. Or a search has yet to find the placements, and the steps
+            cannot be planned before the placements are known.
     """
     if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
         raise PlanError(f"cannot search the placement of '{name}': its steps can be planned only when it is known.")

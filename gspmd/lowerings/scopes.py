@@ -56,8 +56,9 @@ def step_numbers(scopes: str) -> list[int]:
 def innermost(scopes: str) -> tuple[str, str]:
     """Return the innermost program in a name stack, and the innermost step of this program.
 
-    If there is no program, or no step, the text for it is empty. A scope that looks like a step but is outside of every
-    program belongs to the user's code, and is ignored.
+    If there is no program, both results are empty strings. If the program has no step in the name stack, the second
+    result is an empty string. A scope that looks like a step but is outside of every program belongs to the user's
+    code, and is ignored.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

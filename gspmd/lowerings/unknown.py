@@ -37,9 +37,9 @@ def _product(call: Call, via: Via) -> Passes:
 
     Marks stand for the moves of the operands to the via's specs, for the products, and for the moves of the results.
 
-    Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient one
-    cotangent is brought to all products, so the placements must be equal except for partial sums. If the placements are
-    not equal, the planner searches the gradient.
+    Products of a sum may have different placements, and are then added in the cheapest placement. In the gradient, all
+    these products use the same cotangent, so their placements must be equal, except for partial sums. If the placements
+    are not equal, the planner searches the gradient.
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
     inputs, results = plan.inputs, plan.outputs
@@ -104,7 +104,7 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of an operand's gradient, from the placements of its products to its own placement."""
+            """Return the move of an operand's gradient, from the placements of its products to the final placement."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])
@@ -112,8 +112,9 @@ def _product(call: Call, via: Via) -> Passes:
         def _sides(self, number: int) -> tuple[int, int, int, int]:
             """Return the four indices that belong to a product of a gradient.
 
-            The first two are the indices of the output and of the product in the forward pass. The other two are those
-            of the operand whose gradient is computed, and of the operand by which the cotangent is multiplied.
+            The first two are the indices of an output of the forward pass, and of a product of this output. The other
+            two are the indices of the product's operands: first the operand whose gradient is computed, then the
+            operand by which the cotangent is multiplied.
             """
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
@@ -247,7 +248,7 @@ def planned_steps(
 
 
 def _moved_tensor(plan: Plan, backward: bool, source: int) -> str:
-    """Return the name of a moved tensor, which does not depend on how many moves the tensor has."""
+    """Return a name for a moved tensor that does not depend on how many moves the tensor has."""
     if not backward:
         return f"operand {source}"
     kept = source - len(plan.outputs)

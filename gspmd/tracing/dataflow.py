@@ -19,12 +19,12 @@ from gspmd.tracing.value_numbering import StepKey
 
 Path = tuple[int, ...]
 """The position of an operation in nested calls: the `id`s of all equations that contain the operation, outermost first,
-and last the `id` of the operation's own equation. That last `id` alone is not unique, because a jaxpr may be called
+followed by the `id` of the operation's own equation. This last `id` alone is not unique, because a jaxpr may be called
 several times."""
 
 Value = Hashable
-"""A value of a program, as a pair: the path of the calls around the operation that makes the value, and the value's
-variable in the innermost of these calls."""
+"""A value of a program, as a pair. The first element is the path of the calls around the operation that makes the
+value. The second element is the value's variable in the innermost of these calls."""
 
 
 @dataclass(frozen=True, eq=False)

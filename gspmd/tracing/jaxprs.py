@@ -123,8 +123,8 @@ def _text(value: Any) -> Any:
 def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
     """Return a string that is the same for programs that differ only in the names of variables.
 
-    The string is a hash of the content of JAX's own text of a program, in which a called program is replaced by its
-    fingerprint. JAX itself would repeat the text of a nested loop for every loop around it.
+    The string is a hash of a text like JAX's own text of the program, but with a fingerprint in place of each called
+    program. JAX's text would repeat a nested loop for every loop around it.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     if jaxpr in _fingerprints:

@@ -36,11 +36,11 @@ class PlannedStep:
         number: the number of the step in this equation.
         dtype: the dtype that a collective sends, as HLO names it, such as `bf16`; empty if the step is a forecast (see
             `ProgramPlan`).
-        first: the equation and number of an earlier step, if this step does not run because it uses the result of that
-            step. Either both steps have the same result, or one collective reduces the sum of the values that both
+        first: the equation and number of the earlier step whose result this step uses instead of running; None if this
+            step runs. Either both steps have the same result, or one collective reduces the sum of the values that both
             steps would reduce.
-        hidden_seconds: for a collective of a looped equation, its part of the seconds that the equation's loops save by
-            sending during products, in all runs.
+        hidden_seconds: for a collective of a looped equation, its share of the seconds that the equation's loops save
+            by sending during products, summed over all runs.
         is_behind_loop: whether the compiler moves the step behind the loop that adds up its results
             (`gspmd.tracing.sums`).
     """
@@ -121,7 +121,7 @@ class ProgramPlan(Printed):
 
     @property
     def hidden_seconds(self) -> float:
-        """The seconds that looped equations save because they send while they multiply, from the plan of each equation.
+        """The seconds that looped equations save because they send while they multiply, as their plans predict.
 
         If only some of an equation's collectives run, because the results of the others are already there, only the
         corresponding fraction of the equation's saved seconds is counted. The overlap of experts' chunks with one

@@ -1,8 +1,8 @@
 """Regions of a program, and the values, collectives and products that are available in each region.
 
-The body of a loop, and a branch of a conditional, is a separate region. A region contains all operations that are not
-in the regions inside it, so the operations of a region run one after another. `gspmd.tracing.value_numbering` explains
-the value numbers.
+The body of a loop is a separate region, and so is a branch of a conditional. A region contains all operations that are
+not in the regions inside it, so the operations of a region run one after another. `gspmd.tracing.value_numbering`
+explains the value numbers.
 """
 
 import weakref
@@ -61,9 +61,10 @@ class Value(NamedTuple):
     captured: int
 
     def numbers_in(self, region: "Region") -> tuple[int, int]:
-        """Return the numbers that an operation in the given region uses in place of `number` and `barrierless`.
+        """Return the two value numbers that an operation in the given region uses for this value.
 
-        If the region is inside the region of this value, both numbers are `captured`.
+        If the given region is inside the region of this value, both numbers are `captured`. Otherwise they are `number`
+        and `barrierless`.
         """
         inside = region.depth > self.region.depth
         return (self.captured, self.captured) if inside else (self.number, self.barrierless)
@@ -169,9 +170,9 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Return a value number that identifies a shard_map, such as a planned program's, or a call inside a shard_map.
+        """Return a value number that identifies a call, if the call is a shard_map or is inside a shard_map.
 
-        The result is None for any other call.
+        Such a shard_map is, for example, the one in a planned program. For any other call, the result is None.
         """
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
@@ -243,7 +244,7 @@ class Region:
         Args:
             equation: the call.
             side: the parameter of shard_map with the specs, "in_specs" for operands or "out_specs" for results.
-            values: the values on the other side of the call.
+            values: the values of the operands outside the call, or of the results inside the call.
         """
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
@@ -291,7 +292,7 @@ class Region:
         return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
-        """Return the value of a reshape of a value.
+        """Return the value of a reshape's result, from the value of its operand.
 
         Compilers merge consecutive reshapes, and remove reshapes that together restore the original shape. Such
         reshapes occur because JAX splits a differentiated shard_map into two parts, one of which passes scalars to the
@@ -354,8 +355,8 @@ class Region:
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
         """Return the region in which an operation runs after hoisting.
 
-        A loop-invariant operation is hoisted out of the innermost loop, or out of all loops in which all its operands
-        are invariant if the compiler is XLA:CPU.
+        A loop-invariant operation is hoisted out of the innermost loop. XLA:CPU hoists it out of all loops in which all
+        its operands are invariant.
 
         Args:
             operands: the operands of the operation.
@@ -441,9 +442,10 @@ def _content(array: Any, dtype: Any) -> bytes:
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
-    """Return two tuples with a value number for each operand, as an operation in the given region sees the operands.
+    """Return two tuples, each with one value number per operand of an operation in the given region.
 
-    The first tuple has the numbers `Value.number`, and the second has the numbers `Value.barrierless`.
+    `Value.numbers_in` returns two numbers for each operand: the first tuple has the first numbers, and the second tuple
+    has the second numbers.
     """
     seen = [value.numbers_in(region) for value in operands]
     return [tuple(pair[side] for pair in seen) for side in (0, 1)]

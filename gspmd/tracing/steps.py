@@ -33,8 +33,7 @@ class TracedStep:
     The sum `a + b` is the summary of the operations of both `a` and `b`.
 
     Attributes:
-        buffer: bytes of the step's largest collective on one device, before or after the collective, whichever are
-            more.
+        buffer: bytes that the step's largest collective reads or writes on one device, whichever are more.
         flops: FLOPs of the step's products, without products that an earlier step has already computed.
         dtype: the dtype that the largest collective sends, as HLO names it.
         itemsize: bytes per element of this dtype.
@@ -133,7 +132,7 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """Yield (number of the step, region, summary of the operation) for each operation of a program that is in a step.
+    """Yield (number of the step, region, summary of the operation) for each operation in a step of a program.
 
     The region is the region in which the operation runs after hoisting.
     """

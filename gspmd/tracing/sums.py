@@ -83,7 +83,7 @@ class _Reduction:
     def how(self) -> tuple:
         """The kind of the reduction, and the operations applied to its result.
 
-        Two reductions can be merged if these are equal.
+        Two reductions can be merged if this property is the same for both.
         """
         first = self.steps[0]
         return first.name if first.is_mark else expression(first.equation), self.cuts, self.converted
@@ -211,7 +211,7 @@ class _Program:
         return added[1]
 
     def _sum(self, total: Value | None) -> tuple[Value | None, _Reduction] | None:
-        """Return the parts of a value that is the sum of any value and an all-reduce, in this order.
+        """Return the two parts of a sum, one of which is an all-reduce: first the other part, then the all-reduce.
 
         The result is None if the value `total` is not such a sum.
         """

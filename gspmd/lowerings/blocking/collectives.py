@@ -161,7 +161,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the dimension that an axis shards, and its stride: the distance in shards between neighbors along it."""
+    """Return the dimension that an axis shards, and the distance in shards between neighbors along this axis."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))

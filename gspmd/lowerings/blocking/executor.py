@@ -29,7 +29,8 @@ class Executor:
         inputs, outputs: the tensors of the routine.
         sizes: the sizes of the dimensions of the whole tensors.
         mesh: the sizes of the mesh axes.
-        chains: the routine's steps with their numbers in the program. None if the program consists of this routine.
+        chains: the routine's steps with their numbers in the program. None if the program consists of this routine
+            alone.
         precision: the precision of the local products.
         multiply: the function for local einsums, (step, *local operands) -> local result; by default `local_einsum`.
     """
@@ -128,7 +129,7 @@ class Executor:
         return self.arrange(total, dims[0], output.spec).astype(tensor.dtype)
 
     def arrange(self, x: jax.Array, dims: tuple[str, ...], spec: Spec) -> jax.Array:
-        """Transpose an array to the output's order of dimensions, and broadcast dimensions that no operand has."""
+        """Transpose an array to the output's order of dimensions, and broadcast it along dimensions that it lacks."""
         x = _transposed(x, dims, tuple(dim for dim in spec.dims if dim in dims))
         if len(dims) == len(spec.dims):
             return x

@@ -21,8 +21,9 @@ def lower(call: Call) -> Passes:
 def passes(call: Call, executor: Callable) -> Passes:
     """Return the forward and the backward pass of a plan, which run its routines by a given executor.
 
-    An operand that is moved is kept for the backward pass as it is after the move, so that it is not moved again. Any
-    other operand is kept as it was given.
+    An operand that is moved is kept for the backward pass as it is after the move, so that it is not moved again. But
+    if a ring gathers the operand, the shard with which the ring begins is kept. Any other operand is kept as it was
+    given.
 
     Args:
         call: the call whose plan is run.

@@ -98,7 +98,7 @@ def gather(
 
 @dataclass
 class _Walk:
-    """The way of one part of every shard round the axes, one axis after another.
+    """The path of one part of every shard round the axes, one axis after another.
 
     Attributes:
         block: the part, gathered over the axes so far, with the shards in their final order.

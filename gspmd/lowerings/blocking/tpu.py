@@ -5,8 +5,9 @@ benchmarks/ledgers.py` shows the differences that remain. Each rule says what th
 instead:
 
 - The compiler turns many gathers and reduce-scatters over all devices of a slice into all-reduces, with twice the bytes
-  (`hardware.links.stays_whole`). Two collectives, one over some of the devices and one over the rest, send the planned
-  bytes and are compiled as written.
+  (`hardware.links.stays_whole`). Two collectives, one over the major mesh axes and one over the minor mesh axis, send
+  the planned bytes and are compiled as written. If there is a single mesh axis, the two collectives run over groups of
+  devices along it.
 - The compiler sends a collective over several torus axes round a single ring through all their devices. If few bytes
   are sent, one collective per axis is faster, because the same bytes take fewer hops. If many bytes are sent, putting
   the parts in order costs more than that saves. A gather of many bytes is emitted as permutes round all axes at the
@@ -14,12 +15,13 @@ instead:
 - A reduce-scatter of two-byte elements along the last dimension is kept if the size of its shards is a multiple of 256,
   two rows of lanes. If the size is any other multiple of 128, the compiler uses an all-reduce. If the scattered
   dimension is first and the other dimensions are flattened, the compiler keeps the reduce-scatter for these sizes too.
-  The transpose takes about as long as the additional bytes of an all-reduce would. Narrower shards are kept if another
-  dimension fills the lanes.
+  Moving the dimension to the front takes about as long as the additional bytes of an all-reduce would. A reduce-scatter
+  into narrower shards is kept if another dimension fills the lanes.
 - The compiler pads a reduce-scatter along the first dimension, and sends the data that cross the borders of shards by
   permutes. If the shards have a separate dimension, the collective is kept, at no cost. But then the compiler also
   rewrites a product whose rows are split in this way. If the rows fill the lanes and the columns do not (16 columns of
-  keys), it first transposes the other operand, of any size. A barrier between the product and the shards prevents this.
+  keys), it first transposes the other operand, however large. A barrier between the product and the shards prevents
+  this.
 - The compiler decomposes an all-to-all that cuts one dimension and joins the parts along another, but only after it has
   chosen the order in memory. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the
   padding by sums over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads
@@ -408,7 +410,8 @@ def _stays_whole(kind: str, group: int, size: int) -> bool:
 def _ring(devices: int) -> int:
     """Return the likely size of one ring of the torus, a divisor of `devices`.
 
-    It is the divisor nearest to the square root on a 2D torus, and nearest to the cube root on a 3D torus.
+    On a 2D torus it is the divisor nearest to the square root of `devices`, and on a 3D torus the divisor nearest to
+    the cube root of `devices`.
     """
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
@@ -434,7 +437,7 @@ def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
 
 
 def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
-    """Reduce-scatter along the first dimension, for which the shards get a separate dimension and fill whole tiles."""
+    """Reduce-scatter along the first dimension; the shards get a separate dimension, and fill whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
     if x.ndim > 2 and x.shape[-2] % _TILE:  # otherwise the compiler makes it an all-reduce and slices

@@ -54,8 +54,8 @@ class Accumulator:
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
         """Multiply chunks that arrived together, in one product if all need the same part of the other operand.
 
-        Host devices multiply chunks one by one, because they have no matrix unit to fill, and would hold the chunks
-        twice.
+        Host devices multiply chunks one by one. They have no matrix unit to fill, and joining the chunks for one
+        product would hold the chunks twice.
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)

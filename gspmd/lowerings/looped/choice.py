@@ -108,14 +108,14 @@ class _Chooser:
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds that a loop has to beat, which may be less than those of `blocking`.
+        """Return the seconds that a loop has to beat, which may be less than the seconds of `blocking`.
 
-        This is the time of `blocking` if the collectives that would be looped used the links of all their axes. On v4
-        and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of all axes,
-        and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14 products with
-        gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains of 9 to 29%
-        of the time of `blocking`. In compiled programs four of these products gain 5 to 15%, and the others lose 3 to
-        85%.
+        This is the time that `blocking` would take if the collectives that `overlap` loops used the links of all their
+        axes. On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of
+        all axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14
+        products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains
+        of 9 to 29% of the time of `blocking`. In compiled programs four of these products gain 5 to 15%, and the others
+        lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -139,7 +139,7 @@ class _Chooser:
         return SUMMED_MARGIN if summed else MARGIN
 
     def choices(self) -> Iterator[OverlapChoice]:
-        """Yield the choice with the best rings, and a choice for every number of stripes.
+        """Yield the choice with the best rings, and a choice for every number of stripes and every schedule.
 
         Under `looped` no operand may be gathered completely before its product. But a ring can loop over only one
         operand of a product. So if both operands of a product are gathered, stripes are used, even thin stripes.
@@ -202,7 +202,8 @@ class _Chooser:
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
         """Yield a ring for every choice of looped axes, schedule and number of axis orders.
 
-        Under `auto`, rings that are too long are left out (`is_short`).
+        Under `auto`, rings that are too long are left out (`is_short`). A ring over several axes is always left out if
+        it cuts a product into more than `LONGEST` products.
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
@@ -239,7 +240,7 @@ class _Chooser:
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
         """Return the ring that scatters the result of a stripe.
 
-        The ring runs inside the stripe's products, unless these would become too thin.
+        The ring runs inside the stripe's products, unless the products would become too thin.
         """
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
@@ -250,7 +251,7 @@ class _Chooser:
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
     """Return the dimension along which shards are cut into parts, or None if there is none.
 
-    If possible, this is a free dimension that no collective changes.
+    If possible, this is one of the dimensions in `free`, and one whose sharding no collective changes.
     """
 
     def rank(dim: str) -> tuple:

@@ -59,7 +59,7 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """A gather or reduce-scatter of a tensor by a ring, with the sizes and positions of its chunks and its permutes.
+    """A gather or reduce-scatter of a tensor by a ring, with its permutes, and the sizes and positions of its chunks.
 
     Attributes:
         span: the collectives that the ring replaces.
@@ -100,7 +100,7 @@ class RingTransfer:
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Return the region of a part of this size that comes from the device at distance `offset` along an axis."""
+        """Return the region of the part, of size `size`, from the device at distance `offset` along an axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
@@ -126,7 +126,7 @@ class RingTransfer:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
-        """Return the index of a chunk along a dimension, from its device's coordinates along the mesh axes `axes`."""
+        """Return the index, along a dimension, of the chunk from the device at distance `offset` along `axes`."""
         index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)
@@ -152,8 +152,8 @@ class RingTransfer:
 def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
     """Gather one chunk, axis by axis.
 
-    The chunk consists of this device's shard, or a part of this shard, and of the shards along the ring's axes
-    `within`.
+    The chunk consists of the shards of this device and of the other devices along the ring's axes `within`. If shards
+    are cut into parts, the chunk consists of the same part of each of these shards.
     """
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
@@ -193,9 +193,9 @@ def reduce_back(
             is a product, this product waits for `zero`.
         wire: the dtype in which sums are sent; sums are added in the dtype of the summands.
         schedule: the schedule of the ring if the summands are products that are computed while sums are sent, else
-            None. A compiler adds an arriving sum inside the next product, so this product waits for the sum. With two
-            directions, a product for one side is computed while a sum for the other side is sent. Only the last product
-            is not paired in this way, and is computed after the last sum has been sent.
+            None. A compiler fuses the addition of an arriving sum with the next product, so this product waits for the
+            sum. With two directions, a product for one side is computed while a sum for the other side is sent. Only
+            the last product is not paired in this way, and is computed after the last sum has been sent.
     """
     partial: dict[int, list[jax.Array]] = {}
     sent, cut = None, schedule is not None and schedule.is_cut

@@ -1,7 +1,7 @@
 """The cost of rings and stripes, from the time of products in chunks and the time of the busiest link.
 
-Time in which these do not overlap is included. Two effects are not modeled: other equations may use the links at the
-same time, and the compiler's scheduler may miss an overlap.
+Time in which products and transfers do not overlap is included. Two effects are not modeled: other equations may use
+the links at the same time, and the compiler's scheduler may miss an overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,10 @@ class Costs:
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds of a reduce-scatter by a ring together with `products`, which no other ring overlaps."""
+        """Return the seconds of a reduce-scatter by a ring together with its products.
+
+        No other ring may overlap with `products`.
+        """
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
@@ -203,7 +206,10 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Return the seconds of joining gathered parts; this is slower along the last dimension, that of the lanes."""
+        """Return the seconds of joining gathered parts.
+
+        Parts are joined more slowly along the last dimension, which fills the lanes.
+        """
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
 

@@ -75,7 +75,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return the value of every product, by the product's number.
+        """Return a `Value` for every product, indexed by the number of the product.
 
         `shards` has the operands' shards, or one stripe of each shard.
         """
@@ -198,7 +198,8 @@ class LoopedExecutor(Executor):
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
         """Return a product of whole operands.
 
-        If a ring scatters the sum of this product, each part of the product is computed only when the ring needs it.
+        If a ring scatters the sum to which this product belongs, each part of the product is computed only when the
+        ring needs the part.
         """
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:

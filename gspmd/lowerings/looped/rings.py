@@ -21,7 +21,7 @@ Link = tuple[str, int]
 Offset = Mapping[str, int]
 """The distance from this device to a device behind it: the number of devices along each mesh axis.
 
-The numbers are modulo the size of the axis, and 0 for mesh axes that are missing.
+Each number is taken modulo the size of its axis. A mesh axis that is missing has the number 0.
 """
 
 

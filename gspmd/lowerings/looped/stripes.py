@@ -24,8 +24,8 @@ def stripe_dim(
 
     Args:
         routine: the routine to run.
-        gathers: the gathers that can run stripe by stripe, by the number of their move.
-        scatters: the reduce-scatters that can run stripe by stripe, by the number of their output.
+        gathers: the gathers that can run stripe by stripe, indexed by the number of their move.
+        scatters: the reduce-scatters that can run stripe by stripe, indexed by the number of their output.
         local: a function that returns the size of a dimension on one device.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
@@ -53,7 +53,8 @@ class _Striping:
     def allows(self, dim: str) -> bool:
         """Return whether a dimension can be cut into stripes.
 
-        No collective may change its sharding, and every sent tensor and every product must have the dimension.
+        No collective may change the sharding of the dimension. Every gathered operand and every product must have the
+        dimension.
         """
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
@@ -74,10 +75,10 @@ class _Striping:
     def _everywhere(self, dim: str) -> bool:
         """Return whether stripes of the dimension can be computed one by one.
 
-        All gathered operands and all products must have the dimension, sharded alike. If an output is a sum of several
-        products, no steps may follow these products. If an output lacks the dimension, no collective may follow its
-        product, except for a reduce-scatter that can be looped. If an output has the dimension, it must have the same
-        dimensions as its products.
+        All gathered operands and all products must have the dimension, with the same sharding. If an output is a sum of
+        several products, no steps may follow these products. If an output lacks the dimension, no collective may follow
+        its product, except for a reduce-scatter that can be looped. If an output has the dimension, it must have the
+        same dimensions as its products.
         """
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs

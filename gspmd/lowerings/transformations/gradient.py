@@ -24,6 +24,10 @@ from gspmd.lowerings.transformations.passing import passing
 def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], str] = str) -> Callable:
     """Return a function whose gradient JAX computes by the given backward pass.
 
+    The passes and the returned function take a form as their first argument. The form is hashable and contains no
+    arrays. It must have everything on which the two passes depend, except the mesh. The backward pass reads the mesh in
+    force, but not the lowering in force.
+
     Args:
         forward: a function, (form, *arrays) -> (results, residuals). The results are an array or a tuple of arrays. The
             residuals are the values that the backward pass needs.
@@ -32,9 +36,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
         title: a function that returns the name of a form for error messages.
 
     Returns:
-        A function, (form, *arrays) -> results. The form is hashable and contains no arrays. It must have everything on
-        which the two passes depend, except the mesh. The backward pass reads the mesh in force, but not the lowering in
-        force.
+        A function, (form, *arrays) -> results.
 
     Raises:
         PlanError: raised by the returned function, if it is differentiated in forward mode.
@@ -93,7 +95,7 @@ batching.fancy_primitive_batchers[_together] = _batch_of_all
 
 
 _tangent = Primitive("gspmd_tangent")
-"""The primitive through which tangents pass, which can only be batched and transposed.
+"""The primitive through which tangents pass; it can only be batched and transposed.
 
 Reverse mode transposes the primitive before it would run.
 """

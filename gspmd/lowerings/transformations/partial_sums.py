@@ -78,7 +78,7 @@ def _restored(x: Any) -> jax.Array:
 
 
 def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
-    """Return a shard_map of partial sums that raises an error under `vmap`, which says what to write instead.
+    """Return a shard_map of partial sums that, under `vmap`, raises an error that says what to write instead.
 
     Args:
         f: the shard_map.

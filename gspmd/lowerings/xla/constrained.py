@@ -1,4 +1,4 @@
-"""Plain code on placed arrays, whose collectives the compiler inserts."""
+"""Plain jax.numpy code on sharded arrays; the compiler inserts the collectives."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from gspmd.lowerings.scopes import program_scope
 def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
-    """Run plain code on placed arrays; the compiler inserts the collectives, and JAX differentiates the code.
+    """Run plain code on sharded arrays; the compiler inserts the collectives, and JAX differentiates the code.
 
     Args:
         ctx: the context of the call.

@@ -147,8 +147,8 @@ def _summed_over(axis: str, pair, output: Spec) -> str | None:
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
     """Cut a summed dimension of both operands along one of its mesh axes, into one part per device.
 
-    For example, E_yx, whose minor axis is x, is cut into [y, x, rest], and x becomes a dimension of its own before the
-    rest. Nothing is sent.
+    For example, E_yx, whose minor axis is x, is cut into [y, x, rest]. The part x then becomes a dimension of its own,
+    in front of the dimension [y, rest] that remains. Nothing is sent.
     """
     cut = []
     for spec, x in pair:
