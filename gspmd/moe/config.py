@@ -302,7 +302,7 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
 
 
 def _scored_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
-    """Yield the faults that the settings of scores have with a router of kind `kind`, whatever `config.router` is."""
+    """Yield the faults that the settings of scores would have if `config.router` were a router of kind `kind`."""
     if any(_number_faults(config)):
         return
     choices = kind.choices_of(config.k)

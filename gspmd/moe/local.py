@@ -74,8 +74,8 @@ def _is_real(x: jax.Array) -> bool:
 def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
     """Return the pullback of `body`, a function that computes cotangents of inputs from cotangents of outputs.
 
-    Only floating-point arrays have cotangents: `real` says which inputs are floating-point, and `answered` which
-    outputs. The arguments of the pullback are all inputs, followed by the cotangents of the floating-point outputs.
+    Only floating-point arrays have cotangents. `real` says which inputs are floating-point, and `answered` says which
+    outputs are. The arguments of the pullback are all inputs, followed by the cotangents of the floating-point outputs.
     """
 
     def pullback(*pieces):

@@ -191,8 +191,9 @@ def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: Group
 
     If experts are sharded, each group sends one buffer to each shard of the experts. The size of a buffer is static, so
     the buffer has room for the worst case, L · min(k, X / shards) rows. All buffers together have min(shards, X / k) /
-    factor times the bytes of slots with a capacity factor. A ragged all-to-all would send only the k · L rows of each
-    group, but XLA has no such operation on CPUs. If every device holds all experts, nothing is sent.
+    factor times the bytes of capacity slots, where factor is the capacity factor of the slots. A ragged all-to-all
+    would send only the k · L rows of each group, but XLA has no such operation on CPUs. If every device holds all
+    experts, nothing is sent.
 
     Lowering `xla` runs the same program, with planned collectives, because annotations of global arrays cannot express
     that each device sorts its own rows.
@@ -246,9 +247,9 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Return the place and the counts, as `place_rows` does.
+        """Return each choice's row in the send buffers, and the number of rows of each expert, as `place_rows` does.
 
-        If nothing is sent, the rows of all groups are sorted together.
+        If nothing is sent, the rows of all groups are sorted together, as `place_rows_here` does.
         """
         if self.stays:
             return place_rows_here(routing, self.experts)

@@ -168,7 +168,10 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Check a routing that was made by hand, or drop its choices outside the slots if its values are traced."""
+    """Return a routing that was made by hand, after checking that its kept choices are within the experts and slots.
+
+    If the values of the routing are traced, choices outside the experts and slots are dropped instead.
+    """
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -235,7 +238,7 @@ def _collect_by_einsum(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _one_hot(values: jax.Array, expert, slot, kept, experts: int, capacity: int) -> jax.Array:
-    """Place the values [G, L, k] of choices at the choices' experts and slots: [G, L, X, C]."""
+    """Put the value of each kept choice at its expert and slot, and 0 elsewhere: [G, L, k] to [G, L, X, C]."""
     weights = jnp.where(kept, values.astype(jnp.float32), 0)
     at_expert = jax.nn.one_hot(expert, experts, dtype=jnp.float32) * weights[..., None]
     at_slot = jax.nn.one_hot(slot, capacity, dtype=jnp.float32)
@@ -258,7 +261,9 @@ def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
-    """Return two index maps, from slots to choices and from choices to slots; one past the last index means none.
+    """Return two index maps, from slots to choices and from choices to slots.
+
+    An index one past the last slot or choice says that there is none.
 
     Returns:
         holder: [G, X·C] int32, the choice that each slot holds, as the number token · k + choice; L·k for an empty
@@ -291,10 +296,10 @@ def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.A
 
 
 def _apart(rows: jax.Array) -> jax.Array:
-    """Keep rows in tiles of 8 on TPUs, by an optimization barrier between the rows and their reshaping to slots.
+    """On TPUs, put an optimization barrier between rows and their reshaping to slots, to keep rows in tiles of 8.
 
-    Without the barrier, rows would have the tiles of `[X, G, C, E]`, in which the rows of a tile lie along one
-    dimension only. With 4 groups of one slot, half of each tile would be empty.
+    Without the barrier, the rows would get the tiles of `[X, G, C, E]`, in which all rows of a tile lie along the same
+    dimension. With 4 groups of one slot, half of each tile would be empty.
     """
     return jax.lax.optimization_barrier(rows) if current_platform() == "tpu" else rows
 
@@ -308,7 +313,7 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the token whose choice each row holds, [G, R]; L for an empty row."""
+    """Return, for each row, the index of the token whose choice the row holds, [G, R]; L for an empty row."""
     _, tokens, choices = place.shape
     return holder // choices if choices else jnp.full_like(holder, tokens)
 

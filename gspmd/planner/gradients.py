@@ -65,7 +65,7 @@ def backward(
 def backward_tensors(
     routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs of the backward routine, which are the cotangents and then the residuals, and its outputs."""
+    """Return the inputs of the backward routine (first the cotangents, then the residuals), and its outputs."""
     cotangents = [
         replace(t, spec=t.spec.with_partial(t.reduced), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)

@@ -57,7 +57,8 @@ class Intermediate:
         front: the dimension that comes first in memory; empty if this is the tensor's first dimension.
         read: the tensors from which this tensor is computed.
         fused: whether an XLA fusion makes the tensor. A fusion can write its result in any memory order at no cost. If
-            another fusion reads the tensor, that fusion computes the tensor again, and it is never stored as a whole.
+            another fusion reads the tensor, that fusion computes the tensor again, and the tensor is never stored as a
+            whole.
         level: the length of the longest chain of instructions that ends here. Instructions run level by level.
     """
 
@@ -102,7 +103,8 @@ class Footprint:
     def _between(self, results: Sequence[LiveBuffer]) -> int:
         """Return the peak number of bytes of the intermediate buffers that do not fit into the memory of a result.
 
-        A buffer can use the memory of a result while nothing else uses it. The largest buffers choose first.
+        A buffer can use the memory of a result while no other buffer uses that memory. Memory is assigned to the
+        largest buffers first.
         """
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
@@ -217,7 +219,8 @@ class Footprint:
     def _share_held(self, move: int) -> float:
         """Return the fraction of a gathered operand that a device holds at a time.
 
-        The device holds two chunks in each direction, or two stripes.
+        With a loop round a ring, the device holds two chunks, or four if every chunk is sent in both directions.
+        Without a loop, it holds two stripes, or the whole operand if the operand is not cut into stripes.
         """
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:

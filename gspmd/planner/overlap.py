@@ -58,7 +58,7 @@ class Ring:
         schedule: one of `SCHEDULES`.
         orders: the number of parts into which a shard is cut. Each part is sent through `axes` in a different order, so
             that the links of all axes are busy.
-        split: the dimension along which shards are cut into these parts, and into halves.
+        split: the dimension along which shards are cut into the parts that `orders` counts, and into halves.
     """
 
     axes: tuple[str, ...]

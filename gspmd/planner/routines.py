@@ -1,4 +1,4 @@
-"""The routine of an equation, which is all its steps, found by one or several searches.
+"""The routine of an equation, that is, all its steps, and the one or several searches that find these steps.
 
     product   one search
     group     one search for several products of one operand, which is moved once
@@ -110,7 +110,7 @@ class ProductGroup:
         return search(environment, self.tensor, self.contractions, self.pinned)
 
     def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
-        """Return the costs of the group for every placement of the result of contraction `aimed`."""
+        """Return the costs of the group for every placement that the result of contraction number `aimed` may have."""
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
@@ -166,7 +166,7 @@ def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinn
 
 
 def _arrived(source: Tensor, output: Tensor) -> Spec:
-    """Return the target of a move with its dimensions in the order of the source."""
+    """Return the target spec of a move, with the dimensions in the order of the source spec."""
     return Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
 
 
@@ -256,7 +256,7 @@ def _chain(environment: Environment, src: Spec, dst: Spec, tensor: Tensor) -> tu
 
 
 class RoutineBuilder:
-    """A routine under construction, with its moves, each of which is made only once, and its products."""
+    """The moves, products and outputs of a routine under construction; equal moves are stored only once."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.inputs = tuple(inputs)

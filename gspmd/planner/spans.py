@@ -79,7 +79,8 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
     """Return whether every axis is short enough to be unrolled, with at most `LONGEST` devices.
 
-    A gather that is looped along a single axis is always short enough, because it becomes a loop in the program.
+    If a gather is looped along a single axis, this axis may have any length, because the gather becomes a loop in the
+    program.
     """
     long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
     return not long or (long == [*looped] and span.steps[0].kind == "all-gather")

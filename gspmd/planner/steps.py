@@ -269,9 +269,9 @@ class RoutineChains:
 
 
 class NumberedSteps:
-    """The steps of a program, to each of which a number is given here.
+    """The steps of a program, numbered in the order in which they are added.
 
-    The named scope of a step, the trace and the ledger use this number.
+    The named scope of a step, the trace and the ledger use the number of the step.
     """
 
     def __init__(self) -> None:

@@ -107,9 +107,9 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    """Multiply rows by their expert's weights [X, E, F], [R, E] to [R, F].
+    """Multiply each row by the weights [X, E, F] of its expert: rows [R, E] become [R, F].
 
-    With `back`, multiply by the transposed weights, [R, F] to [R, E].
+    With `back`, multiply by the transposed weights: rows [R, F] become [R, E].
     """
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)

@@ -89,9 +89,9 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return the place and the counts, like `place_rows`, for rows that are not sent to other devices.
+    """Return `place` and `counts`, like `place_rows`, for rows that are not sent to other devices.
 
-    The rows of all groups are sorted together, so that the place is [1, G · L, k], and the counts are [G, X, 1].
+    The rows of all groups are sorted together, so that `place` is [1, G · L, k], and `counts` is [G, X, 1].
     """
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
@@ -101,9 +101,9 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """Invert `place`, [G, L, k] to [G, rows] int32: return the number token · k + choice of the choice in each row.
+    """Invert `place`: return the choice that each row holds, as the number token · k + choice.
 
-    The number is L · k for an empty row.
+    The result, [G, rows] int32, is computed from `place`, [G, L, k]. The number is L · k for an empty row.
     """
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)

@@ -58,7 +58,7 @@ def _unit(work: ExpertWork, ctx: Context) -> int:
     """Return the number of which every chunk size is a multiple.
 
     For dropless rows, this is the largest number of rows that a token sends to one shard of the experts. For slots, it
-    is the largest number of devices over which C is sharded.
+    is the largest number of devices over which any spec of the slots or of the hidden activations shards C.
     """
     if work.rows is not None:
         return min(work.rows.choices, dict(work.sizes)["X"] // work.rows.shards)

@@ -148,9 +148,9 @@ class _Program:
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
         """For every chunk, the specs of the tensors that are kept for the gradient.
 
-        First come the slots after their move to the weights, and the hidden activations before the nonlinearity. If the
-        hidden activations are moved after the nonlinearity, the moved ones follow. For dropless, the counts of rows
-        come last.
+        First come the slots, as they are after their move to the product with the weights, and then the hidden
+        activations before the nonlinearity. If the hidden activations are moved after the nonlinearity, the moved ones
+        follow. For dropless, the counts of rows come last.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
@@ -159,7 +159,7 @@ class _Program:
 
     @property
     def moved_specs(self) -> tuple[Spec, ...]:
-        """The specs that weights have after their moves, for the weights that are moved."""
+        """The specs that the moved weights have after their moves."""
         return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
 
     @property
@@ -186,7 +186,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """Compute, on one device, the outputs, the tensors that every chunk keeps, and the moved weights."""
+        """Compute, on one device, the outputs, each chunk's tensors for the gradient, and the moved weights."""
         count = len(self.work.weights)
         weights, biases, extras = rest[:count], rest[count : count + len(self.biases)], rest[count + len(self.biases) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None

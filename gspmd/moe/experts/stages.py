@@ -127,7 +127,7 @@ class ChunkedEquation:
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
-        """Reduce the outputs that are sums over chunks, whose products were added up over the chunks before."""
+        """Reduce the outputs that are sums over chunks; `products` must already be added up over all chunks."""
         executor = self._executor(self.last)
         values = {n: executor.send_product(n, value) for n, value in products.items()}
         return {n: executor.output(n, values) for n in self.equation.sums}

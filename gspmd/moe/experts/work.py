@@ -164,9 +164,10 @@ class ExpertWork:
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of buffers of rows for any sharding of the experts.
+        """The `RowSizes` of this work, which give the sizes of buffers of rows for any sharding of the experts.
 
-        They are correct only if the experts of this work are not sharded.
+        They are correct only if this work's experts are not sharded, because C must be the size of a buffer without
+        sharding.
         """
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
@@ -269,7 +270,8 @@ class Products:
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
         """Return the routine with moves planned for buffers of rows.
 
-        The moves are planned anew, because X is the number of buffers for rows, and the number of experts for weights.
+        The moves are planned anew, because X in rows is the number of buffers, but X in weights is the number of
+        experts.
         """
         if not self.buffers:
             return routine

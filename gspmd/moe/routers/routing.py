@@ -60,7 +60,7 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
 
 
 def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
-    """Return the index of the largest value or, among equal values, of the largest rest: [..., X] to [...].
+    """Return the index of the largest value; among equal values, the largest `rest` decides: [..., X] to [...].
 
     This is a single reduction. If the maximum were compared with the values in a second loop, a compiler might compute
     the values again in that loop, with another vectorized exponential, and then none of them would equal the maximum.
@@ -83,7 +83,7 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
 
     This uses masked sums, whose gradient is another masking, while the gradient of a gather would be a scatter. There
     is one sum for each choice, because the gradient of a single sum for all choices would be a sum over [..., k, X].
-    The TPU compiler estimates many passes over [..., X] for it.
+    The TPU compiler estimates many passes over [..., X] for such a sum.
     """
     choices = [expert[..., k] for k in range(expert.shape[-1])]
     return jnp.stack(

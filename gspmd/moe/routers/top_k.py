@@ -81,7 +81,10 @@ def _choices(logits: jax.Array, scores: jax.Array, config: MoEConfig, bias: jax.
 
 
 def _in_best_groups(high: jax.Array, low: jax.Array | None, config: MoEConfig) -> jax.Array:
-    """Return whether each expert is in one of the best groups, [..., X], if its score is the exact sum high + low."""
+    """Return whether each expert is in one of the best groups, [..., X].
+
+    The score of an expert is the exact sum high + low, or only high if `low` is None.
+    """
     apart = lambda x: x.reshape(*x.shape[:-1], config.expert_groups, -1)  # noqa: E731
     high, low = apart(high), None if low is None else apart(low)
     best = top_choices(high, config.group_best, low)

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
 
 _BOX, _NODE, _LINE, _GAP, _PAD = 26.0, 40.0, 15.0, 26.0, 12.0
-"""Three heights, a space and a margin.
-
-They are the heights of a box, of the node of an einsum and of a line of text, the space between lanes, and the margin
-inside boxes.
-"""
+"""Heights of a box, of an einsum's node and of a line of text; the space between columns; the margin inside boxes."""
 _STEP = 62.0
 """Height of a step, which has a line, two lines of text and an arrow."""
 _HEAD = 16.0
@@ -242,7 +238,7 @@ class _Routine:
         return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield the chains and the products that each node joins; products that share an operand are one node."""
+        """Yield the chains and the products that each node joins; products that share an operand share a node."""
         left = [number for number, einsum in enumerate(self.einsums) if einsum is not None]
         while left:
             together, lanes = [left[0]], set(self.routine.products[left[0]].operands)

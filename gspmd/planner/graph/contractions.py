@@ -2,8 +2,9 @@
 
 In a joint placement each mesh axis has one of three roles. It shards a dimension of the operands, or it belongs to the
 partial sum of one operand, or it is unused. Only one operand may be a partial sum over an axis, because a product is
-linear in each factor. Dimensions that both operands have are sharded alike. All this determines the placement of the
-result, which is a partial sum over the mesh axes of the operands' partial sums and of contracted dimensions.
+linear in each factor. A dimension that both operands have is sharded in the same way in both. All this determines the
+placement of the result. The result is a partial sum over the mesh axes of the operands' partial sums, and over the mesh
+axes that shard contracted dimensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -116,7 +117,7 @@ class ContractionTable:
         """Return a tensor with its placement in each row.
 
         `partial` has the mesh axes of the tensor's partial sum in each row, as bit masks; `over` lists the axes that
-        may occur there.
+        may occur in these masks.
         """
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
@@ -132,7 +133,7 @@ class ContractionTable:
     def costs(self) -> np.ndarray:
         """The cost of moving the right operand and of the local einsum, for each row.
 
-        It is infinite in rows in which the right operand is not in its pinned spec, if it has one.
+        If the right operand has a pinned spec, the cost is infinite in all rows in which the operand has another spec.
         """
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]
@@ -165,8 +166,8 @@ class ContractionTable:
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
         """Return the choice in which the left operand has the spec `held`.
 
-        All `rows` have this spec and are equally cheap. The row is chosen in which the text of the right operand's spec
-        comes first.
+        In all `rows`, the left operand has this spec, and the rows are equally cheap. The row is chosen whose spec of
+        the right operand is the first in alphabetical order.
         """
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:

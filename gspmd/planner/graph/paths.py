@@ -40,7 +40,10 @@ LARGEST = 2**53 // 4
 FAR = complex(np.inf, 0)
 
 TOGETHER = 1 << 16
-"""Number of arcs, counted once for each placement, that are relaxed together: their costs stay in a core's cache."""
+"""Number of arcs up to which several placements are searched together, so that their costs stay in a core's cache.
+
+An arc is counted once for each of these placements.
+"""
 
 
 class ShortestPaths:

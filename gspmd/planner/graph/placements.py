@@ -84,7 +84,7 @@ def too_many(mesh_sizes: Axes, fact: str) -> PlanError:
 
 
 def check_permutes(mesh_sizes: Axes, allowed: Sequence[frozenset[int]], partial: int) -> None:
-    """Refuse a tensor with too many permutes, before its placements are listed, which may take minutes.
+    """Refuse a tensor with too many permutes before its placements are listed, because listing may take minutes.
 
     Placements are counted by the set of axes that they use. If n placements have s different shapes, there are at least
     n² / s permutes between placements of the same shape.
@@ -152,7 +152,10 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers, one column after another, so that 64 bits are enough."""
+    """Return a number for each row of a table of small numbers; only equal rows have equal numbers.
+
+    Columns are combined one after another, so that 64 bits are enough.
+    """
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
@@ -163,8 +166,8 @@ class Nodes:
     """The placements of one tensor, numbered in the order of their keys.
 
     A key is a number with a digit for each mesh axis. The digit is 0 if the axis is unused, 1 if the axis is in the
-    partial sum, and 2 + count · d + r if the axis shards dimension d after r other axes. So a step changes the key by
-    differences of entries of `on` and `partial_keys`.
+    partial sum, and 2 + n · d + r if the axis shards dimension d after r other axes, where n is the number of mesh
+    axes. So a step changes the key by differences of entries of `on` and `partial_keys`.
 
     Args:
         sizes: the sizes of the mesh axes, all above 1.

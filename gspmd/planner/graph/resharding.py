@@ -29,8 +29,8 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two moves through a third placement. Neither does it cost more than the same move of a
-    larger tensor whose dimensions the same mesh axes divide.
+    A move never costs more than two moves through a third placement. It also never costs more than the same move of a
+    larger tensor, if the same mesh axes divide the dimensions of both tensors.
 
     Args:
         src: the current spec of the tensor.

@@ -1,7 +1,7 @@
 """The exact search behind every plan, which chooses the dimension that each mesh axis shards during an einsum.
 
 One left operand is contracted with one or several right operands. If d is the cost of a shortest path (`paths`), the
-plan has the least value, over all placements p of the left operand, of
+plan minimizes, over all placements p of the left operand, the cost
 
     d(left → p) + Σ over contractions  min over q  d(right → q) + einsum(p, q) + d(result of (p, q) → target)
 
@@ -124,7 +124,7 @@ def ranked(
 
 
 def _cheapest_rows(tables: Sequence[ContractionTable], best: Sequence[np.ndarray], number: int) -> list[list[int]]:
-    """Return the cheapest rows of each table in which the left operand is at placement `number`."""
+    """Return, for each table, the cheapest of the rows in which the left operand is at placement `number`."""
     rows = [(table.left.nodes == number) & (table.totals == each[number]) for table, each in zip(tables, best)]
     return [np.flatnonzero(each).tolist() for each in rows]
 
@@ -144,7 +144,7 @@ def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequ
 def result_costs(
     environment: Environment, left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, aimed: int = 0
 ) -> ResultCosts:
-    """Return the cost of the cheapest group for every placement of one result, that of contraction `aimed`."""
+    """Return the lowest cost of the group for every placement that the result of contraction `aimed` may have."""
     tables = [ContractionTable(environment, left, each, n == aimed) for n, each in enumerate(contractions)]
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):

@@ -46,12 +46,12 @@ class Arcs:
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower rows of costs in place along all arcs out of their changed nodes; return a mask of what was lowered.
+        """Lower costs in place along all arcs whose tail has changed, and return a mask of the costs that were lowered.
 
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
 
         Args:
-            costs, changed: arrays [row, node]. An arc is relaxed in all rows if its tail has changed in any.
+            costs, changed: arrays [row, node]. An arc is relaxed in all rows if its tail has changed in any row.
             prices: the price of each code.
         """
         lowered = np.zeros(costs.shape, bool)
@@ -85,7 +85,8 @@ class Graph:
         permutes: the permutes. They are the same in both directions, since every permute has an inverse.
         arcs: the number of arcs.
         codes: the steps to be priced, as tuples of four: the code, the kind, the axes as a bit mask, and a number of
-            parts. This is the number into which the tensor is cut before or after the step, whichever is smaller.
+            parts. This is the number of parts into which the tensor is cut before or after the step, whichever number
+            is smaller.
         size: a number above all codes.
     """
 
@@ -125,7 +126,7 @@ class Graph:
     def _minor_axes(self):
         """Yield the tails, heads and codes of all steps that add minor axes to a dimension or remove minor axes.
 
-        `full` are the placements with these axes, and `bare` are the placements without them.
+        In the code, `full` are the placements with these axes, and `bare` are the placements without these axes.
         """
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
