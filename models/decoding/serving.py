@@ -221,7 +221,10 @@ def one_position(model: Transformer) -> Transformer:
 
 
 def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of rows that is divisible by all mesh axes that shard B, in activations and caches."""
+    """Return the smallest number of rows that is divisible by the number of shards of B in all activations and caches.
+
+    For a model with experts, it is also divisible by the number of shards of G, the groups of tokens.
+    """
     stacks = [layout, *([layout.stack(ENCODER)] if config.encoder_layers else [])]
     batch = [spec.axes_of("B") for stack in stacks for spec in (*_activations(stack), cache_spec(layout))]
     if config.encoder_layers:
@@ -232,18 +235,18 @@ def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> 
 
 
 def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of positions that is divisible by all mesh axes that shard L, in any activation."""
+    """Return the smallest number of positions that is divisible by the number of shards of L in all activations."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
 def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest source length that is divisible by all mesh axes that shard this length, in any tensor."""
+    """Return the smallest source length that is divisible by the number of its shards in all tensors."""
     inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
     return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the specs of the encoder's output, of its keys and values, and of cached keys and values."""
+    """Return the specs of the encoder's output, of the keys and values made of it, and of these in the cache."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 

@@ -246,10 +246,10 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield the faults because of which two tensors cannot be multiplied locally.
+    """Yield a fault for every reason why two tensors cannot be multiplied locally.
 
-    A dimension of both specs must be sharded alike in both specs. A mesh axis must not shard one dimension in one spec
-    and a different dimension in the other spec.
+    If both specs have a dimension, they must shard it over the same mesh axes. A mesh axis must not shard one dimension
+    in one spec and a different dimension in the other spec.
     """
     for dim in left.dims:
         mine = left.axes_of(dim)
