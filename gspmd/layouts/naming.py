@@ -105,8 +105,8 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
       look_up: a function that returns the spec of the line with a given key, or None if the line is absent.
 
     Raises:
-      PlanError: the vias of a group move the operand that the weights share to different specs, and one of these specs
-        is an unknown of a search for a layout.
+      PlanError: the vias of a group move the operand that the weights share to different specs, and a search for a
+        layout has yet to find one of these specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -142,7 +142,7 @@ def _section(key: str) -> str:
 def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or None.
 
-    If the layout writes no via for the weight itself, the result is the via of the weight that gives the default spec.
+    If the layout writes no via for the weight itself, the result is the via of the weight whose spec is the default.
     This via does not apply if the two weights have different dimensions. It also does not apply if they are in
     different sections, where they multiply different activations.
     """

@@ -154,7 +154,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the name of the logits' table, which is redundant in the files of a tied model.
+    """Return a list with a pattern for the name of the logits' table, which is redundant in files of a tied model.
 
     The list is empty if the model is not tied, or if its family has no such table.
     """

@@ -166,14 +166,14 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes, in which experts drop no token.
+    """Return the config for reading prompts and decoding, in which experts drop no token.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
     depends on the other tokens of the group. The output may depend on later tokens. In the routers gshard and st-moe,
-    the first choices of later tokens are served before the second choice of this token. Some routers serve confident
-    tokens first. The output always depends on the number of tokens that are read at a time. Text that is read in chunks
-    or token by token has no such group. Hence no token is dropped here (`dispatch` is "dropless"), and each row is a
-    group. The logits equal the logits of a full forward pass wherever that pass drops no token.
+    the first choices of later tokens are served before the second choice of an earlier token. Some routers serve
+    confident tokens first. The output always depends on the number of tokens that are read at a time. Text that is read
+    in chunks or token by token has no such group. Hence no token is dropped here (`dispatch` is "dropless"), and each
+    row is a group. The logits equal the logits of a full forward pass wherever that pass drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.

@@ -142,7 +142,7 @@ def equation_faults(text: str) -> list[Fault]:
 
 
 def via_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be the left side of an equation, in the order of the text."""
+    """Return every fault of a text that should be the left side of an equation, in text order; see `spec_faults`."""
     if alike := _lookalikes(text):
         return alike
     reader = EquationReader(text)

@@ -13,7 +13,7 @@ from gspmd.annotate.parser import dim_text
 def form_faults(
     text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None, *, is_via: bool = False
 ) -> list[Fault]:
-    """Return every fault in the form of an equation; `outputs` is None for a via, which is only a left side."""
+    """Return every fault in the form of an equation; `outputs` is None for a via, which has no right side."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs, is_via)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))

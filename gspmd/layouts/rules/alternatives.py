@@ -54,7 +54,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
     In a variant, each list of the section is replaced by its alternative at this position. The lists of all other
     sections are removed from the layout's own table, because sizes decide which alternatives of two sections occur
-    together. In overriding sections, these other lists are left unchanged.
+    together. Overriding sections keep their lists of all other sections.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
