@@ -335,7 +335,7 @@ def _stacked(values: Values, prefix: str, lead: int) -> Values:
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
     """Return the weights of a stack's repeating blocks in the form that `pipelined` needs: [R, N, ...] for R rounds.
 
-    The weights are nested by the position of the block in the repeating pattern, and by their names.
+    The weights are nested first by the position of their block in the repeating pattern, and then by their names.
     """
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}

@@ -432,7 +432,7 @@ class Generator:
         out: Any,
         weights: Formats | None = None,
     ) -> Any:
-        """Return a compiled function; `weights` are the formats of its first argument, if it has weights.
+        """Return a compiled function; if its first argument is the model's weights, `weights` has their formats.
 
         The function is compiled only once for each `name`, mesh and lowering.
         """

@@ -246,7 +246,7 @@ def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the specs of the encoder's output, of the keys and values made of it, and of these in the cache."""
+    """Return the specs of the encoder's output, of keys and values computed from it, and of the cache of sources."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 

@@ -225,7 +225,8 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
     """Yield the faults of a via.
 
-    A via must be two specs, which have the dimensions of its operands and can be multiplied locally.
+    A via must consist of two specs that have the dimensions of the product's operands. With these specs, it must be
+    possible to multiply the operands locally.
     """
     try:
         via = parse_via(line.text)
