@@ -377,7 +377,7 @@ class ModelConfig:
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
-        """Count the parameters with this number of experts per expert layer; routers keep one output per expert."""
+        """Count the parameters as if expert layers had `experts` experts; routers are counted with all outputs."""
         sizes = tensor_sizes(self)
         return round(sum(experts * each.size(sizes | {"X": 1}) if _of_experts(each) else each.size(sizes)
                          for each in tensors(self)))  # fmt: skip
@@ -509,7 +509,10 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Find the repeating pattern of layers: return the number of layers before it, and its length; their sum is least.
+    """Return the number of layers before a repeating pattern, and the number of layers in the pattern.
+
+    The pattern is the one for which the sum of these numbers is least. If no pattern repeats, all layers are one
+    pattern.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))

@@ -30,9 +30,9 @@ class Context:
     Attributes:
         causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
         angles: for each config that `ModelConfig.rotary_of` returns, the rotary angles at the position of every token
-            in its segment, as a pair: sharded like queries, and sharded like keys.
-        segments: [B, L] int32, the segment of every token, 0 for padding, as a pair: sharded like queries, and sharded
-            like keys.
+            in its segment. They are a pair: the angles sharded like queries, and the angles sharded like keys.
+        segments: [B, L] int32, the segment of every token, 0 for padding. They are a pair: an array sharded like
+            queries, and an array sharded like keys.
         chunks: like `segments`, but every chunk of a text begins a new segment. Chunked layers read it.
         growth: [B, L, 1, 1] float32, the factors by which queries grow with their position in their segment, sharded
             like queries.
@@ -224,7 +224,8 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
     """Return the results of `along_text` for queries and for keys.
 
-    They are the same array if queries and keys shard batch and length alike, because kernels on TPUs test for this.
+    If queries and keys shard batch and length alike, both results are the same object, because kernels on TPUs test
+    whether they are.
     """
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)

@@ -317,7 +317,7 @@ class _Stacks:
         number: jax.Array,
         in_loop: bool,
     ) -> Chunk:
-        """Run a chunk of a stack's layers; `keys` are the random keys of all layers of the stack."""
+        """Run a chunk of a stack's layers; `keys` are the random keys of all chunks of the stack."""
         stack = Stack.of(blocks(self.config, layout, weights, self.dtype), 0).cast(self.dtype)
         if keys is not None:
             each = keys.shape[0] // self.chunks
@@ -335,7 +335,7 @@ def _stacked(values: Values, prefix: str, lead: int) -> Values:
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
     """Return the weights of a stack's repeating blocks in the form that `pipelined` needs: [R, N, ...] for R rounds.
 
-    The weights are nested by the position of the block in the repeating pattern, and by their names.
+    The weights are nested first by the position of their block in the repeating pattern, and then by their names.
     """
     prefix = next(iter(values)).partition("blocks.")[0]
     short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
@@ -348,7 +348,10 @@ def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dt
 
 
 def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Split the random key of a batch into one key for each repeating layer of each stack, as `BlockStack.run` does."""
+    """Split the random key of a batch as `BlockStack.run` does.
+
+    Return, for each stack, one key for each period of its repeating blocks.
+    """
     if not config.encoder_layers:
         return (jax.random.split(key, config.lead + config.repeats)[config.lead :],)
     layers = config.encoder_layers, config.layers

@@ -168,7 +168,8 @@ def _rows(
 ) -> Iterator[tuple[str, ParameterRow]]:
     """Yield the path and the row of every parameter.
 
-    `spec_of` returns the spec of a line of the layout: for the parameter, its optimizer state or its gradient.
+    `spec_of` takes the layout and a key, and returns the spec of the parameter, of its optimizer state or of its
+    gradient.
     """
     sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
     # An encoder's lines may differ from a decoder's. A mapping in place of a layout has no lines of an encoder.

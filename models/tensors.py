@@ -253,7 +253,7 @@ def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, 
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
-    """Return a normal initializer with variance / (fan-in · 2 depth), or variance / fan-in at depth 0.
+    """Return a normal initializer with variance `variance` / fan-in, divided by 2 · `depth` unless `depth` is 0.
 
     The fan-in is the product of the sizes of the summed dimensions.
     """

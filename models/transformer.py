@@ -537,7 +537,7 @@ def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtyp
 
 
 def stream_line(config: ModelConfig) -> str:
-    """Return the layout key of the residual stream between blocks, which is the key in the first layer of a block."""
+    """Return the layout key of the residual stream between blocks, which is the input of a block's first layer."""
     return "attention.residual" if config.block == "serial" else "ffn.residual"
 
 

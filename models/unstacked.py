@@ -56,5 +56,5 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
 
 @lru_cache(maxsize=256)
 def _taker(placed: NamedSharding) -> Any:
-    """Return a compiled function from a stack [N, ...] and an index to a slice [1, ...], which serves all blocks."""
+    """Return a compiled function from a stack [N, ...] and an index to a slice [1, ...]; all blocks use it."""
     return jax.jit(lambda stack, at: jax.lax.dynamic_slice_in_dim(stack, at, 1), out_shardings=placed)

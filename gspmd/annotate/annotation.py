@@ -19,8 +19,8 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
     A concrete array is placed, or moved if it has a different placement. A traced array under Auto axes gets the spec
     as a constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the placement of a
-    traced array is part of its type. If no mesh axis shards the array, as in a new array, it is placed; any other array
-    is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding of the spec.
+    traced array is part of its type. A traced array that no mesh axis shards, such as a new array, is placed. Any other
+    traced array is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding of the spec.
 
     Args:
       x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.

@@ -123,7 +123,7 @@ class Spec:
         return page([f"<p>{runs_html(self.runs())}</p>"])
 
     def runs(self) -> "list[Run]":
-        """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` becomes B, x below the line, LE.
+        """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` becomes B, a subscript x, and LE.
 
         >>> from gspmd.display.runs import runs_html
         >>> runs_html(Spec.parse("B_xLE_{data,model}").runs())

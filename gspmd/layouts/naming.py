@@ -92,11 +92,12 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
     default spec of `w_gate` is the spec of `w_in`. In a custom section, `taps_via` is for the weight `taps` or
     `w_taps`.
 
-    In a group, a weight without a via follows the first weight. Its contracted dimensions are sharded as in the first
-    weight. Its other dimensions are sharded as in the result, over mesh axes that are still unused.
+    If a weight of a group has no via, its spec in the returned via is derived from the first weight's via. Its
+    contracted dimensions are sharded like the contracted dimensions of the first weight in that via. Its other
+    dimensions are sharded as in the output of its product, over mesh axes that are still unused.
 
     The result is None for a move, and if some product has no via for its weight. It is also None if the vias of a
-    group bring the operand that the weights share to different specs.
+    group move the operand that the weights share to different specs.
 
     Args:
       equation: the equation in specs.
@@ -104,8 +105,8 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
       look_up: a function that returns the spec of the line with a given key, or None if the line is absent.
 
     Raises:
-      PlanError: the vias of a group bring the operand that the weights share to different specs, and a search is to
-        find one of these specs.
+      PlanError: the vias of a group move the operand that the weights share to different specs, and a search for a
+        layout has yet to find one of these specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -141,9 +142,9 @@ def _section(key: str) -> str:
 def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or None.
 
-    If the weight has no via of its own, it has the via of the weight from which it takes its default spec. This via
-    does not apply if the two weights have different dimensions. The same holds if the two weights are in different
-    sections, where they multiply different activations.
+    If the layout writes no via for the weight itself, the result is the via of the weight whose spec is the default.
+    This via does not apply if the two weights have different dimensions. It also does not apply if they are in
+    different sections, where they multiply different activations.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))

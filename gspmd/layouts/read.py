@@ -71,7 +71,8 @@ def _preset_text(name: str) -> str:
 def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the fields of `Layout` from a preset or a file, and merge them into the fields of its base.
 
-    `below` has the paths of the files that led to this one as their base. A base may not be one of these files.
+    `below` has the paths of the files that are built on this file, directly or through other files. None of them can be
+    the base of this file.
     """
     document = _document(name)
     base = document.pop("base", None)

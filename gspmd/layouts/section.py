@@ -123,8 +123,8 @@ class Section:
         Args:
           text: the equation, as `equation` reads it.
           operands: the operands of `gspmd.einsum`.
-          via: the name of the line of the via. By default this is the line for the via of the equation's weight, such
-            as `in_via` for `w_in`.
+          via: the name of the line that has the via. By default, the vias that belong to the equation's weights are
+            used, such as `in_via` for `w_in`.
           options: further arguments of `gspmd.einsum`.
 
         Returns:

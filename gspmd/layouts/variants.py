@@ -81,7 +81,7 @@ def _text(value: Any) -> Text | None:
 
 
 def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
-    """Return the overrides with which a layout stores its parameters and cache as another layout does.
+    """Return the overrides that make a layout store its parameters and cache in the same way as another layout.
 
     Args:
       layout: the layout to override.

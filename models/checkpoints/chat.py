@@ -28,7 +28,10 @@ _BYTES = 2**30
 _CHARACTERS = 2**24
 
 _WATCHED = sys.platform == "darwin"
-"""Whether gspmd itself checks a template process's memory, because macOS accepts a limit but does not enforce it."""
+"""Whether gspmd itself checks the memory of a template's process.
+
+It does on macOS, which accepts a limit on memory but does not enforce it.
+"""
 _PAUSE = 0.05
 """Time between two checks of the memory, in seconds. A process can fill about 100 MB in this time."""
 

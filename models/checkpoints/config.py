@@ -224,7 +224,7 @@ def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str,
 
 
 def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
-    """Return the number of tokens of the longest text, or None if config.json does not state it."""
+    """Return the number of tokens of the longest text, or the family's default if config.json does not state it."""
     given = {key: json[key] for key in family.length if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 1:
@@ -254,7 +254,7 @@ def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
-    """Return the factor of experts' outputs in evaluation, which is 1 minus the fraction that training drops."""
+    """Return the factor of experts' outputs in evaluation: 1 minus the fraction of the outputs that training drops."""
     if family.output_dropout is None:
         return 1.0
     key, default = family.output_dropout
@@ -287,7 +287,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of reasons against a family, in which a reason about the kind of model counts as five."""
+    """Return the number of reasons against a family, counting each reason about the kind of model five times."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 

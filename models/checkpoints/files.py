@@ -194,7 +194,10 @@ class Files:
         return tensor.bytes * (last - first) // tensor.shape[0]
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
-        """Return the files, each with the names of its tensors in the index, or None if there is no index."""
+        """Return a mapping from each file to the names of the tensors that the index places in it.
+
+        If there is no index, the only file is mapped to None.
+        """
         index = self.directory / INDEX
         if not os.path.lexists(index):
             if not os.path.lexists(self.directory / WHOLE):
@@ -260,7 +263,10 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file in a known format other than a checkpoint's, with the remedy; "" for any other path."""
+    """Describe a folder or file whose format is known but is not a checkpoint, with the remedy.
+
+    The result is "" if the path has none of the known formats.
+    """
     is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"

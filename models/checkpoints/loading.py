@@ -131,7 +131,8 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
     """Raise one error that lists every tensor that the model cannot use.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, misshapen or of an unsupported dtype.
+        CheckpointError: tensors are missing, unexpected, misshapen or of an unsupported dtype; or a copy of the
+            embedding table differs from the table.
     """
     wanted = {name: source.form.shape for source in table.values() for name in source.names()}
     faults = list(_tensor_faults(wanted, files))
@@ -153,7 +154,10 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the name of the logits' table, a redundant tensor that files of a tied model may have."""
+    """Return a list with a pattern for the name of the logits' table, which is redundant in files of a tied model.
+
+    The list is empty if the model is not tied, or if its family has no such table.
+    """
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 

@@ -80,8 +80,9 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     """Find the packed tensors of a checkpoint by the names of their parts.
 
     Returns:
-        Two mappings by name: all tensors, and the packed tensors only. In the first one, each packed tensor takes the
-        place of its codes and scales, under the name of its values. Parts that do not belong together stay as they are.
+        Two mappings by name: all tensors, and the packed tensors only. In the first mapping, each packed tensor takes
+        the place of its codes and scales, under the name of its values. Parts that do not belong together stay as they
+        are.
     """
     found = dict(tensors)
     packed: dict[str, Packed] = {}

@@ -49,7 +49,7 @@ class ParameterSource:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions that are numbers in tensors' names: layers, and experts if each has tensors of its own."""
+        """The dimensions whose indices are in tensors' names: layers, and experts if each has tensors of its own."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
@@ -74,7 +74,7 @@ class ParameterSource:
         return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into pieces; there are several if padding or other heads lie in between.
+        """Cut a shard's part of a tensor into contiguous pieces, which padding or other heads may separate.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
@@ -101,7 +101,10 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of real elements between start and stop: offsets from start, and indices that skip padding."""
+    """Yield each run of real elements between `start` and `stop` as two slices.
+
+    The first slice has offsets from `start`, and the second slice has indices that do not count padding.
+    """
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return
@@ -114,7 +117,7 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
 
 
 def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, dict[str, slice]]]:
-    """Cut a run of query heads where the query heads of the next key/value head begin."""
+    """Cut a run of query heads into parts, each of which belongs to one key/value head."""
     head = heads.start
     while head < heads.stop:
         group, first = divmod(head, queries)

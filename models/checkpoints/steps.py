@@ -79,8 +79,8 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
     """Return a splitter of texts into pieces in which ▁ stands for spaces.
 
-    If `prefix` is set, the first piece begins with ▁. In legacy files, every piece after a special token then also
-    begins with ▁.
+    If `prefix` is set, the first piece begins with ▁. For LlamaTokenizer in legacy files, every piece after a special
+    token then also begins with ▁. The splitter of GemmaTokenizer is an exception: it only splits texts after spaces.
     """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")

@@ -241,7 +241,10 @@ def _ids(
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
-    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file with such ids."""
+    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens.
+
+    The ids come from the first file that has them. If no file has them, the id of the token in `named` is used.
+    """
     key = f"{kind}_token_id"
     for file, entries in files.items():
         found = entries.get(key)

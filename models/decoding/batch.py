@@ -67,7 +67,8 @@ class Batch:
             the start token.
         texts: number of texts. The samples of a prompt are next to each other.
         sizes: the sizes of the programs.
-        owners: for each row of the decode loop, the index of the prompt of its text; None for a row without a text.
+        owners: for each row of the decode loop, the index of the prompt that the row's text continues; None for a row
+            without a text.
         shares: the prompt that each row of the prefill reads, and the prefill row that each row of the decode loop
             copies.
         sources: the token ids of each prompt's source; empty for a decoder-only model.
@@ -86,7 +87,10 @@ class Batch:
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return how many tokens of each text are read if it adds `tokens` tokens to its prompt; 0 without a prompt."""
+        """Return the number of tokens that the model reads of each text that adds `tokens` tokens to its prompt.
+
+        `prompts` has the index of each text's prompt. Where it is None, the number is 0.
+        """
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:

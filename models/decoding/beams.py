@@ -240,7 +240,8 @@ def _rows_on_a_device(rows: Spec, count: int) -> int:
 def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
     """Return layers [N, B, K, ...] in which row b is the old row sources[b].
 
-    Layers are reordered in place, one by one, and a single layer head by head. So only one layer or head is held twice.
+    Layers are reordered in place, one by one. If there is only one layer, its heads are reordered one by one. So only
+    one layer or head is in memory twice.
     """
     along = 0 if array.shape[0] > 1 else 2
 

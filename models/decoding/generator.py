@@ -400,7 +400,10 @@ class Generator:
         return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """Return the weights in the sharding and format that a layout's programs need, after moving other weights."""
+        """Return the weights in the sharding and format that a layout's programs need.
+
+        Weights with another sharding or format are converted, and `model` then has the converted weights.
+        """
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
@@ -429,7 +432,10 @@ class Generator:
         out: Any,
         weights: Formats | None = None,
     ) -> Any:
-        """Compile a function, only once for each `name`, with the formats `weights` for its first argument."""
+        """Return a compiled function; if its first argument is the model's weights, `weights` has their formats.
+
+        The function is compiled only once for each `name`, mesh and lowering.
+        """
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
             placed: dict[str, Any] = {}

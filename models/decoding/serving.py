@@ -166,14 +166,14 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes, in which experts drop no token.
+    """Return the config for reading prompts and decoding, in which experts drop no token.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
     depends on the other tokens of the group. The output may depend on later tokens. In the routers gshard and st-moe,
-    the first choices of later tokens are served before the second choice of this token. Some routers serve confident
-    tokens first. The output always depends on the number of tokens that are read at a time. Text that is read in chunks
-    or token by token has no such group. Hence no token is dropped here (`dispatch` is "dropless"), and each row is a
-    group. The logits equal the logits of a full forward pass wherever that pass drops no token.
+    the first choices of later tokens are served before the second choice of an earlier token. Some routers serve
+    confident tokens first. The output always depends on the number of tokens that are read at a time. Text that is read
+    in chunks or token by token has no such group. Hence no token is dropped here (`dispatch` is "dropless"), and each
+    row is a group. The logits equal the logits of a full forward pass wherever that pass drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.
@@ -221,7 +221,10 @@ def one_position(model: Transformer) -> Transformer:
 
 
 def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of rows that is divisible by all mesh axes that shard B, in activations and caches."""
+    """Return the smallest number of rows that is divisible by the number of shards of B in all activations and caches.
+
+    For a model with experts, it is also divisible by the number of shards of G, the groups of tokens.
+    """
     stacks = [layout, *([layout.stack(ENCODER)] if config.encoder_layers else [])]
     batch = [spec.axes_of("B") for stack in stacks for spec in (*_activations(stack), cache_spec(layout))]
     if config.encoder_layers:
@@ -232,18 +235,18 @@ def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> 
 
 
 def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of positions that is divisible by all mesh axes that shard L, in any activation."""
+    """Return the smallest number of positions that is divisible by the number of shards of L in all activations."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
 def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest source length that is divisible by all mesh axes that shard this length, in any tensor."""
+    """Return the smallest source length that is divisible by the number of its shards in all tensors."""
     inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
     return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the specs of the encoder's output, of its keys and values, and of cached keys and values."""
+    """Return the specs of the encoder's output, of keys and values computed from it, and of the cache of sources."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 

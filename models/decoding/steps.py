@@ -310,11 +310,11 @@ class Chunk:
 
 
 class LayerCache:
-    """The cached keys and values of one layer, which attention reads, and the `new` keys and values, which it adds.
+    """The cached keys and values of one layer, which attention reads, and the `new` ones, which attention adds.
 
     `new` holds keys, values and their scales in the same order as `Cache.layers`; the scales are None unless the cache
-    is int8. If the cache has a narrower dtype, keys and values are rounded to this dtype before the chunk attends to
-    itself, so that results do not depend on where chunks end.
+    is int8. If the dtype of the cache is narrower than the compute dtype, new keys and values are rounded to it before
+    the chunk attends to itself, so that results do not depend on where chunks end.
 
     Args:
         chunk: the description of the step's tokens.

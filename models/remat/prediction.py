@@ -145,7 +145,10 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 def _backward(
     config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
 ) -> tuple[Jaxpr, int, int]:
-    """Return a gradient's program, the bytes that all blocks keep for it, and the bytes that the first blocks keep."""
+    """Return the program of a gradient, the bytes that all blocks keep for it, and a part of these bytes.
+
+    The part is kept by the blocks before the repeating blocks (`ModelConfig.lead`).
+    """
     model, repeats = abstract(config, layout, mesh, dtype), _repeats(config)
     batch_of, key = abstract_batch(layout, mesh, batch, length), abstract_key(mesh)
 

@@ -12,7 +12,7 @@ _LONGEST = 400  # characters of a sentence
 
 
 def message(doing: str, faults: Sequence[object]) -> str:
-    """Return the message of an error: what was being done, the first faults as text, and the number of the others."""
+    """Return the message of an error: what was being done, the first faults as text, and how many more there are."""
     head = _cut(doing) if len(faults) < 2 else f"{_cut(doing)}: {len(faults):,} faults"
     more = len(faults) - MOST_FAULTS
     rest = [f"  … and {more:,} more."] if more > 0 else []

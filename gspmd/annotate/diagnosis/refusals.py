@@ -23,7 +23,7 @@ _EXAMPLES = {
 
 
 def unreadable(what: str, text: object) -> SpecError:
-    """Return the error for text rejected as `what` ("spec", "equation" or "via"), or for an object that is not text."""
+    """Return the error for text that is no valid `what` (spec, equation or via), or for an object that is not text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
         if what == "spec" and (said := _of_jax(text)):
@@ -142,7 +142,7 @@ def equation_faults(text: str) -> list[Fault]:
 
 
 def via_faults(text: str) -> list[Fault]:
-    """Return every fault of a text that should be the left side of an equation, as `equation_faults` does."""
+    """Return every fault of a text that should be the left side of an equation, in text order; see `spec_faults`."""
     if alike := _lookalikes(text):
         return alike
     reader = EquationReader(text)

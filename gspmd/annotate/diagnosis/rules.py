@@ -13,7 +13,7 @@ from gspmd.annotate.parser import dim_text
 def form_faults(
     text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None, *, is_via: bool = False
 ) -> list[Fault]:
-    """Return every fault in the form of an equation; `outputs` is None for a via, which is only a left side."""
+    """Return every fault in the form of an equation; `outputs` is None for a via, which has no right side."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs, is_via)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
@@ -73,9 +73,10 @@ def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
 
 
 def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
-    """Return the dimensions of a product.
+    """Return the dimensions of a product that are in `wanted`.
 
-    Each dimension is sharded as at its first occurrence, if no other dimension uses these mesh axes.
+    A dimension of the product is sharded as in the first operand that has it. If an earlier dimension of the product
+    already uses one of these mesh axes, the dimension is unsharded.
     """
     dims: dict[str, Dim] = {}
     used: set[str] = set()
@@ -160,7 +161,10 @@ def _output_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) 
 
 
 def _dims_of(term: LocatedTerm, at: int) -> list[str] | None:
-    """Return the dimensions of a term's operands, for result `at` of a group, or None if they could not be read."""
+    """Return the dimensions of a term's operands, or None if some of them could not be read.
+
+    If an operand is a group, its spec number `at` is used, or its first spec if it has no such spec.
+    """
     specs = [o.specs[at if o.group and at < len(o.specs) else 0] for o in term]
     return None if any(s.broken for s in specs) else list(dict.fromkeys(n for s in specs for n in s.names))
 

@@ -77,9 +77,9 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axis whose name the axes of a suffix spell, or "" if there is none.
+    """Return the mesh axis whose name consists of the letters in `axes`, or "" if there is none.
 
-    The axes of a partial sum may spell the name in any order.
+    The letters must be in the order of the name, unless `axes` are the axes of a partial sum.
     """
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""

@@ -1,6 +1,7 @@
 """Rules that concern several lines of a layout.
 
-Tensors between which no equation moves data must be sharded alike, and a mesh axis has a single purpose.
+For example, tensors between which no equation moves data must be sharded alike, and the mesh axis of pipeline stages
+must not shard any dimension except the layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
 
 
 def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
-    """Return the specs, completed by a default if the layout writes only one of `cross.query` and `cross.key`."""
+    """Return the specs; if the layout writes only `cross.query` or only `cross.key`, add the default of the other."""
     names = ("cross.query", "cross.key")
     if not any(name in specs for name in names):
         return specs

@@ -54,7 +54,7 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
     In a variant, each list of the section is replaced by its alternative at this position. The lists of all other
     sections are removed from the layout's own table, because sizes decide which alternatives of two sections occur
-    together. In overriding sections, these other lists are left unchanged.
+    together. Overriding sections keep their lists of all other sections.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -102,8 +102,8 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
     """Return the first position at which the specs of all lists fit the sizes, and the faults of the lists.
 
-    If no position fits, the position is 0. The faults are those of the notation, or a fault about lists of different
-    lengths. If there are none of these and no position fits, a single fault says why.
+    If no position fits, the position is 0. The faults are faults of the notation, or one fault about lists of different
+    lengths. If there are no such faults and no position fits, a single fault says why no position fits.
     """
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]

@@ -225,7 +225,8 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
     """Yield the faults of a via.
 
-    A via must be two specs, which have the dimensions of its operands and can be multiplied locally.
+    A via must consist of two specs that have the dimensions of the product's operands. With these specs, it must be
+    possible to multiply the operands locally.
     """
     try:
         via = parse_via(line.text)
@@ -246,10 +247,10 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield the faults because of which two tensors cannot be multiplied locally.
+    """Yield a fault for every reason why two tensors cannot be multiplied locally.
 
-    A dimension of both specs must be sharded alike in both specs. A mesh axis must not shard one dimension in one spec
-    and a different dimension in the other spec.
+    If both specs have a dimension, they must shard it over the same mesh axes. A mesh axis must not shard one dimension
+    in one spec and a different dimension in the other spec.
     """
     for dim in left.dims:
         mine = left.axes_of(dim)

@@ -399,9 +399,9 @@ def dims_of(key: str) -> str:
 def keys_of_override(section: str) -> dict[str, Key]:
     """Return the keys that an overriding section may have.
 
-    For [gradients] and [optimizer] these are the parameters, and for [cache] the keys of the cache. For [encoder] they
-    are all keys except those of cross-attention and those of tensors that both stacks share. Any other section may have
-    all keys.
+    [gradients] and [optimizer] may have the keys of parameters, and [cache] may have the keys of the cache. [encoder]
+    may have all keys except those of cross-attention and those of tensors that encoder and decoder share. Any other
+    section may have all keys.
 
     >>> list(keys_of_override("cache"))
     ['attention.key', 'cross.key']

@@ -67,7 +67,8 @@ class Padded:
     There may also be runs that consist of padding only.
 
     Attributes:
-      runs: the number of runs of real entries. Dimension H has one for each key/value head, and others have one.
+      runs: the number of runs of real entries. Dimension H has one run for each key/value head. Any other dimension has
+        one run.
       length: the number of real entries per run.
       wide_runs, wide_length: the number and the length of the runs with their padding.
 
@@ -130,7 +131,7 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence that proposes a line of [padding], with which `parts` shards divide the dimension.
+    """Return a sentence that proposes a line of [padding] that makes the dimension divisible into `parts` shards.
 
     The sentence is empty if the dimension cannot be padded, or if padding would more than double its size.
     """

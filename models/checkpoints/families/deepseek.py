@@ -116,7 +116,7 @@ def _written_v2(config: ModelConfig, dense: DenseLayers) -> dict[str, Any]:
 
 
 def _written_scaling(config: ModelConfig) -> dict[str, Any]:
-    """Return the entry about the rotary scaling that sets the factor of attention scores."""
+    """Return the entry that sets the factor of attention scores, for the table about the rotary scaling."""
     scaling = config.rope_scaling
     if config.attention_scale is None or scaling is None:
         return {}

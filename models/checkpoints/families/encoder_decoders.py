@@ -73,7 +73,7 @@ def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _same_sizes(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Add a fault for each size in which encoder and decoder differ, or whose entry is missing."""
+    """Add a fault for each size that differs between encoder and decoder, or that has no entry for the decoder."""
     for name, key in {"feed_forward": "decoder_ffn_dim", "heads": "decoder_attention_heads"}.items():
         if key not in json:
             faults.append(f"{key} is missing.")
@@ -139,7 +139,7 @@ Differs: transformers and fairseq count no position for a padding token inside a
 
 
 def _read_nllb(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
+    """Read the blocks that have experts; encoder and decoder must have the same fraction of such blocks."""
     _same_sizes(json, fields, faults)
     steps = {key: json.get(key, 4) for key in ("encoder_sparse_step", "decoder_sparse_step")}
     wrong = [key for key, step in steps.items() if not is_whole(step) or step < 1]
@@ -355,7 +355,7 @@ def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[
 
 
 def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the blocks that have experts; both stacks must have the same fraction of such blocks."""
+    """Read the blocks that have experts; encoder and decoder must have the same fraction of such blocks."""
     encoder = _sparse_step(json, "encoder", fields["encoder_layers"], faults)
     decoder = _sparse_step(json, "decoder", fields["layers"], faults)
     if encoder != decoder and encoder and decoder:

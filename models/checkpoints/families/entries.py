@@ -80,7 +80,7 @@ BIASES: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "lm_head_bias": (False,),
 }
-"""A mapping from an entry to the values with which it has no effect in families without these biases."""
+"""A mapping from an entry about biases to the values that mean "no bias", for families without such biases."""
 
 STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
     False: {"is_encoder_decoder": (False,)},

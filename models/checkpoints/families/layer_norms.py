@@ -162,7 +162,11 @@ def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
 
 
 def _written_heads(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries in the newer form, which allows any numbers of heads and norms, but no serial block."""
+    """Return the entries about heads, norms and the form of the block.
+
+    They are in the newer form unless the blocks are serial. The newer form allows any numbers of heads and norms, but
+    no serial block.
+    """
     serial = config.block == "serial"
     heads = {"num_kv_heads": config.kv_heads, "num_ln_in_parallel_attn": None if serial else config.parallel_norms}
     multi_query = serial and config.kv_heads == 1
