@@ -79,17 +79,14 @@ class MoveCosts:
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
-            searched: whether the moves are planned as equations. Of the cheapest paths, an equation takes the one
-                through the placement whose text comes first (`gspmd.planner.graph.search`).
+            searched: whether the moves are planned as equations (`_middles`).
         """
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
+        middles = self._middles(sources, targets) if searched else None
         for row, column, rest, path in self._paths_between(sources, targets):
-            if searched:
-                start = int(sources[row])
-                total = self.paths.costs_from(start) + rest
-                tied = np.flatnonzero(total == total.min()).tolist()
-                middle = min(tied, key=lambda number: str(self.paths.spec(self.dims, number)))
-                path = chain(self.paths.path_between(start, middle), self.paths.path(rest, middle))
+            if middles is not None:
+                middle = int(middles[row, column])
+                path = chain(self.paths.path_between(int(sources[row]), middle), self.paths.path(rest, middle))
             for arc in path:
                 if arc not in self._steps:
                     self._steps[arc] = self.paths.steps([arc], self.dims, "")
@@ -121,43 +118,110 @@ class MoveCosts:
             table[row, column] = sum((rest[here] - rest[there]).real for _, here, there in first) * PICOSECOND
         return table
 
-    def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shared(
+        self,
+        sources: np.ndarray,
+        ends: np.ndarray,
+        others: np.ndarray,
+        *,
+        searched: tuple[bool, bool] = (False, False),
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return arrays [sources, ends, others] of the seconds of the first steps that two moves of a tensor share.
 
         One move goes to a placement in `ends` and the other to a placement in `others`. A program that moves one tensor
         to two placements runs their common steps once.
 
+        Args:
+            sources, ends, others: node numbers of placements.
+            searched: for each of the two moves, whether it is planned as an equation (`_middles`).
+
         Returns:
             The seconds of the common steps, and the seconds of those among them that are hoisted out of a loop in which
             the tensor does not change.
         """
-        places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
-        onward, took, leaves = self._first_steps(np.unique(sources), places)
-        one, other = index[: len(ends), None], index[len(ends) :]
-        seconds = np.zeros((len(sources), len(ends), len(others)))
-        leaving = np.zeros(seconds.shape)
-        here, same = np.broadcast_to(sources[:, None, None], seconds.shape), np.ones(seconds.shape, bool)
+        # Each move goes to a placement on the way first, and from there to its end. For all moves that are not planned
+        # as equations, the placement on the way is the end.
+        one, other = (
+            (self._middles(sources, last) if is_searched else np.broadcast_to(last, (len(sources), len(last))), last)
+            for last, is_searched in zip((ends, others), searched)
+        )
+        starts: dict[int, set[int]] = {}
+        for middles, last in (one, other):
+            for column, end in zip(middles.T.tolist(), last.tolist()):
+                starts.setdefault(end, set()).update(column)
+                for start, middle in zip(sources.tolist(), column):
+                    starts.setdefault(middle, set()).add(start)
+        places = np.array(sorted(starts))
+        onward, took, leaves = self._first_steps(places, [sorted(starts[place]) for place in places.tolist()])
+        shape = len(sources), len(ends), len(others)
+
+        def aimed_at(middles: np.ndarray, last: np.ndarray, axis: int) -> Callable[[np.ndarray], np.ndarray]:
+            """Return a function from placements to the columns of the placements to which the move goes from there."""
+            between, finally_ = np.expand_dims(middles, axis), np.expand_dims(last, axis - 1)[None]
+            reached = np.zeros(shape, bool)
+
+            def columns(here: np.ndarray) -> np.ndarray:
+                nonlocal reached
+                reached = reached | (here == between)
+                return np.searchsorted(places, np.where(reached, finally_, between))
+
+            return columns
+
+        first, second = aimed_at(*one, 2), aimed_at(*other, 1)
+        seconds, leaving = np.zeros(shape), np.zeros(shape)
+        here, same = np.broadcast_to(sources[:, None, None], shape), np.ones(shape, bool)
         outside = same
         while same.any():
-            there = onward[here, one]
-            same = same & (there >= 0) & (there == onward[here, other])
-            outside = outside & same & leaves[here, one]
-            seconds += np.where(same, took[here, one], 0.0)
-            leaving += np.where(outside, took[here, one], 0.0)
+            at = first(here)
+            there = onward[here, at]
+            same = same & (there >= 0) & (there == onward[here, second(here)])
+            outside = outside & same & leaves[here, at]
+            seconds += np.where(same, took[here, at], 0.0)
+            leaving += np.where(outside, took[here, at], 0.0)
             here = np.where(same, there, here)
         return seconds, leaving
 
-    def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    @cached_property
+    def _by_text(self) -> np.ndarray:
+        """The rank of each node's spec among the texts of all specs."""
+        texts = [str(self.paths.spec(self.dims, number)) for number in range(len(self.paths.nodes))]
+        return np.argsort(np.argsort(texts))
+
+    def _middles(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the placements on the way of moves that are planned as equations, as node numbers [sources, targets].
+
+        The gradient of a move is planned in this way. Its path costs as much as that of a direct move. If there are
+        several such paths, an equation takes the one through the placement whose text comes first
+        (`gspmd.planner.graph.search`).
+        """
+        rests = np.array(list(self.paths.costs("to", np.maximum(targets, 0).tolist())))
+        found = np.zeros((len(sources), len(targets)), int)
+        for row, costs in enumerate(self.paths.costs("from", np.maximum(sources, 0).tolist())):
+            total = costs + rests
+            tied = total == total.min(axis=1, keepdims=True)
+            found[row] = np.where(tied, self._by_text, len(self._by_text)).argmin(axis=1)
+        return found
+
+    def _first_steps(
+        self, places: np.ndarray, starts: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the first step of each move, as three arrays [placement, target].
 
         They are the node after the step, or -1 if there is no step; the seconds of the step; and whether it may be
         hoisted.
+
+        Args:
+            places: the targets, as node numbers.
+            starts: for each target, the placements from which moves to it start. Their first steps are in the arrays,
+                and so are those of all placements on their paths.
         """
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning
         for column, rest in enumerate(self.paths.costs("to", places.tolist())):
-            for source in sources[np.isfinite(rest[sources].real)].tolist():
+            for source in starts[column]:
+                if not np.isfinite(rest[source].real):
+                    continue
                 for code, here, there in self.paths.path(rest, source):
                     if onward[here, column] >= 0:  # From here on the path is known.
                         break

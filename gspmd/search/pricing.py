@@ -520,8 +520,6 @@ class Prices:
             placements. The third says, for each combination of options, whether the two moves begin at the same
             placement.
         """
-        if any(isinstance(each, UnknownMove) and each.searched for each in (what.chain, *what.others)):
-            return None  # Their first steps depend on the placement in the middle.
         own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
         if own is None or theirs is None:
             return None
@@ -530,7 +528,8 @@ class Prices:
             return (np.zeros(1), np.zeros(1)), (np.zeros((1,) * len(of), int),), np.zeros((1,) * len(of), bool)
         # An impossible placement has infinite seconds elsewhere.
         places, at = different(*(np.maximum(each, 0) for each in (before, after, end)))
-        return tensor.shared(*places), at, np.maximum(before, 0) == np.maximum(same, 0)
+        one, other = (isinstance(each, UnknownMove) and each.searched for each in (what.chain, what.others[0]))
+        return tensor.shared(*places, searched=(one, other)), at, np.maximum(before, 0) == np.maximum(same, 0)
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of a chain's last step where it is a reduction that a compiler may remove; 0 elsewhere."""
