@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 import gspmd
@@ -13,6 +14,7 @@ from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
+from gspmd.planner.unknown import UnknownShared
 from gspmd.search import Search
 from gspmd.search.answers import Candidate, Space, find
 from gspmd.search.answers.presets import picks_of
@@ -54,6 +56,26 @@ def planned(found: TrainingProblem, picks) -> float:
     at = [picks[option.name] for option in found.question.prices.choices]
     seconds = sum(float(table[tuple(at[number] for number in of)]) for of, table in found.question.planned)
     return seconds + found.problem().seconds_of(picks)[NORM]
+
+
+def shared_behind_slices(found: TrainingProblem, picks) -> float:
+    """The seconds of steps that are priced once because two moves share them, where the moves begin with a slice.
+
+    JAX moves the position of a device in the mesh out of a loop that it differentiates, once for each move. So the two
+    slices, and what follows them, may be two operations in the compiled program (docs/search-figures.md).
+    """
+    prices, seconds = found.question.prices, 0.0
+    for use in found.question.uses:
+        if not isinstance(use.what, UnknownShared) or prices._is_left_out(use.what):
+            continue
+        of, table = prices.table(use.what, use.times, use.once)
+        at = tuple(picks[prices.choices[number].name] for number in of)
+        tensor, before, after = prices._ends(use.what.chain, of)
+        here, there = (np.broadcast_to(nodes, table.shape)[at] for nodes in (before, after))
+        ((steps,),) = tensor.steps_between(np.array([here]), np.array([there]))
+        if steps and steps[0].kind == "slice":
+            seconds -= float(table[at])
+    return seconds
 
 
 def state_of(config: ModelConfig, layout: Layout, mesh):
@@ -116,7 +138,8 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     # The norm of all gradients is priced over all mesh axes of three.
     told, slack = planned(found, picks), found.overestimate
     wanted = traced(config, layout, mesh, microbatches)
-    assert wanted * (1 - 1e-6) <= told <= wanted * (1 + 1e-6) + slack
+    twice = 0.0 if remat == "full" else shared_behind_slices(found, picks)
+    assert wanted * (1 - 1e-6) - twice <= told <= wanted * (1 + 1e-6) + slack
 
 
 @pytest.mark.turns(1)
