@@ -139,35 +139,39 @@ class MoveCosts:
             The seconds of the common steps, and the seconds of those among them that are hoisted out of a loop in which
             the tensor does not change.
         """
-        # Each move goes to a placement on the way first, and from there to its end. For all moves that are not planned
-        # as equations, the placement on the way is the end.
-        one, other = (
-            (self._middles(sources, last) if is_searched else np.broadcast_to(last, (len(sources), len(last))), last)
-            for last, is_searched in zip((ends, others), searched)
-        )
+        shape = len(sources), len(ends), len(others)
+        moves = [
+            (last, self._middles(sources, last) if on_way else None) for last, on_way in zip((ends, others), searched)
+        ]
         starts: dict[int, set[int]] = {}
-        for middles, last in (one, other):
-            for column, end in zip(middles.T.tolist(), last.tolist()):
-                starts.setdefault(end, set()).update(column)
-                for start, middle in zip(sources.tolist(), column):
+        for last, middles in moves:
+            for column, end in enumerate(last.tolist()):
+                between = [] if middles is None else middles[:, column].tolist()
+                starts.setdefault(end, set()).update(between or sources.tolist())
+                for start, middle in zip(sources.tolist(), between):
                     starts.setdefault(middle, set()).add(start)
         places = np.array(sorted(starts))
         onward, took, leaves = self._first_steps(places, [sorted(starts[place]) for place in places.tolist()])
-        shape = len(sources), len(ends), len(others)
 
-        def aimed_at(middles: np.ndarray, last: np.ndarray, axis: int) -> Callable[[np.ndarray], np.ndarray]:
-            """Return a function from placements to the columns of the placements to which the move goes from there."""
-            between, finally_ = np.expand_dims(middles, axis), np.expand_dims(last, axis - 1)[None]
-            reached = np.zeros(shape, bool)
+        def aims(last: np.ndarray, middles: np.ndarray | None, axis: int) -> Callable[[np.ndarray], np.ndarray]:
+            """Return a function from placements to the columns of the placements to which the move goes from there.
+
+            A move that is planned as an equation goes to the placement on the way first, and from there to its end.
+            """
+            finally_ = np.expand_dims(np.searchsorted(places, last), axis - 1)[None]
+            if middles is None:
+                return lambda here: finally_
+            between, reached = np.expand_dims(middles, axis), np.zeros(shape, bool)
+            at_first = np.searchsorted(places, between)
 
             def columns(here: np.ndarray) -> np.ndarray:
                 nonlocal reached
                 reached = reached | (here == between)
-                return np.searchsorted(places, np.where(reached, finally_, between))
+                return np.where(reached, finally_, at_first)
 
             return columns
 
-        first, second = aimed_at(*one, 2), aimed_at(*other, 1)
+        first, second = (aims(*move, axis) for move, axis in zip(moves, (2, 1)))
         seconds, leaving = np.zeros(shape), np.zeros(shape)
         here, same = np.broadcast_to(sources[:, None, None], shape), np.ones(shape, bool)
         outside = same
