@@ -142,9 +142,9 @@ def _section(key: str) -> str:
 def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or None.
 
-    If the layout writes no via for the weight itself, the result is the via of the weight whose spec is the default.
-    This via does not apply if the two weights have different dimensions. It also does not apply if they are in
-    different sections, where they multiply different activations.
+    If the layout writes no via for the weight itself, the result is the via of the weight from which it takes its
+    default spec. This via does not apply if the two weights have different dimensions. It also does not apply if they
+    are in different sections, where they multiply different activations.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))

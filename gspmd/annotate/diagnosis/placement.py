@@ -44,7 +44,7 @@ def on_another_mesh(spec: Any, there: Mapping[str, int], here: Mapping[str, int]
 
 
 def on_other_devices(spec: Any, held: Sequence[int], wanted: Sequence[int], doing: str) -> SpecError:
-    """Return the error for an array committed to the devices `held`, if the current mesh has others, `wanted`."""
+    """Return the error for an array committed to the devices `held`, if the mesh in force has others (`wanted`)."""
     fact = f"the array is on {_devices_text(held)}, and the mesh in force has {_devices_text(wanted)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 

@@ -139,8 +139,7 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
 def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
     """Return the links and the time of a shift by `by` positions along a mesh axis.
 
-    Each link carries the buffers of several chips, as many as the distance in positions. The latency is the latency of
-    the longest path.
+    Each link carries the buffers of `abs(by)` chips. The latency is the latency of the longest path.
 
     Args:
         axis: the mesh axis.

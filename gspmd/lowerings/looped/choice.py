@@ -110,12 +110,12 @@ class _Chooser:
     def to_beat(self, overlap: Overlap) -> float:
         """Return the seconds that a loop has to beat, which may be less than the seconds of `blocking`.
 
-        This is the time that `blocking` would take if the collectives that `overlap` loops used the links of all their
-        axes. On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the links of
-        all axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do. For 14
-        products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model predicts gains
-        of 9 to 29% of the time of `blocking`. In compiled programs four of these products gain 5 to 15%, and the others
-        lose 3 to 85%.
+        This is the time that `blocking` would take if the collectives that become loops in `overlap` used the links of
+        all their axes. On v4 and v5p a gather over several axes uses the links of only one axis. Permutes could use the
+        links of all axes, and the cost model of a loop assumes that they do, but in compiled programs they seldom do.
+        For 14 products with gathered weights on these chips (8,192 x 28,672, 4,096 to 4,194,304 rows) the model
+        predicts gains of 9 to 29% of the time of `blocking`. In compiled programs four of these products gain 5 to 15%,
+        and the others lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]

@@ -100,7 +100,7 @@ class RingTransfer:
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Return the region of the part, of size `size`, from the device at distance `offset` along an axis."""
+        """Return the region of a part of size `size` that comes from the device at distance `offset` along an axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:

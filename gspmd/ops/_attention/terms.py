@@ -72,8 +72,8 @@ class Limits:
     """Whether the position of a token in the text may differ from its index in the array.
 
     It may differ in zigzag order, and for new tokens after a cache. But tokens that are later in the array are also
-    later in the text. A chunk may then begin anywhere in the array, so blocks of keys are left out as for a window of
-    the chunk's length.
+    later in the text. If positions may differ, a chunk may begin anywhere in the array, so blocks of keys are left out
+    as for a window of the chunk's length.
     """
 
     @property
