@@ -112,8 +112,8 @@ class Layer(nnx.Module):
         Args:
             where: the name of the layout's line for x and for the result.
             x: the product. Its last dimensions are the dimensions of scales and bias.
-            weight: the suffix in the names of scales and bias, after `s_` and `b_`. The scales have the same spec as
-                the bias.
+            weight: the suffix in the names of scales and bias, after `s_` and `b_`. Both have the spec of the layout's
+                line for the bias.
         """
         return self.biased(where, self.scaled(where, x, weight), weight)
 

@@ -106,7 +106,7 @@ def application(
 
 
 class _Desk:
-    """A worker process, the requests that wait for it, and a function that returns the maximum seconds of an answer."""
+    """A worker process, the requests that wait for it, and a function that returns the most seconds for a request."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)

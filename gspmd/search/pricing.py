@@ -514,11 +514,10 @@ class Prices:
         """Return the seconds of the first steps that two moves of one tensor share.
 
         Returns:
-            Three values, or None if `_ends` is None for one of the moves, or if one of them is planned as an equation.
-            The first is a pair of arrays over the distinct placements: the seconds of all common steps, and the seconds
-            of those common steps that are hoisted. The second has, for each combination of options, the indices of its
-            placements. The third says, for each combination of options, whether the two moves begin at the same
-            placement.
+            Three values, or None if `_ends` is None for one of the moves. The first is a pair of arrays over the
+            distinct placements: the seconds of all common steps, and the seconds of those common steps that are
+            hoisted. The second has, for each combination of options, the indices of its placements. The third says, for
+            each combination of options, whether the two moves begin at the same placement.
         """
         own, theirs = self._ends(what.chain, of), self._ends(what.others[0], of)
         if own is None or theirs is None:

@@ -263,7 +263,7 @@ _FORMATS = {
 
 
 def other_format(path: Path) -> str:
-    """Describe a folder or file whose format is known but is not a checkpoint, with the remedy.
+    """Describe a folder or file in a known format that is not a checkpoint's, with the remedy.
 
     The result is "" if the path has none of the known formats.
     """

@@ -101,7 +101,7 @@ def save(
 
 
 def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
-    """Return, by path, the factors that make up for different scalings of embedded tokens and logits in the family."""
+    """Return, by path, factors that make up for the family's different scaling of embedded tokens and logits."""
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
     of_norm = ratio

@@ -74,7 +74,7 @@ class ParameterSource:
         return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into contiguous pieces, which padding or other heads may separate.
+        """Cut a shard's part of a tensor into pieces, which padding or other heads may separate.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.

@@ -166,8 +166,8 @@ class ContractionTable:
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
         """Return the choice in which the left operand has the spec `held`.
 
-        In all `rows`, the left operand has this spec, and the rows are equally cheap. The row is chosen whose spec of
-        the right operand is the first in alphabetical order.
+        In all `rows`, the left operand has this spec, and the rows are equally cheap. The chosen row is the one in
+        which the text of the right operand's spec comes first.
         """
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:

@@ -1,4 +1,7 @@
-"""Building of the training step, the state and the evaluation of any model in any layout, for arrays or shapes only."""
+"""Building of the training step, the state and the evaluation of any model in any layout.
+
+They are built for arrays, or for abstract arguments: shapes, dtypes and shardings without values.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
