@@ -8,7 +8,7 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from typing import Any
@@ -385,40 +385,76 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     operand that is multiplied by several weights. Arrays that belong to results in `later` are left out, because these
     results are computed later.
     """
-    marks, absent = _marks_in(operation), {*operation.outputs} & {*later}
-    moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
+    marks, moves = _marks_in(operation), _moves_in(operation)
     found: Counter[HeldArray] = Counter()
-    for move in moves:
-        if len(move.before) == 1 and move.shape and not any(_makes(move, value) for value in absent):
+    for move, results in moves:
+        if len(move.before) == 1 and move.shape and not results & {*later}:
             # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
-            own = move.before[0].partial and not _makes(move, operation.outputs[0])
+            own = move.before[0].partial and operation.outputs[0] not in results
             ends = (*move.before, set() if own else given), (move.after, made)
             every = ((_placed(move, spec), outside) for spec, outside in ends)
             found.update(array for array, outside in every if replace(array, move=None) not in outside)
     summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
     for (spec, sizes), count in summed.items():
         size = prod(dict(sizes)[dim] for dim in spec.dims)
-        if count > sum(spec in move.before for move in moves):  # Each result is moved from where its products are.
+        if count > sum(spec in move.before for move, _ in moves):  # Each result is moved from where its products are.
             unknowns = {name for axes in spec.axes for name in axes}
             found[HeldArray(4 * size, tuple(sorted(unknowns)))] += count - 1
     return found
-
-
-def _makes(move: UnknownMove, value: HeldValue) -> bool:
-    """Return whether a value counts as the result of a move, because it has the size and the unknowns of that result.
-
-    The size alone is not enough, because a microbatch may have as many tokens as a weight has rows. The unknowns are
-    not compared if the type of the value lacks the sharding.
-    """
-    same = prod(move.shape) == prod(value.aval.shape)
-    return same and (value.array is None or value.array.unknowns == _placed(move, move.after).unknowns)
 
 
 def _marks_in(operation: Operation) -> list[Unknown]:
     """Return the marks of the planned steps of an operation."""
     inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
     return [each.params["mark"].what for each in inside if each.primitive.name == MARK]
+
+
+def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
+    """Return the moves of an operation, each with the results of the operation that it brings to their specs.
+
+    The set is empty for the move of an operand. Results are found by following the variables of the operation's
+    program. Their sizes would not tell, because a microbatch may have as many tokens as a weight has rows.
+    """
+    at: dict[int, set[int]] = {}
+    for inner in inner_jaxprs(operation.equation):
+        if len(inner.outvars) == len(operation.outputs):
+            _follow_results(inner, [{number} for number in range(len(inner.outvars))], at)
+    found = []
+    for inner in inner_jaxprs(operation.equation):
+        for each in all_equations(inner):
+            if each.primitive.name == MARK and isinstance(what := each.params["mark"].what, UnknownMove):
+                found.append((what, {operation.outputs[number] for number in at.get(id(each), ())}))
+    return found
+
+
+def _follow_results(jaxpr: Jaxpr, wanted: Sequence[Set[int]], at: dict[int, set[int]]) -> None:
+    """Find the last move on the way of each result, and add the numbers of the results to `at`, by the mark's `id`.
+
+    Args:
+        jaxpr: the program, which is read from its end.
+        wanted: for each of its outputs, the numbers of the results that this output becomes.
+        at: the marks found so far.
+    """
+    numbers: dict[Any, set[int]] = {}
+
+    def note(variables: Sequence[Any], results: Sequence[Set[int]]) -> None:
+        for var, some in zip(variables, results):
+            if not isinstance(var, Literal):
+                numbers.setdefault(var, set()).update(some)
+
+    note(jaxpr.outvars, wanted)
+    for equation in reversed(jaxpr.eqns):
+        results = [numbers.get(var, set()) for var in equation.outvars]
+        if not any(results):
+            continue
+        inner = list(inner_jaxprs(equation))
+        if equation.primitive.name == MARK and isinstance(equation.params["mark"].what, UnknownMove):
+            at.setdefault(id(equation), set()).update(*results)
+        elif len(inner) == 1 and len(inner[0].outvars) == len(results):
+            _follow_results(inner[0], results, at)
+        elif len(equation.invars) == len(results):  # A cast, a reshape, a transpose, a barrier or another mark.
+            note(equation.invars, results)
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
@@ -570,19 +606,18 @@ def _overwriting(operation: Operation, made: Set[HeldValue], done: Set[HeldValue
     in this operation is not written over the array that is moved.
     """
     if operation.is_fused:
-        moves: list[UnknownMove] = []
+        moved: set[HeldValue] = set()
     elif program_of(operation.equation) is not None and not _flops_in(operation.equation):
-        marks = _marks_in(operation)
-        moves = [mark for mark in marks if isinstance(mark, UnknownMove)]
-        if len(moves) < len(marks):
+        moves = _moves_in(operation)
+        if len(moves) < len(_marks_in(operation)):
             return set()
+        moved = {value for _, results in moves for value in results}
     else:
         return set()
     free = Counter(value.array for value in done)
     found = set()
     for value in operation.outputs:
-        is_moved = any(_makes(move, value) for move in moves)
-        if value in made and value.array and free[value.array] and not is_moved:
+        if value in made and value.array and free[value.array] and value not in moved:
             free[value.array] -= 1
             found.add(value)
     return found
