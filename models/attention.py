@@ -93,7 +93,7 @@ class Attention(Layer):
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute attention on a normed input y [B, L, E].
 
-        `where` is the layout's line with the spec of input and output.
+        `where` names a line of the layout: both the input and the output have the spec of this line.
         """
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice

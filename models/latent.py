@@ -36,7 +36,7 @@ class LatentAttention(Attention):
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute attention on a normed input y [B, L, E].
 
-        `where` is the layout's line with the spec of input and output.
+        `where` names a line of the layout: both the input and the output have the spec of this line.
         """
         config, at = self.config, self.at
         assert config.latent is not None

@@ -34,7 +34,7 @@ def run(argv: Sequence[str], script: str = "", settings: CompileSettings | None 
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for the help text and the files written.
         settings: the settings, if the flags have been parsed already.
     """
     begin, called = partial(main, script=script, settings=settings), "" if script else "gspmd compile"

@@ -21,7 +21,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for help and messages.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for help and messages.
         settings: the settings, if the flags have been parsed already.
     """
     options = settings or parse(argv, script)

@@ -18,11 +18,11 @@ from gspmd_models.checkpoints.config import described, expressing
 
 
 def run(argv: Sequence[str], script: str = "", settings: ExportSettings | None = None) -> int:
-    """Run `gspmd export`; return its exit code: 2 for bad input.
+    """Run `gspmd export`; return its exit code, which is 2 for bad input.
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for the help text.
         settings: the settings, if the flags have been parsed already.
     """
     begin = partial(main, script=script, settings=settings)

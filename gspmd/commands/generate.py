@@ -37,11 +37,11 @@ from gspmd_models import checkpoints, decoding
 
 
 def run(argv: Sequence[str], script: str = "", settings: GenerateSettings | None = None) -> int:
-    """Run `gspmd generate`; return its exit code: 2 for bad input, 130 for an interrupt.
+    """Run `gspmd generate`; return its exit code, which is 2 for bad input and 130 for an interrupt.
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for the help text.
         settings: the settings, if the flags have been parsed already.
     """
     begin = partial(main, script=script, settings=settings)

@@ -36,11 +36,13 @@ CALLED = "gspmd train"
 
 
 def run(argv: Sequence[str], script: str = "", settings: RunSettings | None = None) -> int:
-    """Run `gspmd train`; return its exit code: 1 for a failed run, 2 for bad input, 130 for an interrupt.
+    """Run `gspmd train`; return its exit code.
+
+    The code is 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for help and advice.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for help and advice.
         settings: the settings, if the flags have been parsed already.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)

@@ -28,7 +28,9 @@ codecs.register_error(HANDLER, _replace)
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """Return a text in characters that an encoding has; the default is the encoding of standard output.
+    """Replace each character of a text that an encoding lacks by a similar plain character, or by `?`.
+
+    The default encoding is that of standard output.
 
     >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
     '-- all-gather yz -> BLE_x, 28.6 us'

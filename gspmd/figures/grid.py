@@ -67,7 +67,10 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """For every axis, last axis first: its name, its columns, and the cells of one coordinate across and down."""
+        """For every axis, from last to first: its name, its number of columns, and the size of one coordinate.
+
+        The size is the width and the height that one coordinate takes up, counted in cells.
+        """
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)

@@ -104,7 +104,7 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of an operand's gradient, from the placements of its products to the final placement."""
+            """Return the move that adds up the products of an operand's gradient, and brings the sum to its spec."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])

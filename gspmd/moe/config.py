@@ -35,7 +35,10 @@ class Kind:
     scored: bool = False
 
     def choices_of(self, k: int | None) -> int:
-        """Return the number of choices per token from which capacity is computed, for `MoEConfig.k` = `k`."""
+        """Return the number of choices per token with which capacity is computed, if `MoEConfig.k` is `k`.
+
+        If experts choose tokens, this number is 1.
+        """
         return 1 if self.by_experts else self.choices or k or 2
 
 
@@ -219,7 +222,7 @@ class MoEConfig:
 
     @property
     def _per_token(self) -> int:
-        """Number of choices per token from which the capacity is computed."""
+        """Number of choices per token with which capacity is computed."""
         return ROUTERS[self.router].choices_of(self.k)
 
 

@@ -168,7 +168,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Return a routing that was made by hand, after checking that its kept choices are within the experts and slots.
+    """Check a routing that was made by hand, and return it: the expert and the slot of each kept choice must exist.
 
     If the values of the routing are traced, choices outside the experts and slots are dropped instead.
     """

@@ -202,7 +202,7 @@ class Schedule:
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
-        """Yield the kinds of work and the tick numbers of every run of consecutive ticks with the same kinds."""
+        """Group consecutive ticks with the same kinds of work; for each group, yield the kinds and the tick numbers."""
         for ticks in phases([self]):
             yield tuple(self.ticks[ticks[0]]), ticks
 
@@ -238,7 +238,7 @@ class Schedule:
 
 
 def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
-    """Yield the range of tick numbers of every run of consecutive ticks in which each stack has the same kinds of work.
+    """Group consecutive ticks in which each stack has the same kinds of work; yield the tick numbers of each group.
 
     Args:
         schedules: the schedules of all stacks.

@@ -9,7 +9,7 @@ from gspmd.planner.spans import local_shape
 
 
 class Roofline(NamedTuple):
-    """The seconds that a plan would take if only one resource limited it, for each resource of a device.
+    """For each resource of a device, the seconds that a plan would take if this resource were the only limit.
 
     The resource with the most seconds is the bottleneck.
 

@@ -69,7 +69,7 @@ def search(
             An example is a training step with its state and batch.
         layout: a layout of the program, whose lines are searched; only the dimensions of its specs are used.
         mesh: sizes of the mesh axes, or several meshes, of which the best is chosen.
-        chip: the chip whose seconds and memory are assumed.
+        chip: the chip for which seconds are predicted, and whose memory limits layouts by default.
         memory: bytes that a device may hold; by default nine tenths of the chip's memory.
         fixed: lines that are not searched, with their specs.
         microbatches: the number of parts of the batch that the program computes one after the other.
@@ -256,7 +256,7 @@ class MeshProblem:
     Attributes:
         build, program, lines: the builder of the program, its trace, and its lines.
         mesh: sizes of the mesh axes, all above 1.
-        chip: the chip whose seconds are assumed.
+        chip: the chip for which seconds are predicted.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
         like: a program that differs from `program` only in sizes. Memory is counted at the moment when `like` holds the
@@ -310,11 +310,11 @@ class MeshProblem:
 
     @cached_property
     def planned(self) -> list[Table]:
-        """The seconds of planned steps, as tables over the choices on which they depend."""
+        """Tables of the seconds of planned steps, one for each set of choices on which steps depend."""
         return self.tables(self.uses)
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of some steps as tables; each step is planned on the mesh on which it runs."""
+        """Return tables of the seconds of some steps; each step is planned on the mesh on which it runs."""
         every = [*uses]
         if self.whole is None:
             return self.prices.tables(every)
@@ -337,7 +337,7 @@ class MeshProblem:
 
     @cached_property
     def beside(self) -> list[Table]:
-        """The seconds of work outside of plans, as tables: passes over memory, and products inside other operations."""
+        """Tables of the seconds of work outside of plans: passes over memory, and products inside other operations."""
         return [table for _, table in self.of_work(self.program.work)]
 
     def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
@@ -353,18 +353,18 @@ class MeshProblem:
         return self.program.held(prod(self.mesh.values()), self.like)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
-        """Return the bytes of arrays on one device, as tables; `arrays` has the number of equal arrays for each."""
+        """Return tables of the bytes of arrays on one device; `arrays` has the count of each array, as in `stored`."""
         every = arrays.items()
         return [self.prices.shared(array.unknowns, count * array.size, array.move) for array, count in every]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:
-        """The arrays that are the program's arguments, each with the number of equal arrays."""
+        """The arrays among the program's arguments: a mapping from each distinct array to how often it occurs."""
         return self._held.arguments
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The arrays, except arguments, held at the moment of peak memory, each with the number of equal arrays."""
+        """The arrays, except arguments, that are held at the moment of peak memory, counted as in `stored`."""
         return self._held.others
 
     # -- the problem ---------------------------------------------------------------------------------------------------

@@ -344,7 +344,10 @@ class Lines:
     # -- the layout ----------------------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, str]:
-        """Return every line, including overriding ones, with its unknowns, in the form for `Layout.override`."""
+        """Return the specs and vias of all lines, including overriding ones, with their unknowns.
+
+        They are in the form that `Layout.override` accepts.
+        """
         found = {name: str(self.spec(name, dims)) for name, dims in self.dims.items()}
         found |= {name: str(self.via(name)) for name in self.vias}
         for name in self.trained:
@@ -370,7 +373,10 @@ class Lines:
         return found
 
     def mesh(self) -> dict[str, int]:
-        """Return the mesh on which a program is traced: one axis of size 1 per unknown, and the axes of `around`."""
+        """Return the mesh on which a program is traced.
+
+        It has one axis of size 1 for each unknown, and the axes of `around`.
+        """
         named = [name for pairs in self.tensors().values() for _, name in pairs] or [PREFIX]
         return {**dict.fromkeys(named, 1), **self.around}
 
@@ -398,10 +404,10 @@ class Lines:
     def writer(
         self, *, settled: bool = False, only: Collection[str] | None = None
     ) -> Callable[[Known], dict[str, str]]:
-        """Return a function from the mesh axes of unknowns to the lines, in the form that `Layout.override` accepts.
+        """Return a function that writes the lines, given the mesh axes of unknowns.
 
-        A gradient or an optimizer state that is sharded like its parameter is not written. A line with an unknown whose
-        mesh axes are not given is not written either.
+        The lines are in the form that `Layout.override` accepts. A gradient or an optimizer state that is sharded like
+        its parameter is not written. A line with an unknown whose mesh axes are not given is not written either.
 
         Args:
             only: write only these lines; the line of a gradient is written with its parameter.
@@ -487,7 +493,7 @@ def choices_of(
     mesh: Mapping[str, int],
     dimensions: Mapping[str, int] = {},
 ) -> list[LineChoice]:
-    """Return every choice of a search on one mesh; unknowns that lines connect, even indirectly, are one choice.
+    """Return every choice of a search on one mesh; unknowns that lines connect, even indirectly, are chosen together.
 
     Args:
         lines: the lines of the layout.
@@ -613,7 +619,7 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """Return an array [option, unknown] of all placements in which no tensor has a mesh axis twice."""
+    """Return an array, indexed by [option, unknown], of all placements in which no tensor has a mesh axis twice."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:

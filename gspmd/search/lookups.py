@@ -40,7 +40,7 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return an array [pair, table] of the seconds of moving "ids", "rows" or "table".
+        """Return an array of the seconds of moving "ids", "rows" or "table", indexed by [pair, table].
 
         The seconds of the table include those of its scales.
         """
@@ -54,14 +54,17 @@ class LookupPrices:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """The seconds [pair, table] of those first steps of the table's move that may be hoisted out of a loop."""
+        """The seconds of those first steps of the table's move that may be hoisted out of a loop.
+
+        The array is indexed by [pair, table].
+        """
         tensor, before, after = self.ends("table")
         return at_every(tensor.hoisted, before, after)
 
     def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
-        """Return the costs of moving "ids", "table" or "rows", and two arrays [pair, table] of placements.
+        """Return the costs of moving "ids", "table" or "rows", and the placements before and after the move.
 
-        The first array has the placements before the move, and the second has the placements after the move.
+        The placements are two arrays, both indexed by [pair, table].
         """
         tensor, fixed, free, comes = self._tensors[name]
         at = free[self._best[1]]
@@ -70,7 +73,11 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """The dimensions, and for each joint placement their mesh axes, as sequences and as bit masks."""
+        """The dimensions of ids and table, and two arrays of the mesh axes that shard them in the joint placements.
+
+        Both arrays are indexed by [joint placement, dimension]. The first has indices of sequences of mesh axes, and
+        the second has bit masks.
+        """
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts, sizes = tuple(size for _, size in self.environment.mesh), dict(self.environment.sizes)
         rows, _, _ = placements(len(counts), tuple(fitting(sizes[dim], counts) for dim in dims), [])
@@ -103,7 +110,10 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest seconds [pair, table] of all moves, and the joint placement with these seconds."""
+        """The seconds of all moves in the cheapest joint placement, and the index of this joint placement.
+
+        Both are arrays indexed by [pair, table].
+        """
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)
@@ -114,16 +124,16 @@ class LookupPrices:
         return seconds, places
 
     def _costs(self, name: str) -> np.ndarray:
-        """Return an array [outer placement, joint placement] of the seconds of one tensor's moves between the two."""
+        """Return an array of the seconds of one tensor's moves, indexed by [outer placement, joint placement]."""
         tensor, outside, joint, comes = self._tensors[name]
         if comes:
             return tensor.between(outside, joint, by="sources")
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """Return an array [spec, joint placement] of bit masks of mesh axes.
+        """Return an array of bit masks of mesh axes, indexed by [spec, joint placement].
 
-        They are the axes that shard a dimension in the joint placement, but do not shard this dimension in the spec.
+        A bit mask has the axes that shard a dimension in the joint placement, and do not shard it in the spec.
         """
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []

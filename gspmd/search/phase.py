@@ -49,7 +49,7 @@ class Case:
         config: the settings of the model; None for a custom model.
         sizes: sizes of every dimension, in one microbatch.
         mesh: sizes of the mesh axes; for a pipeline, those within one stage.
-        chip: the chip whose seconds are assumed.
+        chip: the chip for which seconds are predicted.
         dtype: compute dtype.
         trains: whether there is a backward pass.
         microbatches: the number of microbatches.

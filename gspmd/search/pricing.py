@@ -67,12 +67,12 @@ Planned = tuple[tuple, ...]
 
 
 class Prices:
-    """The seconds of steps on one mesh, as tables over the choices on which they depend.
+    """Tables of the seconds of steps on one mesh. A table has an axis for each choice on which its step depends.
 
     Args:
         choices: the choices of the search.
         mesh: sizes of the mesh axes, all above 1.
-        chip: the chip whose seconds are assumed.
+        chip: the chip for which seconds are predicted.
     """
 
     def __init__(self, choices: Sequence[LineChoice], mesh: Mapping[str, int], chip: Chip):
@@ -149,7 +149,7 @@ class Prices:
         return found
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of all uses as tables, one for each set of choices."""
+        """Return tables of the seconds of all uses, one table for each set of choices."""
         counted: dict[Unknown, list[int]] = {}
         for use in uses:
             both = counted.setdefault(use.what, [0, 0])
@@ -166,13 +166,15 @@ class Prices:
         return isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what))
 
     def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
-        """Return the seconds of one step over all its runs, as a table.
+        """Return a table of the seconds that all runs of one step take together.
+
+        A saving, such as the common steps of two chains, has negative seconds.
 
         Args:
             what: the step, which may stand for a chain of steps.
             times: the number of its runs.
-            once: the number of runs of the chain's first steps, if these are hoisted out of a loop in which the tensor
-                does not change; by default `times`.
+            once: the number of runs of the chain's first steps, by default `times`. It is lower if these steps are
+                hoisted out of a loop, because the loop does not change the tensor.
 
         Raises:
             PlanError: the step depends on so many choices that its table would be too large.
@@ -203,7 +205,7 @@ class Prices:
         return known[key]
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Return the time in seconds of one run of a step, as a table indexed by the choices given in `of`."""
+        """Return a table of the seconds of one run of a step, indexed by the options of the choices in `of`."""
         if isinstance(what, UnknownProduct):
             return self._product(what, of)
         nowhere = np.full((1,) * len(of), np.inf)  # No placement of its tensors is possible.
@@ -260,7 +262,7 @@ class Prices:
         return choice, self.sequences.mask[column]
 
     def shared(self, unknowns: Iterable[str], amount: float, move: UnknownMove | None = None) -> Table:
-        """Return one device's part of an amount that is sharded over unknowns, as a table.
+        """Return a table of one device's part of an amount that is sharded over unknowns.
 
         Without unknowns, this is the whole amount. With `move`, it is 0 where the placements before and after this move
         are equal.

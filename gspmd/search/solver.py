@@ -164,7 +164,10 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """Return the known answer for these options, or search for it, and keep it if it is complete."""
+        """Return the stored answer for the allowed options, or call `ask` to search for it if there is none.
+
+        An answer that was searched for is stored if it is complete.
+        """
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None

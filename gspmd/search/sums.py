@@ -61,7 +61,7 @@ class SumPrices:
 
         Args:
             arguments: the arguments with which `planned_steps` plans these steps.
-            mesh, chip: the mesh, and the chip whose seconds are assumed.
+            mesh, chip: the mesh, and the chip for which seconds are predicted.
             ends: two sequences: the placements before the sum or gradient, and those after it.
         """
         equation, sizes, _, dtypes, _, *numbers, backward = arguments

@@ -181,7 +181,10 @@ class Files:
         return self._maps[tensor.path]
 
     def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
-        """Read a region of a packed tensor like `read_into`; all rows that overlap the region are converted."""
+        """Read a region of a packed tensor as `read_into` does.
+
+        Every row that overlaps the region is unpacked as a whole, and counts as a whole in the bytes read.
+        """
 
         def read(part: StoredTensor) -> np.ndarray:
             kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")

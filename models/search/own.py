@@ -44,7 +44,7 @@ class OwnProblem(StepProblem):
     Args:
         step: the training step.
         mesh: sizes of the mesh axes.
-        chip: the chip whose seconds are assumed.
+        chip: the chip for which seconds are predicted.
         microbatches: the number of parts of the batch that run one after another. It divides the batch.
     """
 

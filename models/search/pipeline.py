@@ -72,9 +72,11 @@ class Slots:
         return self.layers + self.sent + self.first + self.last
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return an array [layers, layers, 1] of the seconds of a slot, for each first and each last layer of a stage.
+        """Return the seconds of a slot of a stage, for every first and last layer that the stage may have.
 
-        Only the first stage has the embedding, and only the last stage has the output.
+        The result is an array [layers, layers, 1], indexed by the first and the last layer of the stage. It is infinite
+        where the last layer comes before the first. Only the first stage has the embedding, and only the last stage has
+        the output.
         """
         table = np.full((layers, layers, 1), np.inf)
         for first in range(layers):
@@ -86,7 +88,7 @@ class Slots:
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
         """Return the bytes of a stage that keeps `waiting` inputs.
 
-        Embedding and output are counted on the first stage and on the last stage.
+        The bytes of embedding and output together are counted on the first stage, and again on the last stage.
         """
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layers_bytes / self.depth + ends + waiting * self.input_bytes

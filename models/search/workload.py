@@ -31,7 +31,7 @@ class Workload:
 
     Attributes:
         config: the configuration of the whole model. In serving, the model's experts drop no token.
-        chip: the chip whose seconds are assumed.
+        chip: the chip for which seconds are predicted.
         batch: number of sequences per step, over all devices; in serving, the number of rows of the cache.
         length: number of tokens per sequence.
         dtype: the compute dtype; in serving, also that of weights and cache unless they are int8.

@@ -52,7 +52,7 @@ class LocatedSpec:
 
 @dataclass
 class LocatedOperand:
-    """An operand with its position: one spec, or the specs of a group."""
+    """An operand, which is one spec or a group of specs, together with its position in the text."""
 
     specs: list[LocatedSpec]
     group: bool

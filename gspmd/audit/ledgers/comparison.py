@@ -83,7 +83,7 @@ class Comparison(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw planned and compiled bytes as pairs of bars, one pair for each kind and set of mesh axes.
+        """Draw planned and compiled bytes as pairs of bars, one pair for each kind of collective and set of axes.
 
         In each pair, the upper bar is pale and shows the planned bytes. The lower bar shows the compiled bytes.
 

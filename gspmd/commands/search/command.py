@@ -43,11 +43,13 @@ from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
-    """Run `gspmd search`; return its exit code: 1 if no layout fits, 2 for bad input, 129, 130 or 143 for an interrupt.
+    """Run `gspmd search`; return its exit code.
+
+    The code is 1 if no layout fits, 2 for bad input, and 129, 130 or 143 for an interrupt.
 
     Args:
         argv: the flags.
-        script: the name of the file in scripts/ that was started instead of `gspmd`, for the help.
+        script: if a file in scripts/ was started instead of `gspmd`, its name, for the help text.
         settings: the settings, if the flags have been parsed already.
     """
 

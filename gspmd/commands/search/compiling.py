@@ -74,7 +74,7 @@ class Listed:
 
 
 def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
-    """Yield the layouts with the compiler's reports, one after another.
+    """Compile the layouts one after another, and yield each with the compiler's report.
 
     Args:
         settings: the settings of the search.
@@ -159,7 +159,7 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 
 
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
-    """Return presets, with the seconds of `gspmd.trace` for those that the search does not consider.
+    """Return the presets; those that the search does not consider get the seconds that `gspmd.trace` predicts.
 
     Without the compiler no preset is traced. If the step refuses a preset, for example because the preset cuts blocks
     of int8 moments, the returned preset has `usable` False. Pipelines are not traced, because a trace counts the idle
@@ -179,7 +179,10 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
 
 
 def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Placed:
-    """Return a preset outside the searched space, with its traced seconds or the reason why the step refuses it."""
+    """Trace a preset that the search does not consider, and return it with its seconds.
+
+    If the step refuses the preset, it is returned with the reason instead.
+    """
     listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
     try:
         return replace(preset, traced=_traced(settings, listed, target, Path()).seconds)

@@ -55,11 +55,13 @@ class Blocks:
         limits: Limits = UNLIMITED,
         ahead: jax.Array | None = None,
     ) -> np.ndarray | jax.Array:
-        """Return the starts of n blocks, [n, 4]: row, query, key, and the first key that no earlier block has.
+        """Return the starts of n blocks, as an array [n, 4].
 
-        Keys vary fastest. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves out
-        blocks whose keys all come before the window or the chunk of every query in the block. Queries that see no key
-        still have a block.
+        A block has four numbers: the indices of its first row, of its first query, of its first key, and of its first
+        key that is not in an earlier block. Keys vary fastest.
+
+        `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves out blocks whose keys
+        all come before the window or the chunk of every query in the block. Queries that see no key still have a block.
 
         With `limits` and `ahead` (see `Terms.ahead`), the starts depend on a number that is known only when the program
         runs. Each block of queries then has as many blocks of keys as its window can touch at most (see `in_reach`).
@@ -134,9 +136,10 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
     def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
-        """Return the limits that decide which blocks are left out, and `ahead` if the starts of blocks depend on it.
+        """Return the limits that decide which blocks are skipped, and `ahead` if the starts of blocks depend on it.
 
-        The limits are `UNLIMITED` if no block is left out for a window or a chunk.
+        The limits are `UNLIMITED` if attention is not causal, or if `terms.ahead` is given and a window or a chunk
+        causes no block to be skipped. If the starts do not depend on `ahead`, None is returned in its place.
         """
         limits = terms.limits if self.causal else UNLIMITED
         # In causal attention the positions of two tokens differ by at least as much as their places in the array, also

@@ -17,7 +17,7 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """Return an option that must be a number whose value is known when the program is traced.
+    """Return the value of a numeric option, after checking that it is a number known when the program is traced.
 
     Raises:
         PlanError: the option is an array, a traced value or anything else that is not a Python number; or it is not
@@ -33,7 +33,7 @@ def number(doing: str, name: str, given: Any) -> float:
 
 
 def flag(doing: str, name: str, given: Any) -> bool:
-    """Return an option that is True or False.
+    """Return the value of a boolean option, after checking that it is True or False.
 
     Raises:
         PlanError: the option is neither True nor False.

@@ -47,7 +47,7 @@ class Corpus:
         tokenizer: a hash that identifies the tokenizer; empty if tokens are bytes.
         unit: the kind of text, "file", "record" or "pair".
         digest: the hash that `identity` returns, if it is already known.
-        objective: the objective that turns the texts into rows; None for windows of the joined texts.
+        objective: the objective that turns the texts into rows. If None, the rows are windows of the joined texts.
         starts: a pair of arrays [texts + 1], for the training part and the held-out part: the index of each text's
             first token, followed by the end of the last text. Both are None if the objective does not need these
             indices.

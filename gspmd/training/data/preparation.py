@@ -58,15 +58,17 @@ def load(
     or one file has most of the text, every file is cut near its end, and the ends are held out.
 
     Args:
-        patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
+        patterns: paths or glob patterns (`**` for folders within folders). If there are none, the source of
+            Python's standard library is read.
         fraction: fraction of the bytes to hold out. If whole files are held out, they have between half and twice this
             fraction.
-        tokenizer: an object with `backend` and `ends`, such as `gspmd_models.checkpoints.Tokenizer`; None for bytes.
+        tokenizer: an object with `backend` and `ends`, such as `gspmd_models.checkpoints.Tokenizer`. If it is None,
+            the tokens are bytes.
         field: the field that holds the text of a record.
         prompt: the field that holds the prompt of a record. The prompt's tokens come before the text, each stored as
-            its complement `~t`: they are read, but not predicted. Empty for records without a prompt.
+            its complement `~t`: they are read, but not predicted. It is empty if records have no prompt.
         source: the field that holds the source of a pair. The target is in the field named by `field`.
-        objective: the objective that turns the texts into rows; None for windows of the joined texts.
+        objective: the objective that turns the texts into rows. If None, the rows are windows of the joined texts.
         length: number of tokens that a row predicts. The target of a pair, with its end token, must not be longer.
         cache: the folder for tokens; if empty, `$GSPMD_CACHE` or ~/.cache/gspmd.
         console: the console on which progress is shown.

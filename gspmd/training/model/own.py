@@ -72,7 +72,8 @@ class Own:
         """Return every parameter by its path, as the user's class declares it.
 
         Raises:
-            ConfigError: the class returns something that is not a parameter, or no size for a dimension of a parameter.
+            ConfigError: the class returns something that is not a parameter, or a parameter has a dimension for which
+                `sizes` returns no size, or a size that depends on batch or length. The message lists all faults.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -261,7 +262,7 @@ class Own:
         """Return spec, shape and dtype of every array that the model keeps, for `batch` texts of up to `room` tokens.
 
         Raises:
-            ConfigError: the class returns something that is not a `Kept`, or no size for a dimension of an array.
+            ConfigError: the class returns something that is not a `Kept`, or an array has a dimension without a size.
             LayoutError: the layout lacks a line, or a line's dimensions are not those of its array.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
@@ -345,7 +346,10 @@ class Own:
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
-        """Return the FLOPs per token of forward and backward pass: what the class states, or 6 per parameter."""
+        """Return the FLOPs per token of forward and backward pass.
+
+        If the class has no method `flops_per_token`, they are estimated as 6 per parameter.
+        """
         told = getattr(self.model, "flops_per_token", None)
         return told(length) if told else 6.0 * self.num_parameters(layout)
 

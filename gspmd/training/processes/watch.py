@@ -187,7 +187,7 @@ class Watch(threading.Thread):
             self.join()  # This ends the process.
 
     def settle(self) -> None:
-        """Wait for a moment; if another process is lost or has failed, this process is ended meanwhile."""
+        """Wait a few seconds, during which this process ends if another process is lost or has failed."""
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:

@@ -63,7 +63,7 @@ def abstract_parameters(model: Trainable, layout: Layout, mesh: jax.sharding.Mes
 
 
 def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> Any:
-    """Return the shape and sharding of a batch, int32 [B, L+1], or of each array of a batch of several arrays."""
+    """Return the shape and sharding of a batch, int32 [B, L+1]; if it has several arrays, return those of each."""
     spec = model.batch_spec(layout)
     arrays = {name: abstract(spec, (batch, width), jnp.int32, mesh) for name, width in model.widths(length).items()}
     return arrays["tokens"] if len(arrays) == 1 else arrays
@@ -72,8 +72,8 @@ def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, ba
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     """Build an uncompiled training step, a function (state, batch, key) -> (state, metrics).
 
-    If the loss gets a parameter as `EF reduced-x` (`Trainable.for_loss`), the parameter's gradient is reduced only
-    once, by the move to its spec in [optimizer].
+    If the loss receives a parameter as `EF reduced-x` (see `Trainable.for_loss`), the loss leaves the parameter's
+    gradient as a partial sum. The gradient is reduced only once, on its way to the parameter's spec in [optimizer].
 
     Args:
         model: any model.
@@ -202,7 +202,7 @@ def evaluation_step(
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """Return AdamW with weight decay for matrices only; the dimension N of stacked layers does not count."""
+    """Return AdamW with weight decay for matrices only. A vector stacked over layers, [N, E], is not a matrix."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)
