@@ -50,6 +50,11 @@ class UnknownMove:
     reduce: str = "sum"
     searched: bool = False
 
+    @property
+    def transposes(self) -> bool:
+        """Whether the target spec has the dimensions in a different order."""
+        return self.before[0].dims != self.after.dims
+
 
 @dataclass(frozen=True)
 class UnknownProduct:

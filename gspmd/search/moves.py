@@ -79,14 +79,11 @@ class MoveCosts:
 
         Args:
             sources, targets: node numbers of placements; -1 for a placement that is impossible.
-            searched: whether the moves are planned as equations (`_middles`).
+            searched: whether the moves are planned as equations, like the gradient of a move. Of several cheapest
+                paths, an equation takes the one through the placement whose text comes first.
         """
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
-        middles = self._middles(sources, targets) if searched else None
-        for row, column, rest, path in self._paths_between(sources, targets):
-            if middles is not None:
-                middle = int(middles[row, column])
-                path = chain(self.paths.path_between(int(sources[row]), middle), self.paths.path(rest, middle))
+        for row, column, _, path in self._paths_between(sources, targets, searched):
             for arc in path:
                 if arc not in self._steps:
                     self._steps[arc] = self.paths.steps([arc], self.dims, "")
@@ -94,26 +91,36 @@ class MoveCosts:
         return table
 
     def _paths_between(
-        self, sources: np.ndarray, targets: np.ndarray
+        self, sources: np.ndarray, targets: np.ndarray, searched: bool = False
     ) -> Iterator[tuple[int, int, np.ndarray, Iterable[Arc]]]:
         """Yield, for each possible move, its row and column, the costs from all nodes to the target, and its arcs."""
         ends = targets.tolist()
         self.paths.costs("to", [end for end in ends if end >= 0])  # together, which is faster
+        middles = self._middles(sources, targets) if searched else None
         for column, end in enumerate(ends):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):
-                if rest is not None and name >= 0 and np.isfinite(rest[name].real):
+                if rest is None or name < 0 or not np.isfinite(rest[name].real):
+                    continue
+                if middles is None:
                     yield row, column, rest, self.paths.path(rest, name)
+                else:
+                    middle = int(middles[row, column])
+                    first = self.paths.path(self.paths.costs_to(middle), name)
+                    yield row, column, rest, chain(first, self.paths.path(rest, middle))
 
-    def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def hoisted(self, sources: np.ndarray, targets: np.ndarray, *, searched: bool = False) -> np.ndarray:
         """Return an array [sources, targets] of the seconds of those first steps that are hoisted out of a loop.
 
         The tensor does not change in the loop. The first step that enlarges the tensor, and all later steps, stay in
         the loop. A slice and all later steps stay too, because compilers count the device's position among the operands
         of a slice. Each pair is planned, even if it occurs several times; `at_every` removes such repetitions.
+
+        Args:
+            sources, targets, searched: as for `steps_between`.
         """
         meaning, table = self.paths.graph.meaning, np.zeros((len(sources), len(targets)))
-        for row, column, rest, path in self._paths_between(sources, targets):
+        for row, column, rest, path in self._paths_between(sources, targets, searched):
             first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, path)
             table[row, column] = sum((rest[here] - rest[there]).real for _, here, there in first) * PICOSECOND
         return table
@@ -125,6 +132,7 @@ class MoveCosts:
         others: np.ndarray,
         *,
         searched: tuple[bool, bool] = (False, False),
+        transposed: tuple[bool, bool] = (False, False),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return arrays [sources, ends, others] of the seconds of the first steps that two moves of a tensor share.
 
@@ -133,52 +141,45 @@ class MoveCosts:
 
         Args:
             sources, ends, others: node numbers of placements.
-            searched: for each of the two moves, whether it is planned as an equation (`_middles`).
+            searched: for each of the two moves, whether it is planned as an equation, as for `steps_between`.
+            transposed: for each of the two moves, whether it transposes the tensor. A move that is planned as an
+                equation transposes it at the placement on the way, and shares no step after that.
 
         Returns:
             The seconds of the common steps, and the seconds of those among them that are hoisted out of a loop in which
             the tensor does not change.
         """
-        shape = len(sources), len(ends), len(others)
-        moves = [
-            (last, self._middles(sources, last) if on_way else None) for last, on_way in zip((ends, others), searched)
-        ]
+        # Arrays [sources, ends, others]. Each move aims at a placement on the way first, if it is planned as an
+        # equation, and at its end from there on.
+        here = sources[:, None, None]
+        lasts = [ends[None, :, None], others[None, None, :]]
+        aims = [*lasts]
+        for move, targets in enumerate((ends, others)):
+            if searched[move]:
+                aims[move] = np.expand_dims(self._middles(sources, targets), 2 - move)
+                lasts[move] = aims[move] if transposed[move] else lasts[move]
         starts: dict[int, set[int]] = {}
-        for last, middles in moves:
-            for column, end in enumerate(last.tolist()):
-                between = [] if middles is None else middles[:, column].tolist()
-                starts.setdefault(end, set()).update(between or sources.tolist())
-                for start, middle in zip(sources.tolist(), between):
-                    starts.setdefault(middle, set()).add(start)
+        for aim, last in zip(aims, lasts):
+            for befores, afters in ((here, aim), (aim, last)):
+                both = np.broadcast_arrays(befores, afters)
+                for before, after in {*zip(*(each.ravel().tolist() for each in both))}:
+                    starts.setdefault(after, set()).add(before)
         places = np.array(sorted(starts))
+        column = np.full(len(self.paths.nodes), -1)
+        column[places] = np.arange(len(places))
         onward, took, leaves = self._first_steps(places, [sorted(starts[place]) for place in places.tolist()])
-
-        def aims(last: np.ndarray, middles: np.ndarray | None, axis: int) -> Callable[[np.ndarray], np.ndarray]:
-            """Return a function from placements to the columns of the placements to which the move goes from there.
-
-            A move that is planned as an equation goes to the placement on the way first, and from there to its end.
-            """
-            finally_ = np.expand_dims(np.searchsorted(places, last), axis - 1)[None]
-            if middles is None:
-                return lambda here: finally_
-            between, reached = np.expand_dims(middles, axis), np.zeros(shape, bool)
-            at_first = np.searchsorted(places, between)
-
-            def columns(here: np.ndarray) -> np.ndarray:
-                nonlocal reached
-                reached = reached | (here == between)
-                return np.where(reached, finally_, at_first)
-
-            return columns
-
-        first, second = (aims(*move, axis) for move, axis in zip(moves, (2, 1)))
+        shape = len(sources), len(ends), len(others)
         seconds, leaving = np.zeros(shape), np.zeros(shape)
-        here, same = np.broadcast_to(sources[:, None, None], shape), np.ones(shape, bool)
+        same = np.ones(shape, bool)
         outside = same
         while same.any():
-            at = first(here)
+            aims = [
+                np.where(here == aim, last, aim) if is_searched else aim
+                for aim, last, is_searched in zip(aims, lasts, searched)
+            ]
+            at = column[aims[0]]
             there = onward[here, at]
-            same = same & (there >= 0) & (there == onward[here, second(here)])
+            same = same & (there >= 0) & (there == onward[here, column[aims[1]]])
             outside = outside & same & leaves[here, at]
             seconds += np.where(same, took[here, at], 0.0)
             leaving += np.where(outside, took[here, at], 0.0)
@@ -198,7 +199,7 @@ class MoveCosts:
         several such paths, an equation takes the one through the placement whose text comes first
         (`gspmd.planner.graph.search`).
         """
-        rests = np.array(list(self.paths.costs("to", np.maximum(targets, 0).tolist())))
+        rests = np.array(self.paths.costs("to", np.maximum(targets, 0).tolist()))
         found = np.zeros((len(sources), len(targets)), int)
         for row, costs in enumerate(self.paths.costs("from", np.maximum(sources, 0).tolist())):
             total = costs + rests

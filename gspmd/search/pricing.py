@@ -239,7 +239,8 @@ class Prices:
         if ends is None or not _are_equal(ends[1]):
             return nothing
         tensor, parts, home = ends
-        return at_every(tensor.hoisted, parts[0], home)
+        searched = isinstance(what, UnknownMove) and what.searched
+        return at_every(lambda *places: tensor.hoisted(*places, searched=searched), parts[0], home)
 
     def _is_too_large(self, of: tuple[int, ...]) -> bool:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
@@ -529,8 +530,13 @@ class Prices:
             return (np.zeros(1), np.zeros(1)), (np.zeros((1,) * len(of), int),), np.zeros((1,) * len(of), bool)
         # An impossible placement has infinite seconds elsewhere.
         places, at = different(*(np.maximum(each, 0) for each in (before, after, end)))
-        one, other = (isinstance(each, UnknownMove) and each.searched for each in (what.chain, what.others[0]))
-        return tensor.shared(*places, searched=(one, other)), at, np.maximum(before, 0) == np.maximum(same, 0)
+        one, other = (each if isinstance(each, UnknownMove) else None for each in (what.chain, what.others[0]))
+        shared = tensor.shared(
+            *places,
+            searched=(bool(one and one.searched), bool(other and other.searched)),
+            transposed=(bool(one and one.transposes), bool(other and other.transposes)),
+        )
+        return shared, at, np.maximum(before, 0) == np.maximum(same, 0)
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
         """Return the seconds of a chain's last step where it is a reduction that a compiler may remove; 0 elsewhere."""

@@ -1,0 +1,103 @@
+"""Tables of moves between all placements, against the planner's plans of single moves and their gradients."""
+
+from itertools import islice, product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.chips import CHIPS
+from gspmd.planner.steps import Environment
+from gspmd.search.moves import HOISTED, MoveCosts
+
+CHIP, SIZES = CHIPS["tpu-v5p"], {"B": 32, "E": 64}
+
+
+def costs(mesh):
+    environment = Environment.of(tuple(SIZES.items()), tuple(mesh.items()), CHIP)
+    return MoveCosts(environment, tuple(SIZES), 2)
+
+
+def whole(found):
+    """The nodes of all placements that are no partial sums, and their specs."""
+    specs = (found.paths.spec(("B", "E"), number) for number in range(len(found.paths.nodes)))
+    return zip(*((number, spec) for number, spec in enumerate(specs) if not spec.partial))
+
+
+def described(steps):
+    return [(step.kind, step.axes, str(step.before), str(step.after)) for step in steps]
+
+
+@pytest.mark.parametrize(("mesh", "every"), [({"x": 2, "y": 4}, 1), ({"x": 2, "y": 2, "z": 2}, 37)])
+def test_a_searched_move_has_the_steps_of_a_gradient(mesh, every):
+    """A move A -> B is the gradient of B -> A."""
+    found = costs(mesh)
+    nodes, specs = whole(found)
+    there = found.steps_between(np.array(nodes), np.array(nodes), searched=True)
+    pairs = islice(product(range(len(nodes)), repeat=2), 0, None, every)
+    for source, target in pairs:
+        plan = gspmd.plan(f"{specs[target]} -> {specs[source]}", SIZES, mesh, chip="tpu-v5p", dtype="bfloat16")
+        assert described(there[source][target]) == described(
+            step for step in plan.backward.steps if step.kind != "einsum"
+        )
+
+
+def in_common(one, other):
+    seconds, leaving, leaves = 0.0, 0.0, True
+    for step, same in zip(one, other):
+        if step != same:
+            break
+        leaves = leaves and step.kind in HOISTED
+        seconds += step.seconds
+        leaving += step.seconds * leaves
+    return seconds, leaving
+
+
+@pytest.mark.parametrize("searched", [(False, False), (True, False), (False, True), (True, True)])
+def test_shared_steps_are_the_common_beginning_of_two_chains(searched):
+    found = costs({"x": 2, "y": 2, "z": 2})
+    nodes = np.array([node for node, spec in zip(*whole(found))])
+    sources, ends, others = nodes[::7], nodes[3::11], nodes[1::9]
+    seconds, leaving = found.shared(sources, ends, others, searched=searched)
+    chains = [
+        found.steps_between(sources, targets, searched=on_way) for targets, on_way in zip((ends, others), searched)
+    ]
+    for source, end, other in product(*map(range, seconds.shape)):
+        wanted = in_common(chains[0][source][end], chains[1][source][other])
+        assert (seconds[source, end, other], leaving[source, end, other]) == pytest.approx(wanted, abs=1e-11)
+    assert (seconds > 0).any()
+
+
+def test_a_transposed_gradient_shares_no_step_after_its_transposition():
+    found = costs({"x": 2, "y": 2, "z": 2})
+    nodes = np.array([node for node, spec in zip(*whole(found))])
+    sources, ends = nodes[::5], nodes[2::5]
+    seconds, _ = found.shared(sources, ends, ends, searched=(True, True), transposed=(True, False))
+    middles = found._middles(sources, ends)
+    for (row, start), (column, _) in product(enumerate(sources), enumerate(ends)):
+        assert seconds[row, column, column] == pytest.approx(
+            found.between(np.array([start]), np.array([middles[row, column]])).item(), abs=1e-11
+        )
+
+
+def test_a_move_that_widens_its_tensor_is_priced_as_it_is_planned():
+    """Its gradient sends the cotangent in both widths."""
+
+    def build(layout, mesh):
+        there = layout.spec("ffn.hidden")
+        here = Spec(there.dims, layout.spec("ffn.residual").axes)
+        x = jax.ShapeDtypeStruct((16, 4, 64), "bfloat16", sharding=jax.NamedSharding(mesh, here.partition_spec()))
+
+        def loss(x):
+            moved = gspmd.einsum(f"{here} -> {there}", x, preferred_element_type=jnp.float32)
+            return jnp.sum(moved**2)
+
+        return jax.grad(loss), x
+
+    fixed = {"ffn.residual": "B_xLE_y", "ffn.hidden": "BL_yF_x"}
+    found = gspmd.search(build, "replicated", {"x": 4, "y": 2}, chip="tpu-v5p", fixed=fixed)
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+    assert found.complete
