@@ -260,23 +260,17 @@ def _output(backward: bool, number: int) -> str:
 
 
 def _is_move(call: Call) -> bool:
-    """Return whether a call only moves a tensor, so that one `UnknownMove` says all that it does.
-
-    It does not if the result is wider or narrower than the operand, since the gradient then is sent in both widths, or
-    if a via says where the tensor goes first.
-    """
-    equation, plan = call.equation, call.plan
-    same_width = plan.inputs[0].itemsize == plan.outputs[0].itemsize
-    return equation.is_move and {*equation.outputs[0].dims} == {*call.operands[0].dims} and same_width and not call.via
+    equation = call.equation
+    return equation.is_move and {*equation.outputs[0].dims} == {*call.operands[0].dims}
 
 
 def _moved(call: Call) -> Passes:
     (before,), (after,) = call.operands, call.equation.outputs
     shape = tuple(dict(call.sizes)[dim] for dim in before.dims)
-    width = call.plan.inputs[0].itemsize
-    there = UnknownMove((before,), after, shape, width)
+    wire = call.plan.inputs[0].itemsize, call.plan.outputs[0].itemsize
+    there = UnknownMove((before,), after, shape, wire[0])
     mirrored = tuple(dict(call.sizes)[dim] for dim in after.dims)
-    back = UnknownMove((after.cotangent,), before.cotangent, mirrored, width, searched=True)
+    back = UnknownMove((after.cotangent,), before.cotangent, mirrored, wire[1], searched=True)
 
     class Forward(Executor):
         def output(self, number: int, values: Pieces) -> jax.Array:

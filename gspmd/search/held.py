@@ -31,6 +31,8 @@ _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that move no data in memory by themselves, since products read operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
 """Operations that read or write only a part of their operand."""
+_CASTS = ("convert_element_type", "reshard", "mesh_cast")
+"""Operations that change only the type of an array."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
 """Operations whose results are their operands."""
 
@@ -413,13 +415,14 @@ def _marks_in(operation: Operation) -> list[Unknown]:
 def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
     """Return the moves of an operation, each with the results of the operation that it brings to their specs.
 
-    The set is empty for the move of an operand. Results are found by following the variables of the operation's
-    program. Their sizes would not tell, because a microbatch may have as many tokens as a weight has rows.
+    A moved operand is a result, too, if it is kept for the backward pass; otherwise the set of its move is empty.
+    Results are found by following the variables of the operation's program. Their sizes would not tell, because a
+    microbatch may have as many tokens as a weight has rows.
     """
     at: dict[int, set[int]] = {}
     for inner in inner_jaxprs(operation.equation):
-        if len(inner.outvars) == len(operation.outputs):
-            _follow_results(inner, [{number} for number in range(len(inner.outvars))], at)
+        assert len(inner.outvars) == len(operation.outputs), operation.name
+        _follow_results(inner, [{number} for number in range(len(inner.outvars))], at)
     found = []
     for inner in inner_jaxprs(operation.equation):
         for each in all_equations(inner):
@@ -428,13 +431,16 @@ def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
     return found
 
 
-def _follow_results(jaxpr: Jaxpr, wanted: Sequence[Set[int]], at: dict[int, set[int]]) -> None:
+def _follow_results(jaxpr: Jaxpr, wanted: Sequence[Set[int]], at: dict[int, set[int]]) -> list[set[int]]:
     """Find the last move on the way of each result, and add the numbers of the results to `at`, by the mark's `id`.
 
     Args:
         jaxpr: the program, which is read from its end.
         wanted: for each of its outputs, the numbers of the results that this output becomes.
         at: the marks found so far.
+
+    Returns:
+        For each operand of the program, the numbers of the results that it becomes without a move.
     """
     numbers: dict[Any, set[int]] = {}
 
@@ -452,9 +458,12 @@ def _follow_results(jaxpr: Jaxpr, wanted: Sequence[Set[int]], at: dict[int, set[
         if equation.primitive.name == MARK and isinstance(equation.params["mark"].what, UnknownMove):
             at.setdefault(id(equation), set()).update(*results)
         elif len(inner) == 1 and len(inner[0].outvars) == len(results):
-            _follow_results(inner[0], results, at)
-        elif len(equation.invars) == len(results):  # A cast, a reshape, a transpose, a barrier or another mark.
+            given = _follow_results(inner[0], results, at)
+            if len(given) == len(equation.invars):
+                note(equation.invars, given)
+        elif equation.primitive.name in (*_PASSING, *_VIEWS, *_CASTS):
             note(equation.invars, results)
+    return [numbers.get(var, set()) for var in jaxpr.invars]
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:

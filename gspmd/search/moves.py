@@ -97,6 +97,8 @@ class MoveCosts:
         ends = targets.tolist()
         self.paths.costs("to", [end for end in ends if end >= 0])  # together, which is faster
         middles = self._middles(sources, targets) if searched else None
+        if middles is not None:
+            self.paths.costs("to", np.unique(middles).tolist())
         for column, end in enumerate(ends):
             rest = self.paths.costs_to(end) if end >= 0 else None
             for row, name in enumerate(sources.tolist()):

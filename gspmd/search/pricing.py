@@ -573,6 +573,8 @@ class Prices:
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
         """Return the seconds of the first steps that two chains share, by planning both chains for every placement."""
+        if any(isinstance(each, UnknownMove) and each.searched and each.transposes for each in (one, other)):
+            return 0.0  # The steps after the transposition are not shared; those before it are then priced twice.
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
             return 0.0  # The common steps are then priced twice.

@@ -142,6 +142,7 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     told, slack = planned(found, picks), found.overestimate
     wanted = traced(config, layout, mesh, microbatches)
     twice = 0.0 if remat == "full" else shared_behind_slices(found, picks)
+    # In each of the two loops, JAX moves the positions of all slices or of none.
     assert any(wanted * (1 - 1e-6) <= told + more <= wanted * (1 + 1e-6) + slack for more in (0.0, twice))
 
 
