@@ -193,7 +193,7 @@ def test_the_best_is_the_best_of_all_searched_alone(share, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # From 3% to 4% of the way, layouts in 4, 8 and 16 microbatches fit.
     ("share", "gain", "microbatches", "fitting"), [(1.0, GAIN, 1, 5), (0.035, GAIN, 4, 3), (0.5, 0.8, 1, 5)]
 )
 def test_what_is_proved_of_another_answer_is_true_of_all(share, gain, microbatches, fitting, monkeypatch):

@@ -1,6 +1,6 @@
 """Tables of moves between all placements, against the planner's plans of single moves and their gradients."""
 
-from itertools import islice, product
+from itertools import islice, product, takewhile
 
 import numpy as np
 import pytest
@@ -24,6 +24,10 @@ def whole(found):
     return zip(*((number, spec) for number, spec in enumerate(specs) if not spec.partial))
 
 
+def described(steps):
+    return [(step.kind, step.axes, str(step.before), str(step.after)) for step in steps if step.kind != "einsum"]
+
+
 def test_a_searched_move_of_a_partial_sum_has_the_steps_of_a_gradient():
     """The gradient of B -> A reduced-x is a partial sum over x."""
     mesh = {"x": 2, "y": 4}
@@ -35,11 +39,7 @@ def test_a_searched_move_of_a_partial_sum_has_the_steps_of_a_gradient():
     for (row, source), (column, target) in product(enumerate(partial), enumerate(final)):
         reduced = f"{specs[source].without_partial()} reduced-{''.join(specs[source].partial)}"
         plan = gspmd.plan(f"{specs[target]} -> {reduced}", SIZES, mesh, chip="tpu-v5p", dtype="bfloat16")
-        assert described(there[row][column]) == described(s for s in plan.backward.steps if s.kind != "einsum")
-
-
-def described(steps):
-    return [(step.kind, step.axes, str(step.before), str(step.after)) for step in steps]
+        assert described(there[row][column]) == described(plan.backward.steps)
 
 
 @pytest.mark.parametrize(("mesh", "every"), [({"x": 2, "y": 4}, 1), ({"x": 2, "y": 2, "z": 2}, 37)])
@@ -51,9 +51,7 @@ def test_a_searched_move_has_the_steps_of_a_gradient(mesh, every):
     pairs = islice(product(range(len(nodes)), repeat=2), 0, None, every)
     for source, target in pairs:
         plan = gspmd.plan(f"{specs[target]} -> {specs[source]}", SIZES, mesh, chip="tpu-v5p", dtype="bfloat16")
-        assert described(there[source][target]) == described(
-            step for step in plan.backward.steps if step.kind != "einsum"
-        )
+        assert described(there[source][target]) == described(plan.backward.steps)
 
 
 def in_common(one, other):
@@ -76,10 +74,13 @@ def test_shared_steps_are_the_common_beginning_of_two_chains(searched):
     chains = [
         found.steps_between(sources, targets, searched=on_way) for targets, on_way in zip((ends, others), searched)
     ]
+    hoisted = found.hoisted(sources, ends, searched=searched[0])
     for source, end, other in product(*map(range, seconds.shape)):
+        first = takewhile(lambda step: step.kind in HOISTED, chains[0][source][end])
+        assert hoisted[source, end] == pytest.approx(sum(step.seconds for step in first), abs=1e-11)
         wanted = in_common(chains[0][source][end], chains[1][source][other])
         assert (seconds[source, end, other], leaving[source, end, other]) == pytest.approx(wanted, abs=1e-11)
-    assert (seconds > 0).any()
+    assert (seconds > 0).any() and (hoisted > 0).any()
 
 
 def test_a_transposed_gradient_shares_no_step_after_its_transposition():
