@@ -80,7 +80,8 @@ def test_shared_steps_are_the_common_beginning_of_two_chains(searched):
         assert hoisted[source, end] == pytest.approx(sum(step.seconds for step in first), abs=1e-11)
         wanted = in_common(chains[0][source][end], chains[1][source][other])
         assert (seconds[source, end, other], leaving[source, end, other]) == pytest.approx(wanted, abs=1e-11)
-    assert (seconds > 0).any() and (hoisted > 0).any()
+    assert (seconds > 0).any()
+    assert (hoisted > 0).any()
 
 
 def test_a_transposed_gradient_shares_no_step_after_its_transposition():
