@@ -1092,7 +1092,7 @@ def test_the_shortlist_is_compiled(script, capfd, tmp_path, monkeypatch):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["train", "encode", "prefill", "decode"])
+@pytest.mark.parametrize("phase", [pytest.param("train", marks=pytest.mark.takes(12)), "encode", "prefill", "decode"])
 def test_two_stacks_with_experts_are_searched_and_compiled_for_64_chips(script, tmp_path, monkeypatch, phase):
     monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
     monkeypatch.setattr(script.compiling, "traced", lambda settings, presets: presets)
