@@ -81,12 +81,12 @@ def test_the_order_is_drawn_by_the_seed_and_keeps_the_cases_of_a_test_together(m
 def test_a_test_that_begins_too_late_is_skipped(monkeypatch):
     pytest_runtest_setup(cases("a.py::one", 1)[0])
     monkeypatch.setattr(volume, "MINUTES", 0)
-    with pytest.raises(pytest.skip.Exception, match="the 0 minutes of this run are over$"):
+    with pytest.raises(pytest.skip.Exception, match=r"the 0 minutes of this run are over$"):
         pytest_runtest_setup(cases("a.py::one", 1)[0])
 
 
 def test_a_test_that_would_end_too_late_is_skipped(monkeypatch):
-    test = cases("a.py::one", 1, pytest.mark.takes(1e5).mark)[0]
+    test = cases("a.py::one", 1, pytest.mark.takes(1e5))[0]
     pytest_runtest_setup(test)
     monkeypatch.setattr(volume, "MINUTES", 1e5)
     with pytest.raises(pytest.skip.Exception, match="are over, and the test takes 100000"):

@@ -10,8 +10,8 @@ The slow suite runs all cases, unless the environment says otherwise:
   ten cases of every slow test that has at least `LONG`, and two in five of the tests that have fewer.
 - `DRAWS_SEED` chooses which cases these are, and what the random ones contain. `.ci/run` gives the commit, so that in
   time all of them run.
-- `MINUTES=10` runs tests in an order drawn by the seed, and skips those that have not begun after so many minutes. A test
-  that takes minutes itself is marked `takes(minutes)`, and begins only if as many are left.
+- `MINUTES=10` runs tests in an order drawn by the seed, and skips those that have not begun after so many minutes. A
+  test that takes minutes itself is marked `takes(minutes)`, and begins only if as many are left.
 """
 
 import os
