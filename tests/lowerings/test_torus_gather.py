@@ -30,6 +30,7 @@ MESHES = [
 CASES = [((96, 128), 1), ((16, 128), 1), ((100, 128), 1), ((96, 9), 1), ((7, 768), 0), ((3, 5), 1), ((2, 96, 128), 0)]
 
 
+@pytest.mark.turns(9)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("sizes", "axes"), MESHES, ids=str)
 def test_the_numbers_of_one_gather(make_mesh, sizes, axes, dtype):

@@ -40,6 +40,7 @@ def test_the_weights_of_each_of_any_number_of_layers_are_by_themselves(config):
     assert [*map(len, apart.weight_stacks())] == [1] * 4
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh, monkeypatch):
     model, mesh = made(*SHAPES[name], config, make_mesh)

@@ -113,6 +113,7 @@ def widened(x):
     return whole.astype(np.float32), scale[..., None]
 
 
+@pytest.mark.turns(9)
 @pytest.mark.parametrize("lowering", ["blocking", "xla", "blocking on a TPU"])
 @pytest.mark.parametrize("reach", ["window", "chunk"])
 @pytest.mark.parametrize(("slots", "chunks"), [(6, (4, 1, 1, 1, 1, 5, 1, 1)), (4, (13, 1, 1, 2)), (16, (3, 1, 1, 1))])

@@ -83,6 +83,7 @@ def test_large_gathers_use_the_links_of_all_their_axes(name, equation, most):
 LARGE = [pytest.param(f"tpu-v5e:{shape}", marks=pytest.mark.slow) for shape in ("4x8", "8x16", "16x16")]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
 @pytest.mark.parametrize("name", ["tpu-v5e:2x4", "tpu-v6e:4x4", "tpu-v5e:8x8", *LARGE])
 def test_over_a_whole_slice_neither_one_collective_nor_two_are_faster(name, kind):
