@@ -11,6 +11,7 @@ import pytest
 import gspmd
 from gspmd.commands import compile as command
 from gspmd.hardware.chips import CHIPS
+from gspmd.ops import write_cache
 from gspmd.search.lines import Lines
 from gspmd.search.program import read
 from gspmd_models.search.phases import problem_of
@@ -124,3 +125,36 @@ def test_memory_is_linear_where_a_result_that_is_added_later_is_as_large_as_an_o
         others = read(build, lines).held(1).others
         found.append(sum(count * array.size for array, count in others.items()))
     assert found[1] == (found[0] + found[2]) / 2
+
+
+CACHED = """
+[mesh]
+axes = ["x"]
+[served]
+held = "BTKD"
+new = "BLKD"
+"""
+
+
+@pytest.mark.parametrize("held", ["BTKD", "BKTD"])
+def test_new_keys_are_read_whole_and_a_cache_is_not_even_if_they_are_as_large(held, tmp_path):
+    """A cache that is filled at once has the shape of the keys that are written into it."""
+
+    def build(layout, mesh, length):
+        spec, sizes = layout.section("served").spec, {"B": 4, "L": 32, "K": 32, "D": 8, "T": length}
+
+        def array(name):
+            parsed = gspmd.Spec.parse(spec(name))
+            sharding = jax.sharding.NamedSharding(mesh, jax.P(None, *parsed.partition_spec()))
+            return jax.ShapeDtypeStruct((2, *(sizes[dim] for dim in parsed.dims)), "bfloat16", sharding=sharding)
+
+        rows = jax.ShapeDtypeStruct((4,), "int32", sharding=jax.sharding.NamedSharding(mesh, jax.P(None)))
+        write = partial(write_cache, cache_spec=str(spec("held")), key_spec=str(spec("new")))
+        return lambda cache, new, lengths: write(cache, new, lengths=lengths), array("held"), array("new"), rows
+
+    path = tmp_path / "cached.toml"
+    path.write_text(CACHED.replace("BTKD", held))
+    for length in (24, 32, 40):
+        program = read(partial(build, length=length), Lines.of(gspmd.Layout.load(path), {}))
+        passed = sorted(array.size for array, times in program.work.passed.items() for _ in range(times))
+        assert passed == [4 * 4, 2 * (2 * 4 * 32 * 32 * 8)]  # the lengths, and the new keys
