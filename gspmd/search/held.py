@@ -519,6 +519,7 @@ def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
         if isinstance(_marked_by(equation), UnknownMove):  # the last move on the way to these results
             at.setdefault(id(equation), set()).update(*results)
             return []
+        # On the one device of the trace, a partial sum gets its type behind its move (`gspmd.lowerings.program`).
         return _passed_on(equation, results, labeled, (*_PASSING, *_RETYPED))
 
     _labels(operation, labeled)
@@ -599,7 +600,7 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
     - A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
       computed where it is added.
     - An operand that a group keeps for its gradient, as after a recomputed forward pass, is moved where the gradient
-      reads it. Programs of ZeRO-3 that were compiled hold less between the two than all gathered weights of a group.
+      reads it. Compiled programs hold less in between than all of these operands: docs/accuracy.md has figures.
 
     Until then, the operands from which such a value is computed are in memory, but no others of the same operation.
     Therefore this function changes `last`, which maps each value to the number of the last operation that reads it.
@@ -628,7 +629,7 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
     later: dict[HeldValue, int] = {}
     for number, each in enumerate(straight.operations):
         if program_of(each.equation) is None or len(each.outputs) == 1:
-            continue
+            continue  # A product that keeps nothing and has no second gradient is computed where it stands.
         sources, products = _sources(each)
         for value, operands in sources.items() if products else ():
             values, end = followed(value, value not in products)

@@ -116,7 +116,7 @@ def added_later(layout, mesh, forward, B, E, F, H=4096):
 def test_memory_is_linear_where_a_result_that_is_added_later_is_as_large_as_an_operand(
     forward, varied, sizes, tmp_path
 ):
-    """The operands of its product are in memory until then, even if tokens are as many as rows, or a weight is square."""
+    """Its product's operands are in memory until then, if tokens are as many as rows, or a weight is square, too."""
     path = tmp_path / "later.toml"
     path.write_text(LATER)
     lines, found = Lines.of(gspmd.Layout.load(path), {}), []
