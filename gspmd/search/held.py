@@ -8,7 +8,7 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from typing import Any
@@ -21,7 +21,7 @@ from gspmd.lowerings.program import program_of
 from gspmd.lowerings.transformations.gradient import ENTERING, TOGETHER
 from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
 from gspmd.lowerings.unknown import planned_steps
-from gspmd.planner.unknown import MARK, PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownSteps, unknowns_in
+from gspmd.planner.unknown import MARK, PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownSteps
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 _LOOPS = ("scan", "while")
@@ -29,10 +29,8 @@ _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-a
 """Operations that compilers do not fuse with their neighbors."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that move no data in memory by themselves, since products read operands in any order of dimensions."""
-_PARTLY = ("gather", "dynamic_update_slice")
-"""Operations that read or write only a part of their operand."""
-_CASTS = ("convert_element_type", "reshard", "mesh_cast")
-"""Operations that change only the type of an array."""
+_RETYPED = ("reshard", "mesh_cast")
+"""Operations that change only the sharding in the type of an array, such as partial sums made on one device."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
 """Operations whose results are their operands."""
 
@@ -129,17 +127,27 @@ class Operation:
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
         """The carry of a loop, as pairs of a value before the loop and the value that replaces it after the loop."""
-        if self.name not in _LOOPS:
-            return []
-        params, operands = self.equation.params, self.equation.invars
-        if self.name == "scan":
-            first, count = scan_operands(self.equation)
-        else:
-            first, count = params["cond_nconsts"] + params["body_nconsts"], len(self.outputs)
-        given = iter(self.inputs)  # without literals
-        values = [None if isinstance(var, Literal) else next(given) for var in operands]
-        pairs = zip(values[first : first + count], self.outputs)
+        first, count = _carried(self.equation)
+        pairs = zip(self.operands[first : first + count], self.outputs)
         return [(before, after) for before, after in pairs if before is not None]
+
+    @property
+    def operands(self) -> list[HeldValue | None]:
+        """The values of all operands; None for literals, which `inputs` leaves out."""
+        given = iter(self.inputs)
+        return [None if isinstance(var, Literal) else next(given) for var in self.equation.invars]
+
+
+def _carried(equation: Any) -> tuple[int, int]:
+    """Return the number of the first operand that a loop carries, and how many it carries: 0 for all but loops.
+
+    These operands become the first results of the loop.
+    """
+    if equation.primitive.name == "scan":
+        return scan_operands(equation)
+    if equation.primitive.name == "while":
+        return equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(equation.outvars)
+    return 0, 0
 
 
 @dataclass
@@ -190,7 +198,7 @@ def _is_reshaped(equation: Any) -> bool:
     Such a result is its operand in a different shape, or on the other side of the border of a region with Auto axes.
     """
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
-    if name in ("reshard", "mesh_cast"):
+    if name in _RETYPED:
         return HeldArray.of(before) is None
     return name in ("reshape", "squeeze", "broadcast_in_dim", "dynamic_slice") and before.size == after.size
 
@@ -286,18 +294,14 @@ def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> No
 
     Products and their operands are left out, because they are priced as steps.
     """
-    inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
     marks = _marks_in(call)
     if any(_is_product(what) for what in marks):
         return
     multiplies = any(isinstance(what, UnknownSteps) and what.is_product for what in marks)
-    moved = [what.before for what in marks if multiplies and isinstance(what, UnknownMove)]
-    brought = {tuple(sorted(unknowns_in(before))) for before in moved}
     move = _move_of(call)  # Where the spec does not change, the compiled program has no such operation.
-    # A lookup reads rows of a table, and an update writes positions of a cache: only these count.
-    partly = {_type(each.invars[0]) for each in inside if each.primitive.name in _PARTLY}
+    left = _left_out(call, multiplies)
     for value in (*call.inputs, *call.outputs):
-        if _type(value) not in partly and not (value.array and value.array.unknowns in brought):
+        if value not in left:
             _count(passed, value, times, move)
     done = 0 if multiplies else _flops_in(call.equation)
     read, made = ([each.array for each in values if each.array is not None] for values in (call.inputs, call.outputs))
@@ -308,8 +312,32 @@ def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> No
         flops[HeldArray(largest[1].size, tuple(sorted(unknowns)))] += times * done
 
 
-def _type(value: Any) -> tuple:
-    return value.aval.shape, value.aval.dtype
+def _left_out(call: Operation, multiplies: bool) -> set[HeldValue]:
+    """Return the operands and results of a planned operation over which it makes no pass.
+
+    A lookup reads rows of a table, and an update writes positions of a cache: only these count. If the operation
+    multiplies, its products are priced with their operands, and so are the weights that it moves for them.
+
+    Views are not followed: tokens are sent to experts as rows gathered from a view that has the tokens of all groups,
+    and all of them are read.
+    """
+    left = -1  # the label of an operand that is left out; other labels are the numbers of results
+    updated: set[int] = set()
+
+    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
+        if equation.primitive.name == "gather":
+            return [{left}]
+        if equation.primitive.name == "dynamic_update_slice":
+            updated.update(*results)
+            return [{*results[0], left}]
+        if multiplies and isinstance(_marked_by(equation), UnknownMove):
+            return [{*results[0], left}]
+        return _passed_on(equation, results, labeled, (*_PASSING, *_RETYPED))
+
+    found = [(value, labels) for value, labels in _labels(call, labeled) if left in labels]
+    # A result whose slices are written one by one into an array made for them is written as a whole.
+    written = {number for _, labels in found for number in labels & updated if number != left}
+    return {value for value, _ in found} | {call.outputs[number] for number in written}
 
 
 def _is_product(what: Unknown) -> bool:
@@ -331,6 +359,80 @@ def _dot_flops(equation: Any) -> int:
     for dim in contracted:
         done *= equation.invars[0].aval.shape[dim]
     return done
+
+
+# -- the variables of an operation -------------------------------------------------------------------------------------
+# What an operand or a result is to an operation is found by following variables through the operation's program. Shapes
+# would not tell, because a microbatch may have as many tokens as a weight has rows, and a weight may be square.
+
+Rule = Callable[[Any, Sequence[Set[int]]], Sequence[Set[int]]]
+"""(equation, labels of its results) -> labels of its operands, as far as they have any."""
+
+
+def _labels(operation: Operation, rule: Rule) -> list[tuple[HeldValue, set[int]]]:
+    """Label the results of an operation by their numbers, and return its operands with their labels by a rule."""
+    found: list[set[int]] = [set() for _ in operation.equation.invars]
+    for inner in inner_jaxprs(operation.equation):
+        assert len(inner.outvars) == len(operation.outputs), operation.name
+        for labels, more in zip(found, _labels_in(inner, [{number} for number in range(len(inner.outvars))], rule)):
+            labels |= more
+    return [(value, labels) for value, labels in zip(operation.operands, found) if value is not None]
+
+
+def _labels_in(jaxpr: Jaxpr, results: Sequence[Set[int]], rule: Rule) -> list[set[int]]:
+    """Return the labels of a program's operands, found from those of its results; the program is read from its end."""
+    labels: dict[Any, set[int]] = {}
+
+    def note(variables: Sequence[Any], each: Sequence[Set[int]]) -> None:
+        for var, some in zip(variables, each):
+            if not isinstance(var, Literal):
+                labels.setdefault(var, set()).update(some)
+
+    note(jaxpr.outvars, results)
+    for equation in reversed(jaxpr.eqns):
+        note(equation.invars, rule(equation, [labels.get(var, set()) for var in equation.outvars]))
+    return [labels.get(var, set()) for var in jaxpr.invars]
+
+
+def _passed_on(equation: Any, results: Sequence[Set[int]], rule: Rule, through: Sequence[str]) -> Sequence[Set[int]]:
+    """Return the labels of the operands of an equation that calls a program, or that passes labels on.
+
+    Args:
+        equation: the equation.
+        results: the labels of its results.
+        rule: the rule of the programs that the equation calls.
+        through: names of primitives whose operands have the labels of their results.
+    """
+    if equation.primitive.name in through:
+        return results
+    found: list[set[int]] = [set() for _ in equation.invars]
+    for inner, start in _called(equation):
+        for labels, more in zip(found[start:], _labels_in(inner, results, rule)):
+            labels |= more
+    first, count = _carried(equation)
+    before = [*found[first : first + count], *results[count:]]  # what an iteration gets, the previous one has made
+    again = [labels | more for labels, more in zip(results, before)]
+    return found if again == results else _passed_on(equation, again, rule, through)
+
+
+def _called(equation: Any) -> list[tuple[Jaxpr, int]]:
+    """Return the programs that compute the results of a call, each with the number of its first operand."""
+    name, params = equation.primitive.name, equation.params
+    programs = [params["body_jaxpr"].jaxpr] if name == "while" else inner_jaxprs(equation)
+    first = params["cond_nconsts"] if name == "while" else 1 if name == "cond" else 0
+    sizes = len(equation.invars) - first, len(equation.outvars)
+    return [(inner, first) for inner in programs if (len(inner.invars), len(inner.outvars)) == sizes]
+
+
+def _marked_by(equation: Any) -> Unknown | None:
+    """Return the step for which an equation is a mark, or None for all other equations."""
+    return equation.params["mark"].what if equation.primitive.name == MARK else None
+
+
+def _marks_in(operation: Operation) -> list[Unknown]:
+    """Return the marks of the planned steps of an operation."""
+    inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
+    return [what for each in inside if (what := _marked_by(each)) is not None]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -406,64 +508,27 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     return found
 
 
-def _marks_in(operation: Operation) -> list[Unknown]:
-    """Return the marks of the planned steps of an operation."""
-    inside = (each for inner in inner_jaxprs(operation.equation) for each in all_equations(inner))
-    return [each.params["mark"].what for each in inside if each.primitive.name == MARK]
-
-
 def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
     """Return the moves of an operation, each with the results of the operation that it brings to their specs.
 
     A moved operand is a result, too, if it is kept for the backward pass; otherwise the set of its move is empty.
-    Results are found by following the variables of the operation's program. Their sizes would not tell, because a
-    microbatch may have as many tokens as a weight has rows.
     """
     at: dict[int, set[int]] = {}
-    for inner in inner_jaxprs(operation.equation):
-        assert len(inner.outvars) == len(operation.outputs), operation.name
-        _follow_results(inner, [{number} for number in range(len(inner.outvars))], at)
+
+    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
+        if isinstance(_marked_by(equation), UnknownMove):  # the last move on the way to these results
+            at.setdefault(id(equation), set()).update(*results)
+            return []
+        # On the one device of the trace, a partial sum gets its type behind its move (`gspmd.lowerings.program`).
+        return _passed_on(equation, results, labeled, (*_PASSING, *_RETYPED))
+
+    _labels(operation, labeled)
     found = []
     for inner in inner_jaxprs(operation.equation):
         for each in all_equations(inner):
-            if each.primitive.name == MARK and isinstance(what := each.params["mark"].what, UnknownMove):
+            if isinstance(what := _marked_by(each), UnknownMove):
                 found.append((what, {operation.outputs[number] for number in at.get(id(each), ())}))
     return found
-
-
-def _follow_results(jaxpr: Jaxpr, wanted: Sequence[Set[int]], at: dict[int, set[int]]) -> list[set[int]]:
-    """Find the last move on the way of each result, and add the numbers of the results to `at`, by the mark's `id`.
-
-    Args:
-        jaxpr: the program, which is read from its end.
-        wanted: for each of its outputs, the numbers of the results that this output becomes.
-        at: the marks found so far.
-
-    Returns:
-        For each operand of the program, the numbers of the results that it becomes without a move.
-    """
-    numbers: dict[Any, set[int]] = {}
-
-    def note(variables: Sequence[Any], results: Sequence[Set[int]]) -> None:
-        for var, some in zip(variables, results):
-            if not isinstance(var, Literal):
-                numbers.setdefault(var, set()).update(some)
-
-    note(jaxpr.outvars, wanted)
-    for equation in reversed(jaxpr.eqns):
-        results = [numbers.get(var, set()) for var in equation.outvars]
-        if not any(results):
-            continue
-        inner = list(inner_jaxprs(equation))
-        if equation.primitive.name == MARK and isinstance(equation.params["mark"].what, UnknownMove):
-            at.setdefault(id(equation), set()).update(*results)
-        elif len(inner) == 1 and len(inner[0].outvars) == len(results):
-            given = _follow_results(inner[0], results, at)
-            if len(given) == len(equation.invars):
-                note(equation.invars, given)
-        elif equation.primitive.name in (*_PASSING, *_VIEWS, *_CASTS):
-            note(equation.invars, results)
-    return [numbers.get(var, set()) for var in jaxpr.invars]
 
 
 def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
@@ -532,17 +597,21 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue, int]:
     """Return the values that compilers compute later, each with the number of the first operation that needs it.
 
-    A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
-    computed where it is added. Until then the operands of its product are in memory. Therefore this function changes
-    `last`, which maps each value to the number of the last operation that reads the value.
+    - A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
+      computed where it is added.
+    - An operand that a group keeps for its gradient, as after a recomputed forward pass, is moved where the gradient
+      reads it. Compiled programs hold less in between than all of these operands: docs/accuracy.md has figures.
+
+    Until then, the operands from which such a value is computed are in memory, but no others of the same operation.
+    Therefore this function changes `last`, which maps each value to the number of the last operation that reads it.
     """
     readers: dict[HeldValue, set[int]] = {}
     for number, each in enumerate(straight.operations):
         for value in _memory(each.inputs):
             readers.setdefault(value, set()).add(number)
 
-    def followed(value: HeldValue) -> tuple[list[HeldValue], int]:
-        """Return a value with the values that only pass it on, and the number of the operation that adds it to others.
+    def followed(value: HeldValue, kept: bool) -> tuple[list[HeldValue], int]:
+        """Return a value with the values that only pass it on, and the number of the operation that needs it.
 
         The number is -1 if the value has other uses.
         """
@@ -550,31 +619,53 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
             return [], -1
         (number,) = readers[value.memory]
         reader = straight.operations[number]
-        if reader.name in ("add", "add_any") or _adds(reader):
+        if _adds(reader) if kept else reader.name in ("add", "add_any"):
             return [value.memory], number
         if reader.name == "convert_element_type" or _move_of(reader) is not None:
-            values, end = followed(reader.outputs[0])
+            values, end = followed(reader.outputs[0], kept)
             return [value.memory, *values], end
         return [], -1
 
     later: dict[HeldValue, int] = {}
     for number, each in enumerate(straight.operations):
-        if program_of(each.equation) is None or not any(isinstance(mark, UnknownProduct) for mark in _marks_in(each)):
-            continue
-        for value in each.outputs if len(each.outputs) > 1 else ():
-            values, end = followed(value)
+        if program_of(each.equation) is None or len(each.outputs) == 1:
+            continue  # A product that keeps nothing and has no second gradient is computed where it stands.
+        sources, products = _sources(each)
+        for value, operands in sources.items() if products else ():
+            values, end = followed(value, value not in products)
             if end > number:
                 later |= dict.fromkeys(values, end)
-                operands = [x for x in each.inputs if x.aval.shape != value.aval.shape and x.memory in last]
-                last |= {x.memory: max(last[x.memory], end) for x in operands}
+                last |= {x: max(last[x], end) for x in _memory(operands) if x in last}
                 last |= dict.fromkeys(values, end)
     return later
 
 
 def _adds(operation: Operation) -> bool:
-    """Return whether a planned operation adds up several parts of a gradient."""
+    """Return whether a planned operation adds up several products, as the gradient of a group does."""
     marks = _marks_in(operation) if program_of(operation.equation) is not None else []
     return any(isinstance(mark, UnknownMove) and len(mark.before) > 1 for mark in marks)
+
+
+def _sources(operation: Operation) -> tuple[dict[HeldValue, list[HeldValue]], set[HeldValue]]:
+    """Return the operands from which each result of an operation is computed, and the results that products make.
+
+    Operands that are kept for the backward pass are results, too, but no product makes them.
+    """
+    products: set[int] = set()
+
+    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
+        if isinstance(_marked_by(equation), UnknownProduct):
+            products.update(*results)
+        if equation.primitive.name in _PASSING or _called(equation):
+            return _passed_on(equation, results, labeled, _PASSING)
+        return [set().union(*results)] * len(equation.invars)
+
+    found = _labels(operation, labeled)
+    sources = {
+        result: [value for value, labels in found if number in labels]
+        for number, result in enumerate(operation.outputs)
+    }
+    return sources, {operation.outputs[number] for number in products}
 
 
 def _move_of(operation: Operation) -> UnknownMove | None:

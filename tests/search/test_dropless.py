@@ -104,6 +104,20 @@ def test_a_file_has_a_line_for_every_key_and_is_the_same_again(tmp_path):
         assert {key for key in layout.table if key.startswith("moe.")} >= wanted
 
 
+def test_a_forward_pass_of_experts_reads_their_weights_as_often_in_training_as_in_serving():
+    """Products are priced with the weights that are moved to them, so these are no passes over memory besides."""
+    each = 2 * 8 * ROWS.embed * ROWS.feed_forward  # bytes of one weight of all experts in bfloat16
+
+    def passes(question):
+        return sum(times for array, times in question.program.work.passed.items() if array.size == each)
+
+    recomputed, kept = (
+        passes(TrainingProblem(Workload(replace(ROWS, remat=remat), CHIP, 4, 64), {"x": 1}).question)
+        for remat in ("full", "none")
+    )
+    assert recomputed - kept == passes(problem_of(ROWS, "prefill").question) == 0
+
+
 def test_presets_with_experts_are_priced_and_none_is_better():
     held = candidate(SMALL, MESH)
     priced = {each.name: each.answer for each in placed_presets([held]) if each.answer}

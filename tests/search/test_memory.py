@@ -3,11 +3,17 @@
 import random
 import shlex
 from dataclasses import replace
+from functools import partial
 
+import jax
 import pytest
 
+import gspmd
 from gspmd.commands import compile as command
 from gspmd.hardware.chips import CHIPS
+from gspmd.ops import write_cache
+from gspmd.search.lines import Lines
+from gspmd.search.program import read
 from gspmd_models.search.phases import problem_of
 from gspmd_models.search.workload import Workload
 from tests.references.models import TINY
@@ -61,3 +67,94 @@ def test_memory_is_linear_in_tokens_where_they_are_as_many_as_a_weight_has_rows(
     for _ in range(6):
         picks = drawn(same, rng)
         assert same.bytes_of(picks) == (fewer.bytes_of(picks) + more.bytes_of(picks)) / 2
+
+
+LATER = """
+[mesh]
+axes = ["x"]
+[mine]
+x = "BE"
+w = "EF"
+y = "BF"
+v = "EH"
+h = "BH"
+u = "HE"
+at_via = "BE, EF"
+to_via = "BE, EH"
+back_via = "BH, HE"
+"""
+
+
+def added_later(layout, mesh, forward, B, E, F, H=4096):
+    """A product, or else the gradient of its weight, that is added to something after larger products."""
+    mine, sizes = layout.section("mine"), dict(zip("BEFH", (B, E, F, H)))
+
+    def array(name):
+        spec = gspmd.Spec.parse(mine.spec(name))
+        sharding = jax.sharding.NamedSharding(mesh, spec.partition_spec())
+        return jax.ShapeDtypeStruct([sizes[dim] for dim in spec.dims], "float32", sharding=sharding)
+
+    def large(x, v, u):
+        h = mine.einsum("x, v -> h", x, v, via="to_via")
+        return mine.einsum("h, u -> x", jax.numpy.tanh(h), u, via="back_via")
+
+    def step(x, w, y, v, u):
+        made, pull = jax.vjp(lambda *of: mine.einsum("x, w -> y", *of, via="at_via"), jax.numpy.tanh(x), w)
+        x = large(x, v, u) if forward else x
+        y = y + made
+        x_gradient, w_gradient = pull(jax.numpy.tanh(y))
+        return x + x_gradient if forward else large(x_gradient, v, u), w + w_gradient, y
+
+    return step, *map(array, ("x", "w", "y", "v", "u"))
+
+
+@pytest.mark.parametrize(
+    ("forward", "varied", "sizes"),
+    [(True, "F", {"B": 40, "E": 32, "F": 32}), (False, "B", {"B": 32, "E": 32, "F": 48}),
+     (False, "B", {"B": 32, "E": 32, "F": 32}), (False, "F", {"B": 40, "E": 32, "F": 32})],
+)  # fmt: skip
+def test_memory_is_linear_where_a_result_that_is_added_later_is_as_large_as_an_operand(
+    forward, varied, sizes, tmp_path
+):
+    """Its product's operands are in memory until then, if tokens are as many as rows, or a weight is square, too."""
+    path = tmp_path / "later.toml"
+    path.write_text(LATER)
+    lines, found = Lines.of(gspmd.Layout.load(path), {}), []
+    for change in (-2, 0, 2):
+        build = partial(added_later, forward=forward, **sizes | {varied: sizes[varied] + change})
+        others = read(build, lines).held(1).others
+        found.append(sum(count * array.size for array, count in others.items()))
+    assert found[1] == (found[0] + found[2]) / 2
+
+
+CACHED = """
+[mesh]
+axes = ["x"]
+[served]
+held = "BTKD"
+new = "BLKD"
+"""
+
+
+@pytest.mark.parametrize("held", ["BTKD", "BKTD"])
+def test_new_keys_are_read_whole_and_a_cache_is_not_even_if_they_are_as_large(held, tmp_path):
+    """A cache that is filled at once has the shape of the keys that are written into it."""
+
+    def build(layout, mesh, length):
+        spec, sizes = layout.section("served").spec, {"B": 4, "L": 32, "K": 32, "D": 8, "T": length}
+
+        def array(name):
+            parsed = gspmd.Spec.parse(spec(name))
+            sharding = jax.sharding.NamedSharding(mesh, jax.P(None, *parsed.partition_spec()))
+            return jax.ShapeDtypeStruct((2, *(sizes[dim] for dim in parsed.dims)), "bfloat16", sharding=sharding)
+
+        rows = jax.ShapeDtypeStruct((4,), "int32", sharding=jax.sharding.NamedSharding(mesh, jax.P(None)))
+        write = partial(write_cache, cache_spec=str(spec("held")), key_spec=str(spec("new")))
+        return lambda cache, new, lengths: write(cache, new, lengths=lengths), array("held"), array("new"), rows
+
+    path = tmp_path / "cached.toml"
+    path.write_text(CACHED.replace("BTKD", held))
+    for length in (24, 32, 40):
+        program = read(partial(build, length=length), Lines.of(gspmd.Layout.load(path), {}))
+        passed = sorted(array.size for array, times in program.work.passed.items() for _ in range(times))
+        assert passed == [4 * 4, 2 * (2 * 4 * 32 * 32 * 8)]  # the lengths, and the new keys
