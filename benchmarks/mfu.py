@@ -42,8 +42,8 @@ class Run:
         chips: number of chips of the slice.
         rows: sequences per chip, over all microbatches.
         length: tokens per sequence.
-        mfu: the published MFU.
-        tokens: the published tokens per second and chip.
+        mfu: the published MFU; None if only tokens are published.
+        tokens: the published tokens per second and chip; None if only the MFU is published.
         causal: whether the published count of FLOPs includes only half of attention's scores.
         options: the published options of the compiler.
     """
@@ -52,8 +52,8 @@ class Run:
     chips: int
     rows: int
     length: int
-    mfu: float
-    tokens: float
+    mfu: float | None = None
+    tokens: float | None = None
     causal: bool = False
     options: tuple[str, ...] = ()
 
@@ -78,6 +78,8 @@ BACKWARD = (
     "xla_tpu_enable_ag_backward_pipelining=true",
 )  # fmt: skip
 """Further options of MaxText's script for Llama 2 70B."""
+DENSE = "--config llama-2-70b --model.vocabulary 32000"
+"""A base for MaxText's own dense models, whose sizes are given by flags."""
 RUNS = {
     "llama-2-70b-v5p": Run(
         "--config llama-2-70b --topology tpu-v5p:4x8x8 --layout zero-3 --lowering blocking "
@@ -98,6 +100,35 @@ RUNS = {
         "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2",
         256, 12, 4096, 0.3523, 3899,
         options=("xla_tpu_scoped_vmem_limit_kib=81920", *ASYNCHRONOUS, *OVERLAPPED),
+    ),
+    "dense-16b-v5e": Run(
+        f"{DENSE} --model.embed 4096 --model.feed-forward 28672 --model.heads 64 --model.kv-heads 64 --model.layers 32 "
+        "--topology tpu-v5e:16x16 --layout zero-3 --lowering blocking",
+        256, 6, 2048, 0.611, options=(*OVERLAPPED, *ASYNCHRONOUS),
+    ),
+    "dense-32b-v5p": Run(
+        f"{DENSE} --model.embed 8192 --model.feed-forward 28672 --model.heads 64 --model.kv-heads 64 --model.layers 32 "
+        "--topology tpu-v5p:4x4x4 --layout benchmarks/fsdp-tensor.toml --mesh x=16,y=4 --lowering blocking "
+        "--model.remat dots",
+        64, 6, 2048, 0.715, options=(*BACKWARD, *OVERLAPPED, *ASYNCHRONOUS),
+    ),
+    "dense-22b-v4": Run(
+        f"{DENSE} --model.embed 6144 --model.feed-forward 24576 --model.heads 24 --model.kv-heads 24 "
+        "--model.head-size 256 --model.layers 48 --model.activation relu "
+        "--topology tpu-v4:4x4x4 --layout zero-3 --lowering blocking",
+        64, 13, 2048, 0.567, options=("xla_enable_async_all_gather=true",),
+    ),
+    "llama-3.1-8b-v6e": Run(
+        "--config llama-3.1-8b --topology tpu-v6e:2x4 --layout zero-3 --lowering blocking --moments int8",
+        8, 3, 8192, tokens=7139,
+    ),
+    "llama-3.1-70b-v6e": Run(
+        "--config llama-3.1-70b --topology tpu-v6e:4x8 --layout zero-3 --lowering blocking --moments int8 "
+        "--microbatches 2",
+        32, 2, 8192, tokens=921,
+    ),
+    "llama-3.1-70b-7x": Run(
+        "--config llama-3.1-70b --topology tpu7x:4x4x4 --layout zero-3 --lowering blocking", 64, 4, 8192, tokens=2687,
     ),
 }  # fmt: skip
 """Figures are from MaxText's docs/reference/models/tiering.md, and for 405B on v5p from tpu-recipes (68.5% = 314.5 of
@@ -146,16 +177,20 @@ def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
     yield "| step | chips | seconds | tokens/s per chip | published | | MFU | published | |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
-        run, found = RUNS[name], measured(kept, name)
+        run, found, config = RUNS[name], measured(kept, name), config_of(RUNS[name])
+        of_one = mfu(config, run.length, 1.0, found["peak"], run.causal)  # MFU at one token per second and chip
+        wanted = run.mfu / of_one if run.tokens is None else run.tokens
+        wanted_mfu = run.tokens * of_one if run.mfu is None else run.mfu
         if not found["fits"]:
             held, room = amount_of_bytes(found["bytes"]), amount_of_bytes(found["room"])
-            yield f"| {name} | {run.chips} | does not fit: {held} of {room} | | {run.tokens:,} | | | {run.mfu:.1%} | |"
+            fault = f"does not fit: {held} of {room}"
+            yield f"| {name} | {run.chips} | {fault} | | {wanted:,.0f} | | | {wanted_mfu:.1%} | |"
             continue
         tokens = run.rows * run.length / found["step"]
-        share = mfu(config_of(run), run.length, tokens, found["peak"], run.causal)
+        share = tokens * of_one
         yield (
-            f"| {name} | {run.chips} | {found['step']:.2f} | **{tokens:,.0f}** | {run.tokens:,.0f} | "
-            f"{tokens / run.tokens:.2f} | **{share:.1%}** | {run.mfu:.1%} | {share / run.mfu:.2f} |"
+            f"| {name} | {run.chips} | {found['step']:.2f} | **{tokens:,.0f}** | {wanted:,.0f} | "
+            f"{tokens / wanted:.2f} | **{share:.1%}** | {wanted_mfu:.1%} | {share / wanted_mfu:.2f} |"
         )
 
 
@@ -204,7 +239,8 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
         report = command.compiled(settings, target)
         figures = {
             "fits": report.fits, "bytes": report.bytes_per_device, "room": report.hbm_bytes,
-            "compile_seconds": report.compile_seconds, "peak": target.chip.flops("bfloat16"), "reason": report.reason,
+            "compile_seconds": report.compile_seconds, "reason": report.reason,
+            "peak": target.chip.flops("bfloat16") * target.num_devices / run.chips,  # a chip may be two devices
         }  # fmt: skip
         if not report.fits:
             return figures

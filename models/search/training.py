@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -16,7 +16,7 @@ from gspmd.search.finding import MeshProblem
 from gspmd.search.held import HeldArray
 from gspmd.search.lines import Lines
 from gspmd.search.phase import Case, PhaseProblem, ReadProgram, RelaxedProblem, read_alike
-from gspmd.search.pricing import Table
+from gspmd.search.pricing import Prices, Table
 from gspmd.search.program import Use
 from gspmd.training.model import Trainable
 from gspmd.training.step import Update, abstract_program
@@ -33,6 +33,9 @@ and hours on three."""
 
 _TOKENS = ("B", "G", "C")
 """Dimensions whose size depends on the number of microbatches."""
+
+_UNLIMITED = 2**63
+"""Bytes of memory that no tensor fills."""
 
 
 class TrainingStep:
@@ -180,7 +183,21 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
         leaving = [replace(use, times=use.once) for use in weights if use.once < use.times]
         first = [*tables(leaving), *((of, -table) for of, table in tables(replace(use, once=0) for use in leaving))]
-        return [*tables(rest), *question.beside, *first], tables(staying)
+        return [*self._tables_of_tokens(rest), *question.beside, *first], tables(staying)
+
+    def _tables_of_tokens(self, uses: Sequence[Use]) -> list[Table]:
+        """Return tables of the seconds of steps, in which no tensor of tokens is too large for a fast gather.
+
+        `gathers_round_each_axis` leaves tensors that take much of a device's memory to a slower gather. In more
+        microbatches such a tensor may be small enough, so its step may take less time in sum.
+        """
+        question, chip = self.question, self.question.chip
+        if not chip.gathers_on_one_ring:
+            return question.prices.tables(uses)
+        of_tokens = [use for use in uses if "B" in dims_in(use.what)]
+        others = [use for use in uses if "B" not in dims_in(use.what)]
+        prices = Prices(question.prices.choices, question.mesh, replace(chip, hbm_bytes=_UNLIMITED))
+        return [*prices.tables(of_tokens), *question.prices.tables(others)]
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import pytest
 
 from gspmd.hardware.chips import CHIPS
 from gspmd.moe import MoEConfig
-from gspmd.search import Answer, NothingFits, Search
+from gspmd.search import Answer, NothingFits, Problem, Search, Term
 from gspmd.search.answers import Candidate, NoneFits, Space, find, microbatches
 from gspmd.search.answers.candidate import GAIN, NEAR, TOLERANCE
 from gspmd.search.answers.finding import BestFirstSearch
@@ -31,6 +31,7 @@ DENSE = replace(TINY, heads=4, kv_heads=2)
 ROUTED = replace(DENSE, layers=4, kv_heads=4, activation="relu", moe=MoEConfig(experts=4, every=2, router="gshard"))
 SHARED = replace(ROUTED, tied=False, activation="swiglu", moe=replace(ROUTED.moe, shared=2))
 ROWS = replace(ROUTED, moe=replace(ROUTED.moe, dispatch="dropless"))
+WIDE = replace(DENSE, embed=4096, feed_forward=16384, head_size=128, heads=32, kv_heads=8)
 LENGTH = 32
 
 
@@ -78,6 +79,43 @@ def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(c
                 assert former.problem().cost(there) <= seconds * (1 + 1e-9)
                 assert former.problem().bytes_of(there) >= held * (1 - 1e-9)
         former = phase
+
+
+@pytest.mark.parametrize(
+    ("config", "remat", "mesh", "chip"),
+    [
+        (DENSE, "dots", {"x": 2, "y": 2}, "tpu-v5p"),
+        pytest.param(WIDE, "none", {"x": 4, "y": 4, "z": 4}, "tpu-v5p", marks=pytest.mark.slow),
+        pytest.param(WIDE, "full", {"x": 4, "y": 4, "z": 4}, "tpu-v4", marks=pytest.mark.slow),
+        pytest.param(WIDE, "selective", {"x": 4, "y": 16}, "tpu-v5e", marks=pytest.mark.slow),
+        pytest.param(WIDE, "dots-except-hidden", {"x": 8, "y": 8}, "h100", marks=pytest.mark.slow),
+        pytest.param(ROWS, "full", {"x": 2, "y": 2}, "h100", marks=pytest.mark.slow),
+        pytest.param(SHARED, "dots", {"x": 2, "y": 2}, "tpu-v5p", marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_at_all_costs_less_than_its_bound(config, remat, mesh, chip):
+    """Of all layouts, the solver finds the one whose cost exceeds its bound by least, and this is not below 0."""
+    workload = Workload(replace(config, remat=remat), CHIPS[chip], 1024, 4096)
+    relaxed = RelaxedTraining(workload, mesh)
+    for count in (4, 16):
+        phase = problem_of(replace(workload, microbatches=count), mesh)
+        least = Search(difference(phase, relaxed, relaxed.between(count, count))).best()
+        assert least.seconds >= -1e-9 * phase.problem().cost(least.picks)
+
+
+def difference(phase, relaxed, bound):
+    """The problem whose cost is the cost of a layout, less its bound."""
+    there = {option.name: option for option in relaxed.question.prices.choices}
+    same = {}
+    for option in phase.question.prices.choices:
+        numbers = {tuple(row): number for number, row in enumerate(there[option.name].rows.tolist())}
+        same[option.name] = [numbers[tuple(row)] for row in option.rows.tolist()]
+    problem = phase.problem()
+    terms = [Term(f"of the layout: {term.name}", term.of, term.seconds) for term in problem.terms]
+    for term in bound.terms:
+        seconds = np.asarray(term.seconds)[np.ix_(*(same[name] for name in term.of))]
+        terms.append(Term(f"of the bound: {term.name}", term.of, np.where(np.isinf(seconds), seconds, -seconds)))
+    return Problem(problem.choices, terms)
 
 
 @pytest.mark.slow

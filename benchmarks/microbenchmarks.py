@@ -1,0 +1,101 @@
+"""Compare predicted with published seconds of single products and gathers on TPU7x.
+
+    python benchmarks/microbenchmarks.py            # print the table, in a minute or two
+    python benchmarks/microbenchmarks.py --write    # and write it into docs/plans.md
+
+The published figures are those of accelerator-microbenchmarks, the programs with which Google measures its TPUs. A
+program is compiled here by the compiler for TPUs and its time is simulated; no TPU is needed. A planned time is that
+of `gspmd.trace`.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from page import write_between
+
+import gspmd
+from gspmd import host
+from gspmd.audit import compile_offline, topology
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+
+PAGE = Path(__file__).parents[1] / "docs" / "plans.md"
+MARKS = "<!-- microbenchmarks: python benchmarks/microbenchmarks.py -->", "<!-- end of microbenchmarks -->"
+SLICE = "tpu7x:2x2x1"
+"""Four chips of two devices each."""
+PRODUCTS = {4096: 893e12, 32768: 956e12}
+"""n of a bfloat16 product of two n × n matrices -> published FLOP/s of one device. Source: tpu-recipes,
+microbenchmarks/ironwood."""
+GATHERS = {64: 71.77e9, 256: 129.19e9, 1024: 161.90e9, 4096: 174.77e9, 16384: 178.77e9}
+"""Rows of a shard f32[rows, 8, 128] -> published bytes per second and chip. A shard is gathered over the four chips, at
+the same time by both devices of a chip, and each device receives three shards. Source: accelerator-microbenchmarks,
+Ironwood/guides/collectives/all_gather.md."""
+
+
+class Row(NamedTuple):
+    """A program with its seconds: published, in the compiled program, and by the plan."""
+
+    program: str
+    published: float
+    compiled: float
+    planned: float
+
+
+def rows() -> Iterator[Row]:
+    """Yield every published product and gather, compiled and planned."""
+    target = topology(SLICE)
+    mesh = target.mesh({"x": 4, "y": 2})
+    for size, rate in PRODUCTS.items():
+
+        def product(one: jax.Array, other: jax.Array) -> jax.Array:
+            return gspmd.einsum("MK, KN -> MN", one, other)
+
+        matrix = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(None, None)))
+        yield Row(f"product, n = {size:,}", 2 * size**3 / rate, *seconds(product, matrix, matrix))
+    for shard, rate in GATHERS.items():
+
+        def gather(whole: jax.Array) -> jax.Array:
+            return gspmd.reshard(whole, "A_xBC -> ABC")
+
+        sharding = jax.NamedSharding(mesh, jax.P("x", None, None))
+        whole = jax.ShapeDtypeStruct((4 * shard, 8, 128), "float32", sharding=sharding)
+        held = 4 * shard * 8 * 128
+        name = f"gather of 4 × {amount_of_bytes(held)}"
+        yield Row(name, 2 * 3 * held / rate, *seconds(gather, whole))
+
+
+def seconds(program, *arguments: jax.ShapeDtypeStruct) -> tuple[float, float]:
+    """Return the seconds of a program under lowering `blocking`: compiled, and by the plan."""
+    with gspmd.lowering("blocking"):
+        report = compile_offline(program, *arguments, topology=topology(SLICE))
+    assert report.timeline is not None, report.reason
+    return report.timeline.step_seconds, report.plan.seconds
+
+
+def table(found: list[Row]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| program | published | compiled | compiled / published | planned | planned / published |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for row in found:
+        times = [amount_of_seconds(each) for each in (row.published, row.compiled, row.planned)]
+        ratios = [row.compiled / row.published, row.planned / row.published]
+        yield f"| {row.program} | {times[0]} | {times[1]} | **{ratios[0]:.2f}** | {times[2]} | {ratios[1]:.2f} |"
+
+
+def main() -> None:
+    """Print the table, and write it into the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the table into docs/plans.md")
+    options = parser.parse_args()
+    host.keep_compiled(False)
+    host.start(1, "cpu")
+    text = "\n".join(table([*rows()]))
+    print(text)
+    if options.write:
+        write_between(PAGE, MARKS, text)
+
+
+if __name__ == "__main__":
+    main()
