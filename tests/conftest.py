@@ -29,8 +29,8 @@ from tests.references import schedules, volume
 # collective, is not affected. The flags are set in the environment too, for the processes that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
-# XLA reads its flags when a backend starts. A flag that it does not know ends the process: `jax 0.12` has no previous
-# emitters. A program in one part is compiled by one thread, and pytest's workers already use the cores.
+# XLA reads its flags when a backend starts. A flag that it does not know ends the process: jax 0.12 no longer has the
+# previous emitters. A program in one part is compiled by one thread; pytest's workers already use the cores.
 _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -130,11 +130,12 @@ _began = time.monotonic()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that could not end within the given minutes, which each worker counts from its start."""
-    marker = item.get_closest_marker("takes")
-    minutes = marker.args[0] if marker else 0
-    if time.monotonic() - _began + 60 * minutes > 60 * volume.MINUTES:
-        needs = f", and the test takes {minutes:g}" if minutes else ""
-        pytest.skip(f"the {volume.MINUTES:g} minutes of this run are over{needs}")
+    left = volume.MINUTES - (time.monotonic() - _began) / 60
+    if left < 0:
+        pytest.skip(f"the {volume.MINUTES:g} minutes of this run are over")
+    takes = item.get_closest_marker("takes")
+    if takes and left < takes.args[0]:
+        pytest.skip(f"the test takes {takes.args[0]:g} minutes, and {left:.1f} of {volume.MINUTES:g} are left")
 
 
 def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:

@@ -55,7 +55,7 @@ WITHOUT_JAX = (
     "gspmd.writing",
 )
 PLACES_ARRAYS = {f"gspmd.annotate{name}" for name in ("", ".annotation", ".arrays", ".gshard")}
-READS_PROGRAMS = {f"gspmd.search.{name}" for name in ("finding", "held", "pricing", "program")}
+READS_PROGRAMS = {f"gspmd.search.{name}" for name in ("finding", "held", "labels", "pricing", "program")}
 # A class imports its drawings when it is asked for one; they name the class for type checkers alone.
 DRAWINGS = {
     "gspmd.audit.simulation.figure": "gspmd.audit.simulation.timeline",

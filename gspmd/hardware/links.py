@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations as choose
-from math import gcd, isqrt, prod
+from math import ceil, gcd, isqrt, log2, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -167,6 +167,10 @@ def gathers_round_each_axis(
     )
 
 
+SMALLEST_PART = 2**16
+"""Parts of at most so many bytes are not cut further: below, no collective takes another way if it has fewer bytes."""
+
+
 def collective_seconds(
     kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
 ) -> float:
@@ -181,7 +185,8 @@ def collective_seconds(
         axes: mesh axes over which the collective runs.
         mesh: sizes of all mesh axes, in their order.
         buffer: bytes per device of the larger of input and output.
-        chip: the hardware.
+        chip: the hardware. With `prices_in_parts`, the seconds are those of the cheapest way to cut the tensor into 1,
+            2, 4, ... equal parts and to send the parts one after the other. Usually that is one part.
         whole: bytes of the whole tensor, if only a part of it is gathered (see `gathers_round_each_axis`).
 
     Example:
@@ -193,6 +198,13 @@ def collective_seconds(
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if kind in ("slice", "einsum") or not axes:
         return 0.0
+    if chip.prices_in_parts:
+        chip, cuts = replace(chip, prices_in_parts=False), max(1, ceil(log2(max(buffer, 1) / SMALLEST_PART)))
+        each = (
+            2**cut * collective_seconds(kind, axes, mesh, buffer / 2**cut, chip, whole and whole / 2**cut)
+            for cut in range(cuts + 1)
+        )
+        return min(each)
     if not chip.is_switch and chip.nodes(mesh) > 1:
         return _over_slices(kind, axes, mesh, buffer, chip)
     if kind == "all-gather" and gathers_round_each_axis(axes, mesh, buffer, chip, whole):

@@ -8,7 +8,7 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from typing import Any
@@ -18,10 +18,9 @@ from jax.extend.core import Jaxpr, Literal
 from gspmd.annotate.spec import Spec
 from gspmd.jax_internals import scan_operands
 from gspmd.lowerings.program import program_of
-from gspmd.lowerings.transformations.gradient import ENTERING, TOGETHER
-from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
 from gspmd.lowerings.unknown import planned_steps
 from gspmd.planner.unknown import MARK, PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownSteps
+from gspmd.search.labels import PASSING, RETYPED, Rule, carried, labels_of_operands, passes_on
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 _LOOPS = ("scan", "while")
@@ -29,10 +28,6 @@ _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-a
 """Operations that compilers do not fuse with their neighbors."""
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that move no data in memory by themselves, since products read operands in any order of dimensions."""
-_RETYPED = ("reshard", "mesh_cast")
-"""Operations that change only the sharding in the type of an array, such as partial sums made on one device."""
-_PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
-"""Operations whose results are their operands."""
 
 
 _MOST_UNKNOWNS = 8
@@ -127,7 +122,7 @@ class Operation:
     @property
     def carried(self) -> list[tuple[HeldValue, HeldValue]]:
         """The carry of a loop, as pairs of a value before the loop and the value that replaces it after the loop."""
-        first, count = _carried(self.equation)
+        first, count = carried(self.equation)
         pairs = zip(self.operands[first : first + count], self.outputs)
         return [(before, after) for before, after in pairs if before is not None]
 
@@ -136,18 +131,6 @@ class Operation:
         """The values of all operands; None for literals, which `inputs` leaves out."""
         given = iter(self.inputs)
         return [None if isinstance(var, Literal) else next(given) for var in self.equation.invars]
-
-
-def _carried(equation: Any) -> tuple[int, int]:
-    """Return the number of the first operand that a loop carries, and how many it carries: 0 for all but loops.
-
-    These operands become the first results of the loop.
-    """
-    if equation.primitive.name == "scan":
-        return scan_operands(equation)
-    if equation.primitive.name == "while":
-        return equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(equation.outvars)
-    return 0, 0
 
 
 @dataclass
@@ -173,7 +156,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
         return HeldValue(var.aval) if isinstance(var, Literal) else values[var]
 
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _PASSING:
+        if equation.primitive.name in PASSING:
             values |= dict(zip(equation.outvars, map(read, equation.invars)))
             continue
         inner = [] if program_of(equation) is not None else list(inner_jaxprs(equation))
@@ -198,7 +181,7 @@ def _is_reshaped(equation: Any) -> bool:
     Such a result is its operand in a different shape, or on the other side of the border of a region with Auto axes.
     """
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
-    if name in _RETYPED:
+    if name in RETYPED:
         return HeldArray.of(before) is None
     return name in ("reshape", "squeeze", "broadcast_in_dim", "dynamic_slice") and before.size == after.size
 
@@ -324,20 +307,21 @@ def _left_out(call: Operation, multiplies: bool) -> set[HeldValue]:
     left = -1  # the label of an operand that is left out; other labels are the numbers of results
     updated: set[int] = set()
 
-    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
+    def rule(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]] | None:
         if equation.primitive.name == "gather":
             return [{left}]
         if equation.primitive.name == "dynamic_update_slice":
-            updated.update(*results)
+            updated.update(results[0] - {left})
             return [{*results[0], left}]
         if multiplies and isinstance(_marked_by(equation), UnknownMove):
             return [{*results[0], left}]
-        return _passed_on(equation, results, labeled, (*_PASSING, *_RETYPED))
+        return None
 
-    found = [(value, labels) for value, labels in _labels(call, labeled) if left in labels]
-    # A result whose slices are written one by one into an array made for them is written as a whole.
-    written = {number for _, labels in found for number in labels & updated if number != left}
-    return {value for value, _ in found} | {call.outputs[number] for number in written}
+    found = [(value, labels) for value, labels in _labels(call, rule) if left in labels]
+    # A result that is an operand with some slices updated is left out, too. If slices are written one by one into an
+    # array made for them, that array is written as a whole.
+    in_place = {number for _, labels in found for number in labels & updated}
+    return {value for value, _ in found} | {call.outputs[number] for number in in_place}
 
 
 def _is_product(what: Unknown) -> bool:
@@ -361,67 +345,18 @@ def _dot_flops(equation: Any) -> int:
     return done
 
 
-# -- the variables of an operation -------------------------------------------------------------------------------------
-# What an operand or a result is to an operation is found by following variables through the operation's program. Shapes
-# would not tell, because a microbatch may have as many tokens as a weight has rows, and a weight may be square.
-
-Rule = Callable[[Any, Sequence[Set[int]]], Sequence[Set[int]]]
-"""(equation, labels of its results) -> labels of its operands, as far as they have any."""
+# -- an operation and its marks ----------------------------------------------------------------------------------------
 
 
 def _labels(operation: Operation, rule: Rule) -> list[tuple[HeldValue, set[int]]]:
     """Label the results of an operation by their numbers, and return its operands with their labels by a rule."""
     found: list[set[int]] = [set() for _ in operation.equation.invars]
+    numbers = [{number} for number in range(len(operation.outputs))]
     for inner in inner_jaxprs(operation.equation):
-        assert len(inner.outvars) == len(operation.outputs), operation.name
-        for labels, more in zip(found, _labels_in(inner, [{number} for number in range(len(inner.outvars))], rule)):
+        assert len(inner.outvars) == len(numbers), operation.name
+        for labels, more in zip(found, labels_of_operands(inner, numbers, rule), strict=True):
             labels |= more
     return [(value, labels) for value, labels in zip(operation.operands, found) if value is not None]
-
-
-def _labels_in(jaxpr: Jaxpr, results: Sequence[Set[int]], rule: Rule) -> list[set[int]]:
-    """Return the labels of a program's operands, found from those of its results; the program is read from its end."""
-    labels: dict[Any, set[int]] = {}
-
-    def note(variables: Sequence[Any], each: Sequence[Set[int]]) -> None:
-        for var, some in zip(variables, each):
-            if not isinstance(var, Literal):
-                labels.setdefault(var, set()).update(some)
-
-    note(jaxpr.outvars, results)
-    for equation in reversed(jaxpr.eqns):
-        note(equation.invars, rule(equation, [labels.get(var, set()) for var in equation.outvars]))
-    return [labels.get(var, set()) for var in jaxpr.invars]
-
-
-def _passed_on(equation: Any, results: Sequence[Set[int]], rule: Rule, through: Sequence[str]) -> Sequence[Set[int]]:
-    """Return the labels of the operands of an equation that calls a program, or that passes labels on.
-
-    Args:
-        equation: the equation.
-        results: the labels of its results.
-        rule: the rule of the programs that the equation calls.
-        through: names of primitives whose operands have the labels of their results.
-    """
-    if equation.primitive.name in through:
-        return results
-    found: list[set[int]] = [set() for _ in equation.invars]
-    for inner, start in _called(equation):
-        for labels, more in zip(found[start:], _labels_in(inner, results, rule)):
-            labels |= more
-    first, count = _carried(equation)
-    before = [*found[first : first + count], *results[count:]]  # what an iteration gets, the previous one has made
-    again = [labels | more for labels, more in zip(results, before)]
-    return found if again == results else _passed_on(equation, again, rule, through)
-
-
-def _called(equation: Any) -> list[tuple[Jaxpr, int]]:
-    """Return the programs that compute the results of a call, each with the number of its first operand."""
-    name, params = equation.primitive.name, equation.params
-    programs = [params["body_jaxpr"].jaxpr] if name == "while" else inner_jaxprs(equation)
-    first = params["cond_nconsts"] if name == "while" else 1 if name == "cond" else 0
-    sizes = len(equation.invars) - first, len(equation.outvars)
-    return [(inner, first) for inner in programs if (len(inner.invars), len(inner.outvars)) == sizes]
 
 
 def _marked_by(equation: Any) -> Unknown | None:
@@ -515,14 +450,15 @@ def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
     """
     at: dict[int, set[int]] = {}
 
-    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
-        if isinstance(_marked_by(equation), UnknownMove):  # the last move on the way to these results
-            at.setdefault(id(equation), set()).update(*results)
-            return []
-        # On the one device of the trace, a partial sum gets its type behind its move (`gspmd.lowerings.program`).
-        return _passed_on(equation, results, labeled, (*_PASSING, *_RETYPED))
+    def rule(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]] | None:
+        if not isinstance(_marked_by(equation), UnknownMove):
+            # On the one device of the trace, a partial sum gets its type behind its move (`gspmd.lowerings.program`),
+            # so labels also pass through the operations that do this.
+            return None
+        at.setdefault(id(equation), set()).update(*results)  # This is the last move on the way to these results.
+        return []
 
-    _labels(operation, labeled)
+    _labels(operation, rule)
     found = []
     for inner in inner_jaxprs(operation.equation):
         for each in all_equations(inner):
@@ -600,7 +536,7 @@ def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue
     - A gradient that is only added to other gradients, such as those of earlier microbatches or of a tied table, is
       computed where it is added.
     - An operand that a group keeps for its gradient, as after a recomputed forward pass, is moved where the gradient
-      reads it. Compiled programs hold less in between than all of these operands: docs/accuracy.md has figures.
+      reads it. Until then, compiled programs do not hold all of the moved operands: docs/accuracy.md has figures.
 
     Until then, the operands from which such a value is computed are in memory, but no others of the same operation.
     Therefore this function changes `last`, which maps each value to the number of the last operation that reads it.
@@ -653,14 +589,12 @@ def _sources(operation: Operation) -> tuple[dict[HeldValue, list[HeldValue]], se
     """
     products: set[int] = set()
 
-    def labeled(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]]:
+    def rule(equation: Any, results: Sequence[Set[int]]) -> Sequence[Set[int]] | None:
         if isinstance(_marked_by(equation), UnknownProduct):
             products.update(*results)
-        if equation.primitive.name in _PASSING or _called(equation):
-            return _passed_on(equation, results, labeled, _PASSING)
-        return [set().union(*results)] * len(equation.invars)
+        return None if passes_on(equation) else [set().union(*results)] * len(equation.invars)
 
-    found = _labels(operation, labeled)
+    found = _labels(operation, rule)
     sources = {
         result: [value for value, labels in found if number in labels]
         for number, result in enumerate(operation.outputs)

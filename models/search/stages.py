@@ -126,9 +126,9 @@ def table(
         >>> from gspmd.hardware.chips import CHIPS
         >>> from gspmd_models import ModelConfig
         >>> small = Workload(ModelConfig(layers=4), CHIPS["tpu-v5p"], batch=32, length=64)
-        >>> found = table(small, (2, 2), limit=1e9, microbatches=(8,))
+        >>> found = table(small, (2, 2), limit=1e9, microbatches=(4, 8))
         >>> [(row.stages, row.microbatches, f"{row.bubble:.0%}") for row in found.rows]
-        [(2, 8, '11%')]
+        [(2, 4, '20%'), (2, 8, '11%')]
         >>> str(found.best.lines[-1].text)
         'N_p'
     """

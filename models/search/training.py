@@ -34,9 +34,6 @@ and hours on three."""
 _TOKENS = ("B", "G", "C")
 """Dimensions whose size depends on the number of microbatches."""
 
-_UNLIMITED = 2**63
-"""Bytes of memory that no tensor fills."""
-
 
 class TrainingStep:
     """A training step, traced once for each number of microbatches and independently of the mesh.
@@ -121,8 +118,8 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
     """The relaxed problem that bounds a training step with two or more microbatches on one mesh.
 
     With M microbatches, weights move M times instead of twice. Activations take at least as long as with two
-    microbatches, and hold at least 2/M of the bytes. Gathered weights and gradients hold as many bytes as with two
-    microbatches. This gives two lower bounds:
+    microbatches if these send them in the cheapest number of parts, and hold at least 2/M of the bytes. Gathered
+    weights and gradients hold as many bytes as with two microbatches. This gives two lower bounds:
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
@@ -177,7 +174,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
         # A step that repeats with the microbatches and does not have dimension B moves or computes on a weight.
         uses = question.uses
-        weights = [use for use in uses if repeats(use) and "B" not in dims_in(use.what)]
+        weights = [use for use in uses if repeats(use) and not {*_TOKENS}.intersection(dims_in(use.what))]
         rest = [use for use in uses if use not in weights]
         # If a tensor does not change in the loop over microbatches, the first steps of its move leave the loop.
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
@@ -186,17 +183,18 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         return [*self._tables_of_tokens(rest), *question.beside, *first], tables(staying)
 
     def _tables_of_tokens(self, uses: Sequence[Use]) -> list[Table]:
-        """Return tables of the seconds of steps, in which no tensor of tokens is too large for a fast gather.
+        """Return tables of the seconds of steps, as if tensors of tokens were sent in the cheapest number of parts.
 
-        `gathers_round_each_axis` leaves tensors that take much of a device's memory to a slower gather. In more
-        microbatches such a tensor may be small enough, so its step may take less time in sum.
+        A collective of a part of the tokens may take less than its share of the seconds, because TPUs send large and
+        small tensors in different ways (`stays_whole`, `gathers_round_each_axis`). Everything else that a plan prices
+        takes at least its share.
         """
         question, chip = self.question, self.question.chip
-        if not chip.gathers_on_one_ring:
+        if not (chip.gathers_on_one_ring or chip.keeps_whole_slices):
             return question.prices.tables(uses)
-        of_tokens = [use for use in uses if "B" in dims_in(use.what)]
-        others = [use for use in uses if "B" not in dims_in(use.what)]
-        prices = Prices(question.prices.choices, question.mesh, replace(chip, hbm_bytes=_UNLIMITED))
+        of_tokens = [use for use in uses if {*_TOKENS}.intersection(dims_in(use.what))]
+        others = [use for use in uses if use not in of_tokens]
+        prices = Prices(question.prices.choices, question.mesh, replace(chip, prices_in_parts=True))
         return [*prices.tables(of_tokens), *question.prices.tables(others)]
 
 

@@ -378,6 +378,20 @@ def test_both_at_once_never_cost_more_than_one_after_the_other(row):
 
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_no_parts_of_a_tensor_take_less_than_its_price_in_parts(row):
+    """And where `RelaxedTraining` takes plain prices, a part takes at least its share of the seconds of the whole."""
+    rng, in_parts = Random(0), replace(row, prices_in_parts=True)
+    for mesh, axes, _ in draws(row, count=100):
+        for kind in KINDS:
+            buffer = 2 ** rng.uniform(10, 36)
+            least = collective_seconds(kind, axes, mesh, buffer, in_parts)
+            parts = [2**cut * collective_seconds(kind, axes, mesh, buffer / 2**cut, row) for cut in range(14)]
+            assert least <= min(parts) * (1 + 1e-9), (kind, mesh, axes, buffer)
+            if not (row.gathers_on_one_ring or row.keeps_whole_slices):
+                assert parts[0] <= min(parts) * (1 + 1e-9), (kind, mesh, axes, buffer)
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
 def test_one_more_node_never_makes_it_cheaper(row):
     inside = {"y": 4, "z": row.node_devices // 4}
     for kind, axes in product(KINDS, (("x",), ("x", "z"), ("x", "y", "z"))):

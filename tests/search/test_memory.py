@@ -137,7 +137,7 @@ new = "BLKD"
 
 
 @pytest.mark.parametrize("held", ["BTKD", "BKTD"])
-def test_new_keys_are_read_whole_and_a_cache_is_not_even_if_they_are_as_large(held, tmp_path):
+def test_new_keys_count_as_read_and_the_cache_does_not_even_if_equally_large(held, tmp_path):
     """A cache that is filled at once has the shape of the keys that are written into it."""
 
     def build(layout, mesh, length):
