@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py            # print the tables
     python benchmarks/accuracy.py --write    # and write them into the page
 
-Nothing is compiled here. docs/palm.md, docs/mfu.md and docs/gpus.md have tables that other benchmarks renew. This
+Nothing is compiled here. docs/palm.md, docs/mfu.md, docs/gpus.md and docs/plans.md have tables that other benchmarks renew. This
 script reads the figures from these tables, so that no figure is written twice by hand.
 """
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Return all rows, kind by kind."""
-    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_llama(), *_contexts()]
+    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_llama(), *_contexts(), *_tpu7x()]
 
 
 def _training() -> Iterator[Row]:
@@ -118,6 +118,15 @@ def _contexts() -> Iterator[Row]:
         yield Row(
             "memory, TPU", f"PaLM 540B, {cells['attention']}, {cells['batch']} rows", "64 v4", f"{wanted} tokens",
             f"{found} tokens", _number(found) / _number(wanted), "palm.md#the-longest-context-table-1",
+        )  # fmt: skip
+
+
+def _tpu7x() -> Iterator[Row]:
+    for cells in _table("plans.md", "<!-- microbenchmarks: python benchmarks/microbenchmarks.py -->"):
+        kind = "products, TPU7x" if cells["program"].startswith("product") else "gathers, TPU7x"
+        yield Row(
+            kind, cells["program"], "4 TPU7x", cells["published"], cells["compiled"],
+            float(cells["compiled / published"]), "plans.md#seconds",
         )  # fmt: skip
 
 

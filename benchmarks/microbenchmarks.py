@@ -1,6 +1,6 @@
 """Compare predicted with published seconds of single products and gathers on TPU7x.
 
-    python benchmarks/microbenchmarks.py            # print the table, in a minute or two
+    python benchmarks/microbenchmarks.py            # print the table, in some minutes
     python benchmarks/microbenchmarks.py --write    # and write it into docs/plans.md
 
 The published figures are those of accelerator-microbenchmarks, the programs with which Google measures its TPUs. A
@@ -9,7 +9,7 @@ of `gspmd.trace`.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ PRODUCTS = {4096: 893e12, 32768: 956e12}
 """n of a bfloat16 product of two n × n matrices -> published FLOP/s of one device. Source: tpu-recipes,
 microbenchmarks/ironwood."""
 GATHERS = {64: 71.77e9, 256: 129.19e9, 1024: 161.90e9, 4096: 174.77e9, 16384: 178.77e9}
-"""Rows of a shard f32[rows, 8, 128] -> published bytes per second and chip. A shard is gathered over the four chips, at
-the same time by both devices of a chip, and each device receives three shards. Source: accelerator-microbenchmarks,
-Ironwood/guides/collectives/all_gather.md."""
+"""Rows of a shard f32[rows, 8, 128] -> published bytes per second that a chip receives. Shards are gathered over four
+chips. Both devices of a chip do so at the same time, and each receives three shards. Source: Google's
+accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md."""
 
 
 class Row(NamedTuple):
@@ -45,28 +45,30 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """Yield every published product and gather, compiled and planned."""
-    target = topology(SLICE)
-    mesh = target.mesh({"x": 4, "y": 2})
+    mesh = topology(SLICE).mesh({"x": 4, "y": 2})  # four chips, and the two devices of each
     for size, rate in PRODUCTS.items():
-
-        def product(one: jax.Array, other: jax.Array) -> jax.Array:
-            return gspmd.einsum("MK, KN -> MN", one, other)
-
         matrix = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(None, None)))
         yield Row(f"product, n = {size:,}", 2 * size**3 / rate, *seconds(product, matrix, matrix))
-    for shard, rate in GATHERS.items():
-
-        def gather(whole: jax.Array) -> jax.Array:
-            return gspmd.reshard(whole, "A_xBC -> ABC")
-
-        sharding = jax.NamedSharding(mesh, jax.P("x", None, None))
-        whole = jax.ShapeDtypeStruct((4 * shard, 8, 128), "float32", sharding=sharding)
-        held = 4 * shard * 8 * 128
-        name = f"gather of 4 × {amount_of_bytes(held)}"
-        yield Row(name, 2 * 3 * held / rate, *seconds(gather, whole))
+    sharding = jax.NamedSharding(mesh, jax.P("x", "y", None))
+    for size, rate in GATHERS.items():
+        # Both devices of a chip have shards of their own. If they had the same shards, as the published programs have,
+        # the plan would gather a half on each device and exchange the halves within the chip.
+        whole = jax.ShapeDtypeStruct((4 * size, 2 * 8, 128), "float32", sharding=sharding)
+        held = 4 * size * 8 * 128
+        yield Row(f"gather of 4 × {amount_of_bytes(held)}", 2 * 3 * held / rate, *seconds(gather, whole))
 
 
-def seconds(program, *arguments: jax.ShapeDtypeStruct) -> tuple[float, float]:
+def product(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Multiply two matrices on every device."""
+    return gspmd.einsum("MK, KN -> MN", one, other)
+
+
+def gather(shards: jax.Array) -> jax.Array:
+    """Gather a tensor over the chips."""
+    return gspmd.reshard(shards, "A_xB_yC -> AB_yC")
+
+
+def seconds(program: Callable[..., jax.Array], *arguments: jax.ShapeDtypeStruct) -> tuple[float, float]:
     """Return the seconds of a program under lowering `blocking`: compiled, and by the plan."""
     with gspmd.lowering("blocking"):
         report = compile_offline(program, *arguments, topology=topology(SLICE))
