@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py            # print the tables
     python benchmarks/accuracy.py --write    # and write them into the page
 
-Nothing is compiled here. docs/palm.md, docs/mfu.md, docs/gpus.md and docs/plans.md have tables that other benchmarks renew. This
-script reads the figures from these tables, so that no figure is written twice by hand.
+Nothing is compiled here. docs/palm.md, docs/mfu.md, docs/gpus.md and docs/plans.md have tables that other benchmarks
+renew. This script reads the figures from these tables, so that no figure is written twice by hand.
 """
 
 import argparse

@@ -29,12 +29,14 @@ def test_no_row_of_a_page_is_left_out(accuracy):
     shown = {
         "gpus.md": re.findall(r"\| \*\*(\d\.\d\d)\*\* \|", PAGE.with_name("gpus.md").read_text()),
         "mfu.md": re.findall(
-            r"^\| (?:llama|mixtral).* \| \d\.\d\d \| \*\*", PAGE.with_name("mfu.md").read_text(), re.M
+            r"^\| (?:llama|mixtral|dense).* \| \d\.\d\d \| \*\*", PAGE.with_name("mfu.md").read_text(), re.M
         ),
     }
     measured = [row for row in found if row.page == "gpus.md#simulated-and-measured"]
     assert len(shown["gpus.md"]) == sum(row.page.startswith("gpus.md") for row in found) - len(measured)
     assert len(shown["mfu.md"]) == sum(row.page.startswith("mfu.md") for row in found)
+    of_tpu7x = PAGE.with_name("plans.md").read_text().partition("<!-- microbenchmarks: ")[2].partition("<!-- end of")[0]
+    assert len(re.findall(r"^\| (?:product|gather)", of_tpu7x, re.M)) == sum("TPU7x" in row.kind for row in found) > 0
     gpus = PAGE.with_name("gpus.md").read_text()
     tables = (
         gpus.partition(f"<!-- {kind}: ")[2].partition(f"<!-- end of {kind}")[0] for kind in ("training", "decoding")
