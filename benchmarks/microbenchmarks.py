@@ -1,11 +1,11 @@
 """Compare predicted with published seconds of single products and gathers on TPU7x.
 
-    python benchmarks/microbenchmarks.py            # print the table, in some minutes
+    python benchmarks/microbenchmarks.py            # print the table, in a few minutes
     python benchmarks/microbenchmarks.py --write    # and write it into docs/plans.md
 
-The published figures are those of accelerator-microbenchmarks, the programs with which Google measures its TPUs. A
-program is compiled here by the compiler for TPUs and its time is simulated; no TPU is needed. A planned time is that
-of `gspmd.trace`.
+Google has published the rates that its TPUs reach in these programs. Here they are compiled by the compiler for TPUs,
+without the compiler's options that are published with them, and their time is simulated; no TPU is needed. A planned
+time is that of `gspmd.trace`.
 """
 
 import argparse

@@ -57,7 +57,7 @@ class Chip(Printed):
     network_efficiency: float = 1.0  #: fraction of `network_bandwidth` that a collective reaches
     reduce_bandwidth: float = 0.0  #: bus bandwidth in bytes/s of an all-reduce computed by a node's switch, or 0
     slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of the slice, without axes of 1; empty if unknown
-    prices_in_parts: bool = False  #: whether `collective_seconds` is a lower bound for tensors cut into equal parts
+    prices_in_parts: bool = False  #: no figure; a search's bounds price collectives in their cheapest number of parts
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", FrozenDict(self.source))

@@ -16,7 +16,6 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from gspmd.annotate.spec import Spec
-from gspmd.jax_internals import scan_operands
 from gspmd.lowerings.program import program_of
 from gspmd.lowerings.unknown import planned_steps
 from gspmd.planner.unknown import MARK, PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownSteps
@@ -244,11 +243,11 @@ def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
             _passes(inner, times * trips, passed, flops)
         touched = [*each.inputs, *each.outputs] if not each.inner else []
         if each.name == "scan":  # Stacks are written, or read, slice by slice.
-            constants, carried = scan_operands(each.equation)
-            stacked = [var for var in each.equation.invars[constants + carried :] if not isinstance(var, Literal)]
+            first, count = carried(each.equation)
+            stacked = [var for var in each.equation.invars[first + count :] if not isinstance(var, Literal)]
             read = each.inputs[len(each.inputs) - len(stacked) :]
             # Parameters, and a cache, are read where they are multiplied.
-            touched = [*(value for value in read if value not in given), *each.outputs[carried:]]
+            touched = [*(value for value in read if value not in given), *each.outputs[count:]]
         for value in touched:
             _count(passed, value, times)
         if each.name == "dot_general" and each.outputs[0].array is not None:

@@ -1,7 +1,7 @@
 """Labels that follow the variables of a jaxpr, from its results back to its operands.
 
-What an operand or a result is to a planned operation is found in this way. Shapes would not tell: a microbatch may have
-as many tokens as a weight has rows, and a weight may be square.
+`gspmd.search.held` uses them to find what an operand or a result is to a planned operation. Shapes would not tell: a
+microbatch may have as many tokens as a weight has rows, and a weight may be square.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOIST
 """Operations whose results are their operands."""
 RETYPED = ("reshard", "mesh_cast")
 """Operations that change only the sharding in the type of an array, such as partial sums made on one device."""
+_THROUGH = (*PASSING, *RETYPED)
 
 Rule = Callable[[Any, Sequence[Set[int]]], Sequence[Set[int]] | None]
 """A function from an equation and the labels of its results to the labels of its first operands.
@@ -49,13 +50,13 @@ def labels_of_operands(jaxpr: Jaxpr, results: Sequence[Set[int]], rule: Rule) ->
 
 def passes_on(equation: Any) -> bool:
     """Return whether labels are followed through an equation: it calls a program, or passes its operands on."""
-    return equation.primitive.name in (*PASSING, *RETYPED) or bool(_called(equation))
+    return equation.primitive.name in _THROUGH or bool(_called(equation))
 
 
 def carried(equation: Any) -> tuple[int, int]:
     """Return the place of the first operand that a loop carries, and the number of operands that it carries.
 
-    These operands become the first results of the loop. Equations that are no loops carry none.
+    These operands become the first results of the loop. An equation that is not a loop carries none.
     """
     if equation.primitive.name == "scan":
         return scan_operands(equation)
@@ -66,7 +67,7 @@ def carried(equation: Any) -> tuple[int, int]:
 
 def _passed_on(equation: Any, results: Sequence[Set[int]], rule: Rule) -> Sequence[Set[int]]:
     """Return the labels of the operands of an equation about which nothing is special."""
-    if equation.primitive.name in (*PASSING, *RETYPED):
+    if equation.primitive.name in _THROUGH:
         return results
     first, count = carried(equation)
     while True:
@@ -85,8 +86,7 @@ def _passed_on(equation: Any, results: Sequence[Set[int]], rule: Rule) -> Sequen
 def _called(equation: Any) -> list[tuple[Jaxpr, int]]:
     """Return the programs that compute the results of a call, each with the place of its first operand.
 
-    An equation whose operands and results are not those of its program, such as a `custom_jvp_call` that JAX has cut,
-    ends all labels.
+    A program with other numbers of operands or results than its equation is left out, so labels end there.
     """
     name, params = equation.primitive.name, equation.params
     programs = [params["body_jaxpr"].jaxpr] if name == "while" else inner_jaxprs(equation)

@@ -50,7 +50,8 @@ _MESHES = 3
 """Number of meshes whose tables are kept for further programs, such as programs with a different choice of remat.
 
 The same mesh with different choices counts as a different mesh. The prices of a pipeline count as up to three meshes:
-one for the pipeline as a whole, one for the steps inside of slots, and one for the steps outside of slots.
+one for the pipeline as a whole, one for the steps inside of slots, and one for the steps outside of slots. The bound of
+a training step on a TPU counts as two, because its collectives of tokens are priced in parts.
 """
 
 LARGEST_SHARED = 400_000

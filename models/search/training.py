@@ -118,8 +118,8 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
     """The relaxed problem that bounds a training step with two or more microbatches on one mesh.
 
     With M microbatches, weights move M times instead of twice. Activations take at least as long as with two
-    microbatches if these send them in the cheapest number of parts, and hold at least 2/M of the bytes. Gathered
-    weights and gradients hold as many bytes as with two microbatches. This gives two lower bounds:
+    microbatches if every collective of the two is sent in its cheapest number of parts, and hold at least 2/M of the
+    bytes. Gathered weights and gradients hold as many bytes as with two microbatches. This gives two lower bounds:
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
@@ -172,9 +172,9 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
             none = 0 if isinstance(use.what, UnknownReduction) else use.times
             return use.times > before.get(use.what, none)
 
-        # A step that repeats with the microbatches and does not have dimension B moves or computes on a weight.
+        # A step that repeats with the microbatches and has no dimension of tokens moves or computes on a weight.
         uses = question.uses
-        weights = [use for use in uses if repeats(use) and not {*_TOKENS}.intersection(dims_in(use.what))]
+        weights = [use for use in uses if repeats(use) and not _has_tokens(use)]
         rest = [use for use in uses if use not in weights]
         # If a tensor does not change in the loop over microbatches, the first steps of its move leave the loop.
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
@@ -186,16 +186,21 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         """Return tables of the seconds of steps, as if tensors of tokens were sent in the cheapest number of parts.
 
         A collective of a part of the tokens may take less than its share of the seconds, because TPUs send large and
-        small tensors in different ways (`stays_whole`, `gathers_round_each_axis`). Everything else that a plan prices
-        takes at least its share.
+        small tensors in different ways (`stays_whole`, `gathers_round_each_axis`). All other prices are concave
+        functions of the size. One thing is not proved, only tested: that moves of one tensor do not share more first
+        steps in M microbatches than in two, because the cheapest paths may differ.
         """
         question, chip = self.question, self.question.chip
         if not (chip.gathers_on_one_ring or chip.keeps_whole_slices):
             return question.prices.tables(uses)
-        of_tokens = [use for use in uses if {*_TOKENS}.intersection(dims_in(use.what))]
-        others = [use for use in uses if use not in of_tokens]
+        of_tokens = [use for use in uses if _has_tokens(use)]
+        others = [use for use in uses if not _has_tokens(use)]
         prices = Prices(question.prices.choices, question.mesh, replace(chip, prices_in_parts=True))
         return [*prices.tables(of_tokens), *question.prices.tables(others)]
+
+
+def _has_tokens(use: Use) -> bool:
+    return not dims_in(use.what).isdisjoint(_TOKENS)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """Costs of collectives: by hand, against the scaling book, and properties that hold on every mesh of every chip."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import util
 from itertools import pairwise, product
 from math import inf, prod
@@ -375,6 +376,23 @@ def test_both_at_once_never_cost_more_than_one_after_the_other(row):
                 # A ring through all devices of a slice has more hops than the two along each axis.
                 more = row.hop_seconds * prod(mesh[axis] for axis in first + second) if row.keeps_whole_slices else 0
                 assert joint <= sum(steps) * (1 + 1e-9) + more / 2, (kind, mesh, one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "mesh", "axes", "buffer", "whole"),
+    [
+        ("tpu-v5p", "all-gather", {"x": 4, "y": 4, "z": 4}, "yz", 3e10, None),
+        ("tpu-v5p", "all-gather", {"x": 4, "y": 4, "z": 4}, "yz", 1e9, 3e10),
+        ("tpu-v4", "all-gather", {"x": 4, "y": 4, "z": 4}, "xyz", 5e9, None),
+        ("tpu-v5e", "reduce-scatter", {"x": 8, "y": 16}, "xy", 5e6, None),
+        ("tpu-v6e", "reduce-scatter", {"x": 8, "y": 16}, "xy", 1e7, None),
+    ],
+)
+def test_a_price_in_parts_is_that_of_the_cheapest_number_of_parts(name, kind, mesh, axes, buffer, whole):
+    row, seconds = chip(name), partial(collective_seconds, kind, axes, mesh)
+    parts = [2**cut * seconds(buffer / 2**cut, row, None if whole is None else whole / 2**cut) for cut in range(20)]
+    assert seconds(buffer, replace(row, prices_in_parts=True), whole) == pytest.approx(min(parts))
+    assert min(parts) < 0.9 * parts[0]
 
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)

@@ -105,7 +105,7 @@ def test_a_file_has_a_line_for_every_key_and_is_the_same_again(tmp_path):
 
 
 def test_a_forward_pass_of_experts_reads_their_weights_as_often_in_training_as_in_serving():
-    """Products are priced with the weights that are moved to them, so these moves are no passes over memory."""
+    """Products are priced with the weights that are moved to them, so moving them is no separate pass over memory."""
     each = 2 * 8 * ROWS.embed * ROWS.feed_forward  # bytes of one weight of all experts in bfloat16
 
     def passes(question):
