@@ -2,6 +2,7 @@
 
 import re
 from importlib import import_module
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def test_commands_are_the_ones_that_are_compiled(mfu):
         settings = mfu.settings_of(run)
         assert (settings.phase, settings.batch, settings.length) == ("train", run.chips * run.rows, run.length)
         target = mfu.topology(settings.topology)
-        assert target.num_devices == run.chips == mfu.command.mesh_of(settings, target).devices.size
+        assert prod(target.shape) == run.chips
+        assert target.num_devices == mfu.command.mesh_of(settings, target).devices.size
 
 
 def test_planned_bytes_follow_korthikanti(mfu):
@@ -60,7 +62,8 @@ def test_planned_bytes_follow_korthikanti(mfu):
 
 def test_the_lines_that_the_page_names_compute_what_it_says():
     root = Path(__file__).parents[3]
-    named = set(re.findall(r"`(\w+\.py):(\d+)`", (root / "docs" / "mfu.md").read_text()))
+    # Instructions that are no products may have any line, such as that of the loop over layers.
+    named = set(re.findall(r"(?<!other of )`(\w+\.py):(\d+)`", (root / "docs" / "mfu.md").read_text()))
     assert len(named) >= 6
     for file, line in named:
         text = (root / "models" / file).read_text().splitlines()[int(line) - 1]
