@@ -29,12 +29,9 @@ from tests.references import schedules, volume
 # collective, is not affected. The flags are set in the environment too, for the processes that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
-# XLA reads its flags when a backend starts. A flag that it does not know ends the process: jax 0.12 no longer has the
-# previous emitters. A program in one part is compiled by one thread; pytest's workers already use the cores.
-_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+# XLA reads its flags when a backend starts. A flag that it does not know, as this one in jax 0.12, ends the process.
 if jax.__version_info__ < (0, 11):
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
 # Python's readline, which pytest loads, tells processes started later that there are 80 columns, such as pytest's own
 # workers. So these variables are removed: output to a file keeps its width, and tests of narrow terminals set theirs.
 for _name in ("COLUMNS", "LINES"):
