@@ -98,7 +98,7 @@ def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(c
     ],
 )
 def test_no_layout_at_all_costs_less_than_its_bound(config, remat, mesh, chip):
-    """Of all layouts, the solver finds the one whose cost exceeds its bound by least, and this is not below 0."""
+    """Let the solver find the least difference of cost and bound over all layouts; it is not below 0."""
     workload = Workload(replace(config, remat=remat), called(chip), 1024, 4096)
     relaxed = RelaxedTraining(workload, mesh)
     for count in (4, 16):
