@@ -42,10 +42,15 @@ def schedule_of(
 
     Raises:
         PlanError: the schedule is impossible, as `Schedule.of` describes; or stages times rounds does not divide the
-            number of layers; or groups of tokens span several microbatches.
+            number of layers; or groups of tokens span several microbatches; or activations would be kept on the host.
     """
     if not (axes := stages_axes(layout)):
         return None
+    if config.offload:  # A stage keeps only the inputs of its chunks; all else lives for one slot.
+        raise PlanError(
+            "cannot move the activations of stages to the host: offload is set, and a schedule keeps only their "
+            "inputs.\n  Leave offload out, or train in a layout without stages."
+        )
     table = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds)
     check_splits(config, table.stages, rounds)
     if microbatches > 1 and config.moe and config.moe.groups:

@@ -286,7 +286,7 @@ def run_blocks(
             of_block = key if key is None or sparse <= 1 else jax.random.fold_in(key, place)
             # Blocks that do not repeat are recomputed one by one.
             remat = config.remat_name if in_loop and config.is_one_pattern else "none"
-            x, figures = _run_block(*nnx.split(block), x, context, of_block, train, remat)
+            x, figures = _run_block(*nnx.split(block), x, context, of_block, train, remat, config.offload)
             each += [figures] if figures else []
         if sparse <= 1:
             return x, each[0] if each else {}
@@ -300,7 +300,8 @@ def run_blocks(
         return x, _of_layers(ahead, jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
     # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at the same
     # time.
-    x, figures = jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
+    in_pass = recomputed(step, config.remat_name if repeats > 1 else "none", config.offload)
+    x, figures = jax.lax.scan(in_pass, x, (weights, keys))
     return x, _of_layers(ahead, figures, sparse)
 
 
@@ -324,20 +325,27 @@ def run_first(
     each, remat = [], config.remat_name if in_loop else "none"
     for number, (definition, weights) in enumerate(first):
         key = None if keys is None else keys[number]
-        x, figures = _run_block(definition, weights, x, context, key, train, remat)
+        x, figures = _run_block(definition, weights, x, context, key, train, remat, config.offload)
         each += [figures] if figures else []
     return x, each
 
 
 def _run_block(
-    definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
+    definition: Any,
+    weights: Any,
+    x: jax.Array,
+    context: Context,
+    key: jax.Array | None,
+    train: bool,
+    remat: Remat,
+    offload: bool,
 ) -> tuple[jax.Array, Figures]:
-    """Run one block; `remat` says which parts of the block the backward pass recomputes."""
+    """Run one block, whose backward pass recomputes and moves activations as for `recomputed`."""
 
-    def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
+    def run(x: jax.Array, weights: Any, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         return nnx.merge(definition, weights)(x, context, key=key, train=train)
 
-    return recomputed(run, remat)(weights, x, key)
+    return recomputed(run, remat, offload)(x, weights, key)
 
 
 def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figures:

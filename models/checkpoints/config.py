@@ -419,7 +419,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 #: Fields of a model that do not decide whether it can be written. (For `scale_embedding`, √E is in the tables.)
 FREE = (
-    *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
+    *("vocabulary_multiple", "remat", "offload", "lora", "scale_embedding", "int8", "stacked"),
     "context_length",
 )
 

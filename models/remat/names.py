@@ -15,6 +15,9 @@ are larger than all kept arrays together. Under the lowering "xla", `none` keeps
 attention, `selective` and `none` also keep the logarithms of the softmax denominators, and the weighted sum is not
 recomputed.
 
+With `ModelConfig.offload`, the kept arrays are in the memory of the host from the forward pass of a block until its
+backward pass. The statistics of norms are an exception: they are so small that moving them would save nothing.
+
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for selective; Chen et al. 2016 (arXiv 1604.06174) for
     full.
 """
@@ -24,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.ops._attention.local import MIXED
 from gspmd.ops.interface.planned_op import STATISTIC
@@ -41,10 +45,19 @@ OPERANDS = (
 """Names that `selective` keeps in addition: operands of products, norms and attention, if a gradient reads them."""
 
 
-def recomputed(body: Callable, remat: str) -> Callable:
+INPUT = "block.input"
+"""Name of the input of a block, which every choice keeps. It is needed only to move the input to the host: a
+rematerialized function keeps its arguments without a name."""
+
+
+def recomputed(body: Callable, remat: str, offload: bool = False) -> Callable:
     """Return a function that computes the block `body` and whose backward pass recomputes activations as `remat` says.
 
-    `remat` is one of `REMATS`.
+    Args:
+        body: a function whose first argument is the input of the block.
+        remat: one of `REMATS`.
+        offload: whether kept activations are in the memory of the host. It has no effect if `remat` is `none`, under
+            which activations have no names.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,4 +70,12 @@ def recomputed(body: Callable, remat: str) -> Callable:
         return body
     narrow = tuple(name for name in PRODUCTS if name not in WIDEST)
     kept = {"full": (), "dots-except-hidden": narrow, "dots": PRODUCTS, "selective": PRODUCTS + OPERANDS}[remat]
+    if offload:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[name for name in kept if name == STATISTIC],
+            names_which_can_be_offloaded=[INPUT, *(name for name in kept if name != STATISTIC)],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(lambda x, *others: body(checkpoint_name(x, INPUT), *others), policy=policy)
     return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept) if kept else None)

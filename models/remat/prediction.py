@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ class Recomputation:
         flops: FLOPs of products that the backward pass recomputes, beyond the FLOPs that it recomputes under `none`.
         seconds: duration of the recomputed FLOPs at the chip's peak rate.
         first_bytes: the part of `bytes` that the blocks before the repeating blocks keep (`ModelConfig.lead`).
+        host_bytes: bytes that all blocks keep in the memory of the host (`ModelConfig.offload`), not part of `bytes`.
     """
 
     remat: str
@@ -52,11 +54,19 @@ class Recomputation:
     flops: int
     seconds: float
     first_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def layer_bytes(self) -> int:
         """Bytes that each of the `layers` keeps; if blocks do not repeat, the mean over all blocks, rounded down."""
         return (self.bytes - self.first_bytes) // self.layers
+
+
+class _Kept(NamedTuple):
+    """Bytes of kept arrays, on one device and in the share of the host's memory that belongs to this device."""
+
+    device: int
+    host: int
 
 
 def predicted(
@@ -75,7 +85,8 @@ def predicted(
     before the scan keep. The programs are the layout's planned programs.
 
     Args:
-        config: the model configuration; its `remat` is ignored.
+        config: the model configuration; its `remat` is ignored. With its `offload`, kept arrays are on the host, except
+            under `none`.
         layout: a `gspmd.Layout`.
         mesh: a mesh with the layout's mesh axes. Its devices may be those of an offline topology.
         batch: number of sequences per step, over all devices.
@@ -109,10 +120,12 @@ def predicted(
         chip = context().chip
         rate = chip.flops(chip.arithmetic(jnp.dtype(dtype).name))
         for remat in REMATS:
-            of = replace(config, remat=remat)
+            of = replace(config, remat=remat, offload=config.offload and remat != "none")
             program, kept, first = _backward(of, layout, typed, batch // microbatches, length, dtype)
             flops = microbatches * _flops(program) - (rows[0].flops if rows else 0)
-            rows.append(Recomputation(remat, layers, kept, flops, flops / rate, first))
+            rows.append(
+                Recomputation(remat, layers, kept.device, flops, flops / rate, first.device, host_bytes=kept.host)
+            )
     return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
 
 
@@ -126,12 +139,12 @@ def kept_bytes(
         mesh: the mesh, with Explicit axes; no devices are needed.
 
     Returns:
-        The bytes, or None if `predicted` has no rows for this model and layout.
+        The bytes in the memory of the device, or None if `predicted` has no rows for this model and layout.
     """
     if not _is_predicted(config, layout):
         return None
     with jax.sharding.use_abstract_mesh(mesh), gspmd.lowering("blocking"):
-        return _backward(config, layout, mesh, batch, length, dtype)[1]
+        return _backward(config, layout, mesh, batch, length, dtype)[1].device
 
 
 def _repeats(config: ModelConfig) -> int:
@@ -144,7 +157,7 @@ def _is_predicted(config: ModelConfig, layout: Layout) -> bool:
 
 def _backward(
     config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, dtype: Any
-) -> tuple[Jaxpr, int, int]:
+) -> tuple[Jaxpr, _Kept, _Kept]:
     """Return the program of a gradient, the bytes that all blocks keep for it, and a part of these bytes.
 
     The part is kept by the blocks before the repeating blocks (`ModelConfig.lead`).
@@ -157,7 +170,8 @@ def _backward(
 
     program = without_dead_code(jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, key).jaxpr)
     first = _kept_first(model, batch_of, key)
-    return program, first + repeats * _kept(program, repeats), first
+    looped = _kept(program, repeats)
+    return program, _Kept(first.device + repeats * looped.device, first.host + repeats * looped.host), first
 
 
 def show_remat(
@@ -175,6 +189,7 @@ def show_remat(
         Column("remat"),
         Column("kept by a layer", "right", goes=1),
         Column("by all", "right"),
+        *([Column("on the host", "right")] if config.offload else []),
         Column("recomputed", "right"),
         Column("seconds", "right", goes=2),
     )
@@ -182,29 +197,38 @@ def show_remat(
     rows = predicted(config, layout, mesh, batch, length, dtype, microbatches)
     for row in rows:
         mark = "[bold]" if row.remat == config.remat else ""
-        cells = (row.remat, amount_of_bytes(row.layer_bytes), amount_of_bytes(row.bytes), amount_of_flops(row.flops))
-        sheet.add(*(f"{mark}{cell}" for cell in (*cells, amount_of_seconds(row.seconds))))
+        sizes = (row.layer_bytes, row.bytes, *([row.host_bytes] if config.offload else []))
+        work = amount_of_flops(row.flops), amount_of_seconds(row.seconds)
+        sheet.add(*(f"{mark}{cell}" for cell in (row.remat, *map(amount_of_bytes, sizes), *work)))
     if rows:
         console.print(sheet)
 
 
-def _kept(program: Jaxpr, repeats: int) -> int:
-    """Return the bytes that each layer adds on one device to the stacked outputs of the forward scan."""
+def _kept(program: Jaxpr, repeats: int) -> _Kept:
+    """Return the bytes that each layer adds for one device to the stacked outputs of the forward scan."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
-    stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
-    return sum(math.prod(aval.sharding.shard_shape(aval.shape)[1:]) * aval.dtype.itemsize for aval in stacks)
+    return _in_memories([(var.aval, 1) for var in scan.outvars[scan_operands(scan)[1] :]])
 
 
-def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
-    """Return the bytes kept on one device by the blocks that come before the repeating blocks.
+def _in_memories(arrays: Sequence[tuple[Any, int]]) -> _Kept:
+    """Return the bytes of the shards of arrays in each memory; the given number of leading dimensions is left out."""
+    sizes: Counter[Any] = Counter()
+    for aval, skipped in arrays:
+        shard = aval.sharding.shard_shape(aval.shape)[skipped:]
+        sizes[aval.memory_space] += math.prod(shard) * aval.dtype.itemsize
+    return _Kept(sizes[jax.memory.Space.Device], sizes[jax.memory.Space.Host])
+
+
+def _kept_first(model: Transformer, batch: Any, key: Any) -> _Kept:
+    """Return the bytes kept for one device by the blocks that come before the repeating blocks.
 
     Weights and constants are not counted.
     """
     config, layout = model.config, model.layout
     definitions: list[Any] = []  # the blocks' definitions, set while `inputs` is traced
     if not config.lead or not config.stacked:
-        return 0
+        return _Kept(0, 0)
 
     def inputs(params, tokens):
         placed = with_arrays(model, params)
@@ -232,8 +256,7 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
         if not varying.isdisjoint(var for var in equation.invars if isinstance(var, Var)):
             varying |= {*equation.outvars}
     kept = {var for var in program.outvars if isinstance(var, Var)} & varying - {*program.invars[:weights]}
-    avals: list[Any] = [var.aval for var in kept]
-    return sum(math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in avals)
+    return _in_memories([(var.aval, 0) for var in kept])
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:

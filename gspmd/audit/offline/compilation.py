@@ -131,6 +131,8 @@ def compile_offline(
         of_module(module, sizes, target.chip),
         timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
         module, text, tuple(buffers), seconds, reason, stats.peak_memory_in_bytes,
+        stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
     )  # fmt: skip
 
 

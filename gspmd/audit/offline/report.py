@@ -46,6 +46,8 @@ class Report(Printed):
             the compiler's message, with binary units converted to decimal units.
         peak_bytes: the largest number of bytes that arguments, results and temporaries take together at any time, by
             the compiler's assignment of buffers; 0 if the program was not compiled.
+        host_bytes: bytes of arguments, results and temporaries in the memory of the host, for one device; 0 if the
+            program was not compiled. They are not part of the other figures.
     """
 
     topology: Topology
@@ -64,6 +66,7 @@ class Report(Printed):
     compile_seconds: float = 0.0
     reason: str = ""
     peak_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def bytes_per_device(self) -> int:
@@ -105,6 +108,7 @@ class Report(Printed):
             "output_bytes": self.output_bytes,
             "temporary_bytes": self.temporary_bytes,
             "hbm_bytes": self.hbm_bytes,
+            "host_bytes": self.host_bytes,
             "step_seconds": line and line.step_seconds,
             "compute_seconds": line and line.compute_seconds,
             "hidden_seconds": line and line.hidden_seconds,
@@ -136,6 +140,8 @@ class Report(Printed):
         slices = f" in {self.topology.slices} slices" if self.topology.slices > 1 else ""
         table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices{slices}, mesh {mesh}")
         table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
+        if self.host_bytes:
+            table.add_row("on the host", f"{amount_of_bytes(self.host_bytes)} per device")
         least, planned = "at least " if self.is_lower_bound else "", "" if self.ledger else ", as planned"
         table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products{planned}")
         table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device{planned}{self._over_the_network}")

@@ -19,7 +19,7 @@ from gspmd.audit.simulation.bars import (
     pale_of,
     width_of,
 )
-from gspmd.audit.simulation.machine import Span
+from gspmd.audit.simulation.machine import OF_DEVICE, Span
 from gspmd.audit.simulation.timeline import Timeline, amount, checked_timeline
 from gspmd.display import images
 
@@ -180,7 +180,7 @@ def _frame(
     """Set the limits and ticks of the axes, the names of the rows, and the title."""
     axes.set_xlim(0, _end(timeline) * scale)
     axes.set_ylim(_bottom(places), _height(max(marks.values())) - 0.48 if marks else -0.5)
-    named = [row if row in ("compute", "memory") else f"axis {row}" for row in places]
+    named = [row if row in OF_DEVICE else f"axis {row}" for row in places]
     axes.set_yticks([middle for middle, _ in places.values()], named)
     axes.set_xlabel(f"{unit}, each loop drawn once" if marks else unit, color=INK, fontsize=9)
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)

@@ -10,10 +10,11 @@ from gspmd.audit.hlo.loops import cut_out, reordered, trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
+from gspmd.audit.simulation.copies import started_copy
 from gspmd.audit.simulation.launches import launched
 from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
-from gspmd.audit.simulation.machine import Machine, Span
-from gspmd.audit.simulation.roofline import cost, traffic
+from gspmd.audit.simulation.machine import HOST_MEMORY, Machine, Span
+from gspmd.audit.simulation.roofline import cost
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
@@ -143,19 +144,20 @@ class Interpreter:
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """Start a copy or a slice between memories, and return the number of the transfer.
 
-        The transfer runs at the bandwidth of main memory.
+        The transfer runs at the bandwidth of main memory, or of the link to the host if one of the memories is there.
         """
-        moved = self._copied_bytes(computation, instruction)
-        span = self._span(computation, instruction, "copy", ("memory",), moved)
-        return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
-
-    def _copied_bytes(self, computation: Computation, instruction: Instruction) -> int:
-        if instruction.opcode == "async-start":
-            inner = self.module.computations[instruction.called[0]]
-            moved = (traffic(self.module, inner, each) for each in inner.instructions if each.opcode != "parameter")
-            return int(sum(each.bytes for each in moved))
-        users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
-        return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
+        copy = started_copy(self.module, computation, instruction)
+        if not copy.direction:
+            span = self._span(computation, instruction, "copy", ("memory",), copy.bytes)
+            return self.machine.start(span, Transfer(copy.bytes / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
+        if not self.chip.host_bandwidth:
+            self.notes.append(
+                f"the bandwidth between a {self.chip.name} and its host is not known; copies between them are simulated "
+                "at the bandwidth of main memory, so their seconds are a lower bound"
+            )
+        span = self._span(computation, instruction, "copy", (HOST_MEMORY,), copy.bytes)
+        busy = copy.bytes / (self.chip.host_bandwidth or self.chip.hbm_bandwidth)
+        return self.machine.start(span, Transfer(busy, 0.0, frozenset({copy.direction})))
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
         """Simulate a loop, and return the value that the loop carries at its end.

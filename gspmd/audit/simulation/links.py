@@ -18,6 +18,8 @@ for the link of every chip in this direction."""
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
 MEMORY: Link = ("memory", 0)
+TO_HOST: Link = ("host", 1)
+FROM_HOST: Link = ("host", -1)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gspmd.audit.simulation.links import MEMORY, Link, Transfer
+from gspmd.audit.simulation.links import Link, Transfer
 
 _ROUNDING = 1e-12
 """Largest rounding error of a sum of seconds."""
+
+
+HOST_MEMORY = "host memory"
+OF_DEVICE = ("compute", "memory", HOST_MEMORY)
+"""The rows of a timeline that are not mesh axes: computation, copies between the memories of the device, and copies to
+and from the memory of the host."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Span:
     Attributes:
         name: the scope name of a planned step, such as `step2.reduce-scatter.x`; if the instruction belongs to no step,
             the name in JAX or in HLO.
-        rows: the rows on which the bar is drawn: `compute`, `memory`, or every mesh axis that the transfer uses.
+        rows: the rows on which the bar is drawn: one of `OF_DEVICE`, or every mesh axis that the transfer uses.
         start: seconds from the beginning of the timeline. Only the simulated iterations of a loop take time in the
             timeline.
         seconds: seconds of one execution.
@@ -69,7 +75,7 @@ class _InFlight:
 
     @property
     def is_copy(self) -> bool:
-        return MEMORY in self.links
+        return self.span.category == "copy"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, article
-from gspmd.audit.simulation.machine import Span
+from gspmd.audit.simulation.machine import OF_DEVICE, Span
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
@@ -30,7 +30,8 @@ class CategoryTotal:
 
     Attributes:
         category: the kind of a collective, `einsum`, `other` or `copy`.
-        axes: the mesh axes of a collective; empty for the other categories.
+        axes: the mesh axes of a collective; `host memory` for copies to and from the memory of the host; empty for
+            the other categories.
         count: number of executions.
         seconds: total time of all executions.
         exposed: for a collective, the part of `seconds` in which the device waits for it; 0 in all other categories.
@@ -104,11 +105,11 @@ class Timeline(Printed):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The rows of a drawing: computation, the mesh axes of more than one device, other links, and memory."""
+        """The rows of a drawing: computation, the mesh axes of more than one device, other links, and memories."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
-        used = [row for span in self.spans for row in span.rows]
-        last = [row for row in dict.fromkeys(used) if row not in ("compute", "memory", *axes)]
-        return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
+        used = dict.fromkeys(row for span in self.spans for row in span.rows)
+        others = [row for row in used if row not in (*OF_DEVICE, *axes)]
+        return ("compute", *axes, *others, *(row for row in OF_DEVICE[1:] if row in used))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
         """Return the bars on a row, sorted by start, each with the number of the first lane that is free at its start.

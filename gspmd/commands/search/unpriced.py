@@ -37,3 +37,5 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
         yield f"[model] int8 is for weights that are stored in int8{served}{remedy}"
     if not file.model.stacked:
         yield f"[model] stacked is off, and only stacked blocks have a price{remedy}"
+    if file.model.offload and trains:
+        yield f"[model] offload is set, and transfers to the host have no price{remedy}"
