@@ -98,6 +98,10 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
         "2 stacked layers do not make 2 rounds of 2 stages.\n"
         "  Their number must be a multiple of 4: change layers, rounds or mesh."
     )
+    assert refused(config(offload=True), microbatches=2) == (
+        "cannot move the activations of stages to the host: offload is set, and a schedule keeps only their inputs.\n"
+        "  Leave offload out, or train in a layout without stages."
+    )
     with pytest.raises(PlanError) as error:
         check_splits(config(layers=4, encoder_layers=6, moe=MoEConfig(experts=8, every=2)), stages=2)
     assert str(error.value) == (

@@ -37,6 +37,11 @@ def test_another_name_is_refused_with_those_that_there_are():
         from_mapping(models.ModelConfig, {"remat": "some"})
 
 
+def test_nothing_has_a_name_to_move_it_by_without_recomputation():
+    with pytest.raises(ValueError, match="offload is set, but remat is none"):
+        models.ModelConfig(remat="none", offload=True)
+
+
 @pytest.mark.slow
 def test_the_kernel_of_tpus_is_predicted(config, make_mesh, monkeypatch):
     """`selective` and `none` keep a float32 for each query and head besides; nothing else is computed again."""
@@ -98,13 +103,13 @@ def of_choice(settings, layout, mesh, lowering, tokens, values=None):
         return program, values and program(values, batch, jax.random.key(1))
 
 
-def same_gradients(config, make_mesh, tokens, preset, lowering, choices, devices=8, **changes):
+def same_gradients(config, make_mesh, tokens, preset, lowering, choices, devices=8, offload=False, **changes):
     layout, mesh = place(preset, make_mesh, devices)
     settings = config(**SIZES | changes, remat="none")
     values = models.arrays(models.build(settings, layout, mesh, jax.random.key(0)))
     (wanted, gradients), *others = (
-        of_choice(dataclasses.replace(settings, remat=remat), layout, mesh, lowering, tokens, values)[1]
-        for remat in ("none", *choices)
+        of_choice(dataclasses.replace(settings, **how), layout, mesh, lowering, tokens, values)[1]
+        for how in ({"remat": "none"}, *({"remat": remat, "offload": offload} for remat in choices))
     )
     for remat, (found, each) in zip(choices, others):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=remat)
@@ -116,7 +121,31 @@ def test_gradients_are_those_of_none(config, make_mesh, tokens):
     same_gradients(config, make_mesh, tokens, "replicated", "blocking", ("selective", "dots"), devices=1)
 
 
+def test_gradients_are_those_of_none_from_the_host(config, make_mesh, tokens):
+    same_gradients(config, make_mesh, tokens, "zero-3", "blocking", ("dots-except-hidden",), devices=2, offload=True)
+
+
+@pytest.mark.parametrize("kinds", [("sliding",), ("full", "sliding", "sliding"), ("sliding", "full", "full")])
+def test_what_the_host_keeps_is_all_but_statistics(config, make_mesh, kinds):
+    """Whether blocks repeat, repeat after others or do not repeat, the same bytes are kept, on the host or not."""
+    layout, mesh = place("megatron-1d", make_mesh)
+    settings = config(**SIZES, layers=3, sliding_window=8, layer_kinds=kinds, norm="layer")
+    moved, kept = (
+        predicted(dataclasses.replace(settings, offload=offload), layout, mesh, BATCH, LENGTH, "bfloat16")
+        for offload in (True, False)
+    )
+    statistics = 3 * 2 * 2 * 4 * BATCH * LENGTH // mesh.shape["x"]  # two for each norm
+    for one, other in zip(moved, kept, strict=True):
+        assert one.bytes + one.host_bytes == other.bytes
+        assert one.flops == other.flops
+        assert other.host_bytes == 0
+        if one.remat not in ("none", "full"):
+            assert one.bytes == statistics
+        assert one.host_bytes == (0 if one.remat == "none" else other.bytes - one.bytes)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     ("preset", "lowering", "changes"),
     [
@@ -126,8 +155,8 @@ def test_gradients_are_those_of_none(config, make_mesh, tokens):
         ("gshard", "looped", {"moe": MoEConfig(experts=8, every=1), "norm": "layer"}),
     ],
 )
-def test_no_choice_changes_a_gradient(config, make_mesh, tokens, preset, lowering, changes):
-    same_gradients(config, make_mesh, tokens, preset, lowering, REMATS[1:], **changes)
+def test_no_choice_changes_a_gradient(config, make_mesh, tokens, preset, lowering, changes, offload):
+    same_gradients(config, make_mesh, tokens, preset, lowering, REMATS[1:], offload=offload, **changes)
 
 
 @pytest.mark.slow

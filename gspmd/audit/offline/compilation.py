@@ -30,6 +30,12 @@ _FULL = re.compile(r"RESOURCE_EXHAUSTED")
 _NEEDED = re.compile(r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGTP]?)")
 _OFFERED = re.compile(r"(?:available HBM \(|Used [\d.]+[KMGTP]? of )([\d.]+)([KMGTP]?)")
 _BINARY = re.compile(r"\b([\d.]+)([KMGTP])(?=[\s.,;)]|$)")
+_FAULTY_PASS = "while_loop_all_reduce_code_motion"
+"""The name of a pass of the compiler in the message with which libtpu 0.0.42 fails in it."""
+_REMEDY = (
+    "\n  This is a fault of the compiler, in a pass that moves reductions out of loops. To compile without the pass,\n"
+    "  set XLA_FLAGS=--xla_disable_hlo_passes=while-loop-all-reduce-code-motion in the environment."
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
@@ -253,7 +259,10 @@ def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, An
         if _FULL.search(str(error)):
             return None, str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip()
         given = f" with {', '.join(f'{name}={value}' for name, value in options.items())}" if options else ""
-        raise PlanError(f"cannot compile the program{given}.\n  The compiler says: {str(error).strip()}") from error
+        remedy = _REMEDY if _FAULTY_PASS in str(error) else ""
+        raise PlanError(
+            f"cannot compile the program{given}.\n  The compiler says: {str(error).strip()}{remedy}"
+        ) from error
 
 
 def _too_large(

@@ -152,8 +152,8 @@ class Interpreter:
             return self.machine.start(span, Transfer(copy.bytes / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
         if not self.chip.host_bandwidth:
             self.notes.append(
-                f"the bandwidth between a {self.chip.name} and its host is not known; copies between them are simulated "
-                "at the bandwidth of main memory, so their seconds are a lower bound"
+                f"the bandwidth between a {self.chip.name} and its host is not known; copies between them are "
+                "simulated at the bandwidth of main memory, so their seconds are a lower bound"
             )
         span = self._span(computation, instruction, "copy", (HOST_MEMORY,), copy.bytes)
         busy = copy.bytes / (self.chip.host_bandwidth or self.chip.hbm_bandwidth)

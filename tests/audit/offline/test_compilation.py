@@ -16,8 +16,12 @@ from gspmd.audit.offline import memory
 from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _compile, _overfilled, _too_large
 from gspmd.audit.offline.names import read_name
 from gspmd.audit.offline.topology import Topology
+from gspmd.commands import compile as offline
 from gspmd.hardware.links import collective_seconds
+from gspmd.training import ShardingConfig
 from gspmd.tracing.program_plan import ProgramPlan
+from gspmd_models.remat.prediction import predicted
+from tests.references.models import TINY
 
 pytestmark = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 MESH = {"x": 4, "y": 4, "z": 4}
@@ -56,6 +60,41 @@ def test_a_program_that_the_compiler_refuses_is_told_with_its_options():
     assert str(error.value) == (
         "cannot compile the program with fused=True.\n  The compiler says: FAILED_PRECONDITION: not on viperfish"
     )
+
+
+def test_the_failure_of_a_pass_is_told_with_the_flag_that_leaves_it_out():
+    class Lowered:
+        def compile(self, compiler_options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (while_loop_all_reduce_code_motion.cc:1125)")
+
+    with pytest.raises(gspmd.PlanError, match="XLA_FLAGS=--xla_disable_hlo_passes=while-loop-all-reduce-code-motion"):
+        _compile(Lowered(), {}, {})
+
+
+@pytest.mark.slow
+@pytest.mark.takes(3)
+def test_what_a_step_keeps_on_the_host_is_what_is_predicted():
+    """A step that keeps all inputs of its blocks on the host holds on the device as much as one with a block less."""
+    model = replace(TINY, vocabulary=256, embed=256, layers=4, heads=2, kv_heads=2, head_size=128, feed_forward=256)
+    reports, rows = {}, {}
+    for offload in (False, True):
+        settings = offline.CompileSettings(
+            topology="tpu-v5e:2x2", phase="train", batch=8, length=256, dtype="bfloat16",
+            model=replace(model, offload=offload), sharding=ShardingConfig(layout="zero-3", lowering="blocking"),
+        )  # fmt: skip
+        target = topology(settings.topology)
+        reports[offload] = offline.compiled(settings, target)
+        mesh = offline.mesh_of(settings, target)
+        given = settings.model, offline.layout_of(settings), mesh, settings.batch, settings.length, settings.dtype
+        rows[offload] = next(row for row in predicted(*given) if row.remat == settings.model.remat)
+    inputs = 4 * 2 * 256 * 256 * 2  # layers, rows of a device, tokens, E, bytes
+    assert rows[True].host_bytes == rows[False].bytes == inputs
+    assert reports[True].host_bytes == inputs
+    assert reports[False].host_bytes == 0
+    moved = [part for part in reports[True].timeline.parts if part.axes == ("host memory",)]
+    assert sum(part.count for part in moved) == 2 * 4
+    link = reports[True].topology.chip.host_bandwidth
+    assert sum(part.seconds for part in moved) >= 2 * inputs / link
 
 
 def test_what_fits_is_reported_with_its_ledger_and_its_timeline(report):

@@ -3,6 +3,7 @@
 TPU v4: 1050 cycles are 1 µs; a link takes 45 000 bytes per µs one way, main memory 1 200 000; a hop is 1 µs.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -455,6 +456,67 @@ def test_copies_between_memories_run_beside_and_waiting_for_them_is_computing():
     assert times(found) == (10, 7, 0, 3)
     assert micro(found.memory_seconds) == (7,)  # 3 µs of waiting, and what only touches bytes: all of m
     assert found.rows == ("compute", "x", "y", "memory")
+
+
+BLOCKS = "u8[8,150000]{1,0:S(5)}"
+"""A stack of eight blocks in the memory of the host, whose link takes 15 000 bytes per µs in each direction."""
+PUSH = (
+    f"%u = (({BLOCKS}, u8[1,150000]{{1,0}}, s32[], s32[]), {BLOCKS}, u32[]) "
+    "dynamic-update-slice-start(%stack, %block, %zero, %zero)"
+)
+PUSHED = f"%v = {BLOCKS} dynamic-update-slice-done(%u)"
+PULL = (
+    f"%r = (({BLOCKS}, s32[], s32[]), u8[1,150000]{{1,0}}, u32[]) dynamic-slice-start(%stack, %zero, %zero), "
+    "dynamic_slice_sizes={1,150000}"
+)
+PULLED = "%s = u8[1,150000]{1,0} dynamic-slice-done(%r)"
+HELD = (
+    f'%stack = {BLOCKS} custom-call(), custom_call_target="AllocateBuffer"',
+    "%block = u8[1,150000]{1,0} bitcast(%p)",
+    "%zero = s32[] constant(0)",
+)
+
+
+def test_copies_to_the_host_take_the_time_of_its_link():
+    # 150 000 bytes: 10 µs, of which 4 are computed beside
+    pushed, pulled = (run(*HELD, start, step("m", 4), end) for start, end in ((PUSH, PUSHED), (PULL, PULLED)))
+    for found in (pushed, pulled):
+        assert times(found) == (10, 10, 0, 0)
+        assert found.rows == ("compute", "x", "y", "host memory")
+        assert [(part.axes, micro(part.seconds)) for part in found.parts if part.category == "copy"] == [
+            (("host memory",), (10,))
+        ]
+
+
+def test_copies_to_the_host_and_from_it_do_not_share_the_link():
+    assert times(run(*HELD, PUSH, PULL, PUSHED, PULLED)) == (10, 10, 0, 0)
+    again = [line.replace("%u ", "%u2 ").replace("%v ", "%v2 ").replace("(%u)", "(%u2)") for line in (PUSH, PUSHED)]
+    assert times(run(*HELD, PUSH, again[0], PUSHED, again[1])) == (20, 20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("(u8[150000]{0:S(5)}, u8[150000]{0}, u32[]) copy-start(%p)", "u8[150000]{0:S(5)} copy-done(%k)"),
+        ("(u8[150000]{0}, u8[150000]{0:S(5)}, u32[]) copy-start(%there)", "u8[150000]{0} copy-done(%k)"),
+        ("((u8[150000]{0:S(5)}), u8[150000]{0}, u32[]) async-start(%there), calls=%f", "u8[150000]{0} async-done(%k)"),
+    ],
+)
+def test_every_kind_of_copy_uses_the_link_to_the_host(line, end):
+    there = '%there = u8[150000]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"'
+    inner = (
+        "%f (q: u8[150000]) -> u8[150000] {\n  %q = u8[150000]{0:S(5)} parameter(0)\n"
+        "  ROOT %w = u8[150000]{0} copy(%q)\n}\n"
+    )
+    found = run(there, f"%k = {line}", f"%l = {end}", computations=inner)
+    assert times(found) == (10, 10, 0, 0)
+
+
+def test_a_host_whose_link_is_unknown_is_noted():
+    alone = replace(CHIPS["tpu-v4"], host_bandwidth=0.0)
+    found = run(*HELD, PUSH, PUSHED, chip=alone)
+    assert micro(found.step_seconds) == (0.125,)
+    assert "the bandwidth between a tpu-v4 and its host is not known" in found.notes[0]
 
 
 def test_without_an_estimate_the_roofline():
