@@ -18,8 +18,8 @@ from gspmd.audit.offline.names import read_name
 from gspmd.audit.offline.topology import Topology
 from gspmd.commands import compile as offline
 from gspmd.hardware.links import collective_seconds
-from gspmd.training import ShardingConfig
 from gspmd.tracing.program_plan import ProgramPlan
+from gspmd.training import ShardingConfig
 from gspmd_models.remat.prediction import predicted
 from tests.references.models import TINY
 
