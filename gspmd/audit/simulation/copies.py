@@ -33,13 +33,17 @@ def started_copy(module: Module, computation: Computation, instruction: Instruct
     Args:
         module: the program.
         computation: the computation of the instruction.
-        instruction: a copy, a slice, or an update of a slice, whose opcode ends with `-start`.
+        instruction: a copy, a slice, or an update of a slice, whose opcode ends with `-start`. It may be wrapped:
+            the opcode is then `async-start`, or `fusion-start` on a GPU.
     """
-    if instruction.opcode == "async-start":
+    if instruction.called:
         inner = module.computations[instruction.called[0]]
-        moved = (traffic(module, inner, each) for each in inner.instructions if each.opcode != "parameter")
         wrapped = _between(inner, inner.root, inner.root)
-        return Copy(wrapped.bytes if wrapped.direction else int(sum(each.bytes for each in moved)), wrapped.direction)
+        if wrapped.direction:
+            return wrapped
+        if instruction.opcode == "async-start":
+            moved = (traffic(module, inner, each) for each in inner.instructions if each.opcode != "parameter")
+            return Copy(int(sum(each.bytes for each in moved)), None)
     users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
     done = next((each for each in users if each.opcode.endswith("-done")), None)
     return _between(computation, instruction, done) if done else Copy(instruction.arrays[0].bytes, None)

@@ -500,15 +500,23 @@ def test_copies_to_the_host_and_from_it_do_not_share_the_link():
         ("(u8[150000]{0:S(5)}, u8[150000]{0}, u32[]) copy-start(%p)", "u8[150000]{0:S(5)} copy-done(%k)"),
         ("(u8[150000]{0}, u8[150000]{0:S(5)}, u32[]) copy-start(%there)", "u8[150000]{0} copy-done(%k)"),
         ("((u8[150000]{0:S(5)}), u8[150000]{0}, u32[]) async-start(%there), calls=%f", "u8[150000]{0} async-done(%k)"),
+        (
+            f"(({BLOCKS}), {BLOCKS}, u32[]) fusion-start(%blocks, %part), kind=kCustom, calls=%g",
+            f"{BLOCKS} fusion-done(%k)",
+        ),
     ],
 )
 def test_every_kind_of_copy_uses_the_link_to_the_host(line, end):
-    there = '%there = u8[150000]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"'
+    allocated = 'custom-call(), custom_call_target="AllocateBuffer"'
+    there = (f"%there = u8[150000]{{0:S(5)}} {allocated}", f"%blocks = {BLOCKS} {allocated}")
     inner = (
         "%f (q: u8[150000]) -> u8[150000] {\n  %q = u8[150000]{0:S(5)} parameter(0)\n"
         "  ROOT %w = u8[150000]{0} copy(%q)\n}\n"
+        f"%g (c: u8[8,150000], d: u8[1,150000]) -> u8[8,150000] {{\n  %c = {BLOCKS} parameter(0)\n"
+        "  %d = u8[1,150000]{1,0} parameter(1)\n  %z = s32[] constant(0)\n"
+        f"  ROOT %y = {BLOCKS} dynamic-update-slice(%c, %d, %z, %z)\n}}\n"
     )
-    found = run(there, f"%k = {line}", f"%l = {end}", computations=inner)
+    found = run(*there, "%part = u8[1,150000]{1,0} bitcast(%p)", f"%k = {line}", f"%l = {end}", computations=inner)
     assert times(found) == (10, 10, 0, 0)
 
 
