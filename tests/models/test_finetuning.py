@@ -297,14 +297,21 @@ def test_ten_steps_with_masters_are_those_of_one_device(config, make_mesh, token
     assert state.optimizer.masters["blocks.0.ffn.w_in"].dtype == "float32"
 
 
-def curves(config, make_mesh, tokens, preset, lowering, steps, optimizer, options):
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "selective"])
+def test_ten_steps_with_activations_on_the_host_are_those_of_one_device(config, make_mesh, tokens, remat):
+    changes = {"layers": 2, "remat": remat, "offload": True}
+    curves(config, make_mesh, tokens, "zero-3", "blocking", 10, OPTIMIZER, {}, **changes)
+
+
+def curves(config, make_mesh, tokens, preset, lowering, steps, optimizer, options, **changes):
     """The losses of a layout are those of one device; the state of the former.
 
     Narrow state amplifies rounding: where a sum in another order moves a moment across a boundary of int8, the moment
     changes by 1/127 of its block's largest. So after ten steps the bound is what one device makes of it: three times
     the most that four runs differ whose parameters begin at a neighbouring float, 0.4 to 2.1e-4 each for int8.
     """
-    settings = config(layers=1, remat="none")
+    settings = config(**{"layers": 1, "remat": "none"} | changes)
     losses, state, _ = train(*start(settings, preset, make_mesh), tokens, lowering, steps, optimizer, **options)
     program, first, batch, key = prepare(
         *start(settings, "replicated", make_mesh, 1), tokens, lowering, steps, optimizer, **options
