@@ -43,9 +43,15 @@ STEPS = {
     "llama-8b-train-h100": (
         "--config llama-3.1-8b --topology h100:2x8 --phase train --batch 32 --length 2048 --model.layers 8"
     ),
+    "mixtral-train-h100": (
+        "--config mixtral-8x7b --topology h100:2x8 --phase train --batch 32 --length 2048 --model.layers 8"
+    ),
+    "llama-8b-train-v5p": "--config llama-3.1-8b --topology tpu-v5p:2x2x4 --phase train --batch 64 --length 2048",
 }
 """Flags of `gspmd search` and `gspmd compile`: steps of serving, and of training."""
-SEARCHED = {"llama-8b-train-h100": "--remat full --microbatches 1"}
+SEARCHED = dict.fromkeys(
+    ("llama-8b-train-h100", "mixtral-train-h100", "llama-8b-train-v5p"), "--remat full --microbatches 1"
+)
 """Further flags of `gspmd search`, which without these flags searches every choice of remat and of microbatches."""
 FOUND = "found"
 TIE = 0.001

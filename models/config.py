@@ -174,7 +174,7 @@ class ModelConfig:
     weights; dots-except-hidden: the same as dots, and also the feed-forward layer's hidden activations, and keys and
     values made of latents; selective: only attention (`gspmd_models.remat`). True means full, and False none."""
     offload: bool = False
-    """Whether the activations that are kept for the backward pass are in the memory of the host meanwhile."""
+    """Whether to keep activations for the backward pass in host memory instead of on the device."""
     context_length: int | None = None
     """Number of tokens of the longest text for which a public checkpoint says that it was made; longer texts are not
     generated. None for no limit."""
@@ -551,7 +551,7 @@ def _faults(config: ModelConfig):
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
     if config.offload and config.remat == "none":
-        yield "offload is set, but remat is none, which keeps arrays that have no names to move them by; set remat"
+        yield "offload is set, but under remat none kept arrays have no names to move them by; set remat, such as full"
     for name in ("context_length", "sliding_window", "attention_chunk"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"

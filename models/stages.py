@@ -42,14 +42,14 @@ def schedule_of(
 
     Raises:
         PlanError: the schedule is impossible, as `Schedule.of` describes; or stages times rounds does not divide the
-            number of layers; or groups of tokens span several microbatches; or activations would be kept on the host.
+            number of layers; or groups of tokens span several microbatches; or `offload` is set.
     """
     if not (axes := stages_axes(layout)):
         return None
-    if config.offload:  # A stage keeps only the inputs of its chunks; all else lives for one slot.
+    if config.offload:  # The inputs of chunks, which live for many slots, are in a buffer of the schedule.
         raise PlanError(
-            "cannot move the activations of stages to the host: offload is set, and a schedule keeps only their "
-            "inputs.\n  Leave offload out, or train in a layout without stages."
+            "cannot keep the activations of stages in host memory: offload is set, and schedules of stages do not move "
+            "what they keep.\n  Leave offload out, or train in a layout without stages."
         )
     table = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds)
     check_splits(config, table.stages, rounds)

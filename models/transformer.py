@@ -286,7 +286,9 @@ def run_blocks(
             of_block = key if key is None or sparse <= 1 else jax.random.fold_in(key, place)
             # Blocks that do not repeat are recomputed one by one.
             remat = config.remat_name if in_loop and config.is_one_pattern else "none"
-            x, figures = _run_block(*nnx.split(block), x, context, of_block, train, remat, config.offload)
+            x, figures = _run_block(
+                *nnx.split(block), x, context, of_block, train=train, remat=remat, offload=config.offload
+            )
             each += [figures] if figures else []
         if sparse <= 1:
             return x, each[0] if each else {}
@@ -298,9 +300,10 @@ def run_blocks(
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
         return x, _of_layers(ahead, jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
-    # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at the same
-    # time.
-    in_pass = recomputed(step, config.remat_name if repeats > 1 else "none", config.offload)
+    # With one repeat, recomputation alone saves no memory: the backward pass would hold all recomputed arrays at the
+    # same time. Blocks of a pattern that does not repeat are recomputed one by one, above.
+    again = repeats > 1 or (config.offload and not config.is_one_pattern)
+    in_pass = recomputed(step, config.remat_name if again else "none", config.offload)
     x, figures = jax.lax.scan(in_pass, x, (weights, keys))
     return x, _of_layers(ahead, figures, sparse)
 
@@ -325,7 +328,7 @@ def run_first(
     each, remat = [], config.remat_name if in_loop else "none"
     for number, (definition, weights) in enumerate(first):
         key = None if keys is None else keys[number]
-        x, figures = _run_block(definition, weights, x, context, key, train, remat, config.offload)
+        x, figures = _run_block(definition, weights, x, context, key, train=train, remat=remat, offload=config.offload)
         each += [figures] if figures else []
     return x, each
 
@@ -336,11 +339,12 @@ def _run_block(
     x: jax.Array,
     context: Context,
     key: jax.Array | None,
+    *,
     train: bool,
     remat: Remat,
     offload: bool,
 ) -> tuple[jax.Array, Figures]:
-    """Run one block, whose backward pass recomputes and moves activations as for `recomputed`."""
+    """Run one block; `remat` and `offload` are those of `recomputed`."""
 
     def run(x: jax.Array, weights: Any, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         return nnx.merge(definition, weights)(x, context, key=key, train=train)

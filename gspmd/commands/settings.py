@@ -54,7 +54,7 @@ class RunSettings:
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
     """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME). The run begins
-    with the checkpoint's model, weights and tokenizer; of [model], only remat is used."""
+    with the checkpoint's model, weights and tokenizer; of [model], only remat and offload are used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
     """A custom model, such as mixer:Mixer for the class Mixer of mixer.py. Its fields become the flags of [model]; a
     TOML file names it as class in [model]. See https://github.com/gspmd/gspmd/tree/main/docs/your-model.md."""
@@ -108,13 +108,15 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     if resumed and EarlyFlags.of(argv).config is None:
         return settings
     named = {flag.split("=")[0].replace("_", "-") for flag in argv}
-    fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag != "--model.remat")
+    free = ("--model.remat", "--model.offload", "--model.no-offload")
+    fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag not in free)
     if fixed:
         fault = f"the checkpoint {settings.checkpoint!r} already gives the model; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
     from gspmd_models import checkpoints  # This imports JAX, without which flags are read.
 
-    model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
+    given = settings.model
+    model = replace(checkpoints.model_config(settings.checkpoint), remat=given.remat, offload=given.offload)
     if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
         model = replace(model, context_length=max(model.context_length, settings.training.length))
     training = replace(settings.training, tokenizer=settings.training.tokenizer or settings.checkpoint)

@@ -163,7 +163,8 @@ class LayoutAnswer:
         if request.remat:
             if request.remat not in REMATS:
                 raise NotationError(f"remat is {shown(request.remat)}.\n  Choose one of {listed(REMATS)}.")
-            self.model = replace(self.model, remat=request.remat)
+            offload = self.model.offload and request.remat != "none"  # Under none, nothing has a name to move it by.
+            self.model = replace(self.model, remat=request.remat, offload=offload)
         self.batch, self.length, self.microbatches = (
             read_count(getattr(request, name), name) for name in ("batch", "length", "microbatches")
         )

@@ -15,8 +15,8 @@ are larger than all kept arrays together. Under the lowering "xla", `none` keeps
 attention, `selective` and `none` also keep the logarithms of the softmax denominators, and the weighted sum is not
 recomputed.
 
-With `ModelConfig.offload`, the kept arrays are in the memory of the host from the forward pass of a block until its
-backward pass. The statistics of norms are an exception: they are so small that moving them would save nothing.
+With `ModelConfig.offload`, the kept arrays are in host memory from the forward pass of a block until its backward pass.
+The statistics of norms stay on the device: they are so small that moving them would save little.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for selective; Chen et al. 2016 (arXiv 1604.06174) for
     full.
@@ -56,8 +56,8 @@ def recomputed(body: Callable, remat: str, offload: bool = False) -> Callable:
     Args:
         body: a function whose first argument is the input of the block.
         remat: one of `REMATS`.
-        offload: whether kept activations are in the memory of the host. It has no effect if `remat` is `none`, under
-            which activations have no names.
+        offload: whether to keep them in host memory. It has no effect if `remat` is `none`, under which they have no
+            names.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,9 +71,10 @@ def recomputed(body: Callable, remat: str, offload: bool = False) -> Callable:
     narrow = tuple(name for name in PRODUCTS if name not in WIDEST)
     kept = {"full": (), "dots-except-hidden": narrow, "dots": PRODUCTS, "selective": PRODUCTS + OPERANDS}[remat]
     if offload:
+        moved = {INPUT, *kept} - {STATISTIC}
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[name for name in kept if name == STATISTIC],
-            names_which_can_be_offloaded=[INPUT, *(name for name in kept if name != STATISTIC)],
+            names_which_can_be_saved=sorted({*kept} - moved),
+            names_which_can_be_offloaded=sorted(moved),
             offload_src="device",
             offload_dst="pinned_host",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -41,11 +40,12 @@ class Recomputation:
         remat: the choice.
         layers: number of steps of the scan, which are blocks or periods of blocks; the number of all blocks if they do
             not repeat.
-        bytes: bytes that all blocks keep for the backward pass, including the blocks before the repeating blocks.
+        bytes: bytes that all blocks keep on the device for the backward pass, including the blocks before the repeating
+            blocks.
         flops: FLOPs of products that the backward pass recomputes, beyond the FLOPs that it recomputes under `none`.
         seconds: duration of the recomputed FLOPs at the chip's peak rate.
         first_bytes: the part of `bytes` that the blocks before the repeating blocks keep (`ModelConfig.lead`).
-        host_bytes: bytes that all blocks keep in the memory of the host (`ModelConfig.offload`), not part of `bytes`.
+        host_bytes: bytes that all blocks keep in host memory (`ModelConfig.offload`); they are not part of `bytes`.
     """
 
     remat: str
@@ -58,12 +58,15 @@ class Recomputation:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that each of the `layers` keeps; if blocks do not repeat, the mean over all blocks, rounded down."""
+        """Bytes of the device that each of the `layers` keeps.
+
+        If blocks do not repeat, this is the mean over all blocks, rounded down.
+        """
         return (self.bytes - self.first_bytes) // self.layers
 
 
 class _Kept(NamedTuple):
-    """Bytes of kept arrays, on one device and in the share of the host's memory that belongs to this device."""
+    """Bytes that are kept for one device, in its own memory and in host memory."""
 
     device: int
     host: int
@@ -85,8 +88,8 @@ def predicted(
     before the scan keep. The programs are the layout's planned programs.
 
     Args:
-        config: the model configuration; its `remat` is ignored. With its `offload`, kept arrays are on the host, except
-            under `none`.
+        config: the model configuration; its `remat` is ignored. With its `offload`, kept arrays are in host memory,
+            except under `none`.
         layout: a `gspmd.Layout`.
         mesh: a mesh with the layout's mesh axes. Its devices may be those of an offline topology.
         batch: number of sequences per step, over all devices.
@@ -189,7 +192,7 @@ def show_remat(
         Column("remat"),
         Column("kept by a layer", "right", goes=1),
         Column("by all", "right"),
-        *([Column("on the host", "right")] if config.offload else []),
+        *([Column("in host memory", "right")] if config.offload else []),
         Column("recomputed", "right"),
         Column("seconds", "right", goes=2),
     )
@@ -208,14 +211,14 @@ def _kept(program: Jaxpr, repeats: int) -> _Kept:
     """Return the bytes that each layer adds for one device to the stacked outputs of the forward scan."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
-    return _in_memories([(var.aval, 1) for var in scan.outvars[scan_operands(scan)[1] :]])
+    return _of_shards([var.aval for var in scan.outvars[scan_operands(scan)[1] :]], leading=1)
 
 
-def _in_memories(arrays: Sequence[tuple[Any, int]]) -> _Kept:
-    """Return the bytes of the shards of arrays in each memory; the given number of leading dimensions is left out."""
-    sizes: Counter[Any] = Counter()
-    for aval, skipped in arrays:
-        shard = aval.sharding.shard_shape(aval.shape)[skipped:]
+def _of_shards(avals: Sequence[Any], leading: int = 0) -> _Kept:
+    """Return the bytes of the shards of arrays, without a number of leading dimensions."""
+    sizes = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
+    for aval in avals:
+        shard = aval.sharding.shard_shape(aval.shape)[leading:]
         sizes[aval.memory_space] += math.prod(shard) * aval.dtype.itemsize
     return _Kept(sizes[jax.memory.Space.Device], sizes[jax.memory.Space.Host])
 
@@ -256,7 +259,8 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> _Kept:
         if not varying.isdisjoint(var for var in equation.invars if isinstance(var, Var)):
             varying |= {*equation.outvars}
     kept = {var for var in program.outvars if isinstance(var, Var)} & varying - {*program.invars[:weights]}
-    return _in_memories([(var.aval, 0) for var in kept])
+    avals: list[Any] = [var.aval for var in kept]
+    return _of_shards(avals)
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:

@@ -130,6 +130,8 @@ class StageProblem(PhaseProblem):
             raise Unsearched("stages of this model", ["its first layers are not among those that repeat"])
         if config.encoder_layers:
             raise Unsearched("stages of this model", ["it has an encoder"])
+        if config.offload:
+            raise Unsearched("stages of this model", ["copies of its activations to host memory have no price"])
         if config.lora or workload.update.frozen:
             raise Unsearched("stages of this model", ["some of its parameters are frozen"])
         sizes = config.sizes(batch // count, workload.length)

@@ -23,7 +23,7 @@ from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
 from ..step import Language
-from .workload import BASE, Workload
+from .workload import BASE, Unsearched, Workload
 
 MOST_WITH_ADAPTERS = 2
 """The largest number of mesh axes for a model with adapters. No line gives the specs in which an adapter is multiplied
@@ -93,12 +93,15 @@ class TrainingProblem(StepProblem):
     Raises:
         PlanError: the microbatches do not divide the batch, or the program has a part that cannot be searched.
         LayoutError: a line that is fixed does not exist in the model's layout.
+        Unsearched: the model's activations are kept in host memory.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         config, batch, count = workload.config, workload.batch, workload.microbatches
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
+        if config.offload:
+            raise Unsearched("training steps of this model", ["copies of its activations to host memory have no price"])
         if config.lora and sum(size > 1 for size in mesh.values()) > MOST_WITH_ADAPTERS:
             raise PlanError(
                 f"cannot search layouts of adapters on the {len(mesh)} mesh axes {', '.join(mesh)}: their products are "
@@ -216,7 +219,7 @@ def _step(
     """Return a training step, which is the same for every mesh."""
     # Pairs of sources and targets are packed into rows, or have padding.
     subject = Language(config, jnp.dtype(dtype), packed=source_length > 0, source_length=source_length)
-    return TrainingStep(subject, update, batch, length, _lines(replace(config, remat="none"), fixed))
+    return TrainingStep(subject, update, batch, length, _lines(replace(config, remat="none", offload=False), fixed))
 
 
 @lru_cache(maxsize=64)

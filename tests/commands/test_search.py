@@ -694,7 +694,7 @@ def test_bad_input_is_one_message(run, flags, said):
             ["--phase", "decode"],
             "[model] stacked is off, and only stacked blocks have a price; leave",
         ),
-        ("offload = true", [], "[model] offload is set, and transfers to the host have no price; leave"),
+        ("offload = true", [], "[model] offload is set, and copies of activations to host memory"),
         (
             "[lora]\nrank = 8",
             ["--phase", "decode"],

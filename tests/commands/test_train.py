@@ -83,6 +83,12 @@ def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, ma
     assert model.dtype == dtype
 
 
+def test_what_a_checkpoint_does_not_give_comes_from_the_settings(files):
+    given = RunSettings(checkpoint=str(files / "public"), model=models.ModelConfig(remat="dots", offload=True))
+    found = of_checkpoint(given, []).model
+    assert (found.remat, found.offload) == ("dots", True)
+
+
 def test_a_run_at_longer_sequences_writes_as_long_texts(files):
     given = RunSettings(checkpoint=str(files / "public"), training=TrainingConfig(length=1024))
     assert of_checkpoint(given, []).model.context_length == 1024
@@ -118,9 +124,9 @@ def test_a_run_keeps_how_its_checkpoint_generates(files, tmp_path):
 
 
 def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
-    given = RunSettings(checkpoint="DIR")
+    given, free = RunSettings(checkpoint="DIR"), ["--model.remat", "False", "--model.no-offload"]
     with pytest.raises(ConfigError) as error:
-        of_checkpoint(given, ["--from", "DIR", "--model.remat", "False", "--model.layers=3", "--model.moe.k", "2"])
+        of_checkpoint(given, ["--from", "DIR", *free, "--model.layers=3", "--model.moe.k", "2"])
     assert error.value.faults == (
         "the checkpoint 'DIR' already gives the model; leave out --model.layers, --model.moe.k.",
     )

@@ -67,6 +67,7 @@ def test_a_chip_that_is_two_devices_counts_as_half_a_chip():
     assert (2 * tpu7x.bf16_flops, 2 * tpu7x.hbm_bytes, 2 * tpu7x.hbm_bandwidth) == (2307e12, 192 * 2**30, 7380e9)
     assert 2 * tpu7x.egress_bandwidth == 600e9  # 1200 GBps both ways
     assert 2 * v3.egress_bandwidth == pytest.approx(340e12 / 1024, rel=0.001)
+    assert (2 * v3.host_bandwidth, 2 * tpu7x.host_bandwidth) == (15e9, 32e9)
     for name in ("tpu-v3", "tpu7x"):
         halved = ("bf16_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
         assert all("half of it per device" in chip(name).source[figure] for figure in halved)

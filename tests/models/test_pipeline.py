@@ -99,8 +99,8 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
         "  Their number must be a multiple of 4: change layers, rounds or mesh."
     )
     assert refused(config(offload=True), microbatches=2) == (
-        "cannot move the activations of stages to the host: offload is set, and a schedule keeps only their inputs.\n"
-        "  Leave offload out, or train in a layout without stages."
+        "cannot keep the activations of stages in host memory: offload is set, and schedules of stages do not move "
+        "what they keep.\n  Leave offload out, or train in a layout without stages."
     )
     with pytest.raises(PlanError) as error:
         check_splits(config(layers=4, encoder_layers=6, moe=MoEConfig(experts=8, every=2)), stages=2)

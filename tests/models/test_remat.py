@@ -1,11 +1,13 @@
 """Rematerialization by name: no choice changes a gradient, and each keeps the bytes that are predicted."""
 
 import dataclasses
+import io
 import re
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import gspmd
 import gspmd_models as models
@@ -13,7 +15,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training.toml import ConfigError, from_mapping, to_mapping
 from gspmd_models.config import REMATS, LatentConfig
-from gspmd_models.remat.prediction import predicted
+from gspmd_models.remat.prediction import predicted, show_remat
 from tests.models.conftest import put
 
 BATCH, LENGTH, SIZES = 16, 32, {"embed": 32, "head_size": 4, "feed_forward": 128, "activation": "gelu"}
@@ -38,7 +40,7 @@ def test_another_name_is_refused_with_those_that_there_are():
 
 
 def test_nothing_has_a_name_to_move_it_by_without_recomputation():
-    with pytest.raises(ValueError, match="offload is set, but remat is none"):
+    with pytest.raises(ValueError, match="offload is set, but under remat none"):
         models.ModelConfig(remat="none", offload=True)
 
 
@@ -139,9 +141,29 @@ def test_what_the_host_keeps_is_all_but_statistics(config, make_mesh, kinds):
         assert one.bytes + one.host_bytes == other.bytes
         assert one.flops == other.flops
         assert other.host_bytes == 0
-        if one.remat not in ("none", "full"):
-            assert one.bytes == statistics
-        assert one.host_bytes == (0 if one.remat == "none" else other.bytes - one.bytes)
+        on_device = {"none": other.bytes, "full": 0}
+        assert one.bytes == on_device.get(one.remat, statistics)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_input_of_a_single_block_is_on_the_host_too(config, make_mesh, layers):
+    layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
+    model = models.abstract(config(layers=layers, offload=True), layout, mesh)
+    with jax.set_mesh(mesh):
+        run = jax.grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0])
+        program = jax.make_jaxpr(run)(models.arrays(model), models.abstract_batch(layout, mesh, 2, 8))
+    assert re.search(rf"<host>\[({layers},)?2,8,", str(program))
+
+
+def test_the_table_of_choices_says_what_is_in_host_memory(config, make_mesh):
+    layout, mesh = place("megatron-1d", make_mesh)
+    said = {}
+    for offload in (False, True):
+        console = Console(file=io.StringIO(), width=140)
+        show_remat(console, config(**SIZES, layers=3, offload=offload), layout, mesh, BATCH, LENGTH)
+        said[offload] = console.file.getvalue()
+    assert "in host memory" not in said[False]
+    assert re.search(r"full +│ +0 B │ +0 B │ +98\.3 kB", said[True])  # three inputs [16 / 2, 32, 32] of float32
 
 
 @pytest.mark.slow

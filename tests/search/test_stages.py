@@ -397,6 +397,7 @@ GEMMA_3 = (*["sliding"] * 5, "full")
             "model: its first layers are not among those that repeat",
         ),
         (replace(DENSE, lora=LoraConfig(4)), 2, (), "model: some of its parameters are frozen"),
+        (replace(DENSE, offload=True), 2, (), "model: copies of its activations to host memory have no price"),
     ],
 )
 def test_what_makes_no_stages_is_refused(config, stages, side, told):

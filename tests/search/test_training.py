@@ -233,6 +233,11 @@ def test_renamed_axes_cost_the_same():
     assert one == pytest.approx(other, rel=1e-12)
 
 
+def test_activations_in_host_memory_have_no_price():
+    with pytest.raises(PlanError, match="copies of its activations to host memory have no price"):
+        problem_of(replace(WIDE, offload=True))
+
+
 def test_microbatches_have_to_divide_the_batch():
     with pytest.raises(PlanError, match="cannot cut a batch of 64 into 3 microbatches"):
         problem_of(WIDE, microbatches=3)

@@ -31,10 +31,10 @@ _NEEDED = re.compile(r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGTP]
 _OFFERED = re.compile(r"(?:available HBM \(|Used [\d.]+[KMGTP]? of )([\d.]+)([KMGTP]?)")
 _BINARY = re.compile(r"\b([\d.]+)([KMGTP])(?=[\s.,;)]|$)")
 _FAULTY_PASS = "while_loop_all_reduce_code_motion"
-"""The name of a pass of the compiler in the message with which libtpu 0.0.42 fails in it."""
+"""A pass in which libtpu 0.0.42 fails, as its message spells it."""
 _REMEDY = (
     "\n  This is a fault of the compiler, in a pass that moves reductions out of loops. To compile without the pass,\n"
-    "  set XLA_FLAGS=--xla_disable_hlo_passes=while-loop-all-reduce-code-motion in the environment."
+    "  add --xla_disable_hlo_passes=while-loop-all-reduce-code-motion to XLA_FLAGS in the environment."
 )
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 

@@ -71,7 +71,7 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
     """Return the values that a traced function computes, each as its part on one device, largest first.
 
     Only values whose types state a sharding are returned. Types state a sharding under Explicit axes, and inside a
-    shard_map.
+    shard_map. Values in host memory are left out.
 
     Args:
         jaxpr: the traced function.
@@ -92,7 +92,7 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
 def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
     explicit = set(getattr(aval.sharding.mesh, "axis_types", ())) == {jax.sharding.AxisType.Explicit}
     weightless = aval.dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    if weightless or not (manual or explicit):
+    if weightless or aval.memory_space == jax.memory.Space.Host or not (manual or explicit):
         return None
     shape = tuple(aval.shape) if manual else aval.sharding.shard_shape(tuple(aval.shape))
     size = (prod(shape) * jax.dtypes.itemsize_bits(aval.dtype) + 7) // 8

@@ -46,8 +46,8 @@ class Report(Printed):
             the compiler's message, with binary units converted to decimal units.
         peak_bytes: the largest number of bytes that arguments, results and temporaries take together at any time, by
             the compiler's assignment of buffers; 0 if the program was not compiled.
-        host_bytes: bytes of arguments, results and temporaries in the memory of the host, for one device; 0 if the
-            program was not compiled. They are not part of the other figures.
+        host_bytes: bytes of arguments, results and temporaries in host memory, for one device; 0 if the program was not
+            compiled. They are not part of the other figures.
     """
 
     topology: Topology
@@ -118,6 +118,7 @@ class Report(Printed):
             "mfu": line and line.mfu,
             "is_lower_bound": self.is_lower_bound,
             "launch_seconds": line and line.launch_seconds,
+            "host_seconds": line and line.host_seconds,
             "planned_wire_bytes": self.plan.wire_bytes,
             "network_bytes": self.network_bytes,
             "planned_network_bytes": self.plan.network_bytes(self.mesh, self.topology.chip),
@@ -141,7 +142,7 @@ class Report(Printed):
         table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices{slices}, mesh {mesh}")
         table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
         if self.host_bytes:
-            table.add_row("on the host", f"{amount_of_bytes(self.host_bytes)} per device")
+            table.add_row("host memory", f"{amount_of_bytes(self.host_bytes)} per device")
         least, planned = "at least " if self.is_lower_bound else "", "" if self.ledger else ", as planned"
         table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products{planned}")
         table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device{planned}{self._over_the_network}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from gspmd.audit.simulation.machine import OF_DEVICE, Span
+from gspmd.audit.simulation.machine import NO_AXES, Span
 from gspmd.display.theme import KINDS, LIGHT, WORK
 from gspmd.display.units import axes_text
 
@@ -98,7 +98,7 @@ def _shades(span: Span) -> list[tuple[float, float, str]]:
 
 
 def _on_chip(span: Span) -> bool:
-    return span.rows[0] in OF_DEVICE
+    return span.rows[0] in NO_AXES
 
 
 def pale_of(color: str) -> str:

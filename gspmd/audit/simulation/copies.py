@@ -4,13 +4,7 @@ from dataclasses import dataclass
 
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.simulation.links import FROM_HOST, TO_HOST, Link
-from gspmd.audit.simulation.roofline import traffic
-
-_HOST = "S(5)"
-"""The memory of the host, as memory layouts write it.
-
-Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
-"""
+from gspmd.audit.simulation.roofline import HOST, traffic
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,10 @@ def started_copy(module: Module, computation: Computation, instruction: Instruct
     """
     if instruction.called:
         inner = module.computations[instruction.called[0]]
-        wrapped = _between(inner, inner.root, inner.root)
+        done = inner.root
+        while done.opcode == "bitcast":
+            done = inner.by_name[done.operands[0]]
+        wrapped = _copy(inner, done, done)
         if wrapped.direction:
             return wrapped
         if instruction.opcode == "async-start":
@@ -46,13 +43,19 @@ def started_copy(module: Module, computation: Computation, instruction: Instruct
             return Copy(int(sum(each.bytes for each in moved)), None)
     users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
     done = next((each for each in users if each.opcode.endswith("-done")), None)
-    return _between(computation, instruction, done) if done else Copy(instruction.arrays[0].bytes, None)
+    return _copy(computation, instruction, done) if done else Copy(instruction.arrays[0].bytes, None)
 
 
-def _between(computation: Computation, begun: Instruction, done: Instruction) -> Copy:
-    """Return the copy that one instruction begins, and whose result is the result of another or of the same one."""
+def _copy(computation: Computation, begun: Instruction, done: Instruction) -> Copy:
+    """Return the copy from the operand of `begun` to the result of `done`, which may be the same instruction."""
     updates = begun.opcode.startswith("dynamic-update-slice")
     source = computation.by_name[begun.operands[1 if updates else 0]] if begun.operands else done
-    came, goes = _HOST in source.type, _HOST in done.type
-    direction = None if came == goes else TO_HOST if goes else FROM_HOST
+    from_host, to_host = HOST in source.type, HOST in done.type
+    direction = None if from_host == to_host else TO_HOST if to_host else FROM_HOST
     return Copy(source.bytes if updates else done.bytes, direction)
+
+
+def touches_host(computation: Computation, instruction: Instruction) -> bool:
+    """Return whether an instruction has an operand or a result in host memory."""
+    operands = (computation.by_name[name] for name in instruction.operands)
+    return HOST in instruction.type or any(HOST in operand.type for operand in operands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gspmd.audit.simulation.machine import OF_DEVICE, Span
+from gspmd.audit.simulation.machine import NO_AXES, Span
 from gspmd.display.runs import Run
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.figures.canvas import Canvas, number, width_in
@@ -75,7 +75,7 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
-        on_chip = span.rows[0] in OF_DEVICE
+        on_chip = span.rows[0] in NO_AXES
         waits = span.seconds if on_chip else min(span.exposed, span.seconds)
         middle = span.start + span.seconds - waits  # The device waits last.
         for start, stop, hidden in ((span.start, middle, True), (middle, span.start + span.seconds, False)):

@@ -10,7 +10,7 @@ from gspmd.audit.hlo.loops import cut_out, reordered, trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
-from gspmd.audit.simulation.copies import started_copy
+from gspmd.audit.simulation.copies import started_copy, touches_host
 from gspmd.audit.simulation.launches import launched
 from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.simulation.machine import HOST_MEMORY, Machine, Span
@@ -115,6 +115,11 @@ class Interpreter:
         elif instruction.cycles_overflowed:
             self.notes.append(_OVERFLOW_NOTE)
         took = cost(self.module, computation, instruction, self.chip)
+        if took.bytes and touches_host(computation, instruction):
+            self.notes.append(
+                f"{instruction.name} reads or writes host memory itself, at the bandwidth of main memory in this "
+                "simulation; its seconds are a lower bound"
+            )
         if instruction.name in self._launches(computation):
             self.machine.launch(self.chip.launch_seconds)
         if took.seconds or took.flops:
@@ -144,7 +149,7 @@ class Interpreter:
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """Start a copy or a slice between memories, and return the number of the transfer.
 
-        The transfer runs at the bandwidth of main memory, or of the link to the host if one of the memories is there.
+        The transfer runs at the bandwidth of main memory, or of the link to the host if one end is host memory.
         """
         copy = started_copy(self.module, computation, instruction)
         if not copy.direction:
@@ -152,8 +157,8 @@ class Interpreter:
             return self.machine.start(span, Transfer(copy.bytes / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
         if not self.chip.host_bandwidth:
             self.notes.append(
-                f"the bandwidth between a {self.chip.name} and its host is not known; copies between them are "
-                "simulated at the bandwidth of main memory, so their seconds are a lower bound"
+                f"the bandwidth between {self.chip.name} and its host is not known; copies between them run at the "
+                "bandwidth of main memory in this simulation, so their seconds are a lower bound"
             )
         span = self._span(computation, instruction, "copy", (HOST_MEMORY,), copy.bytes)
         busy = copy.bytes / (self.chip.host_bandwidth or self.chip.hbm_bandwidth)

@@ -9,11 +9,12 @@ from gspmd.audit.simulation.links import Link, Transfer
 _ROUNDING = 1e-12
 """Largest rounding error of a sum of seconds."""
 
-
 HOST_MEMORY = "host memory"
-OF_DEVICE = ("compute", "memory", HOST_MEMORY)
-"""The rows of a timeline that are not mesh axes: computation, copies between the memories of the device, and copies to
-and from the memory of the host."""
+"""The row of a timeline with copies to and from host memory."""
+COPIES = ("memory", HOST_MEMORY)
+"""The rows of copies: between memories of the device, and to and from host memory."""
+NO_AXES = ("compute", *COPIES)
+"""The rows of a timeline that are not mesh axes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Span:
     Attributes:
         name: the scope name of a planned step, such as `step2.reduce-scatter.x`; if the instruction belongs to no step,
             the name in JAX or in HLO.
-        rows: the rows on which the bar is drawn: one of `OF_DEVICE`, or every mesh axis that the transfer uses.
+        rows: the rows on which the bar is drawn: one of `NO_AXES`, or every mesh axis that the transfer uses.
         start: seconds from the beginning of the timeline. Only the simulated iterations of a loop take time in the
             timeline.
         seconds: seconds of one execution.
@@ -35,7 +36,7 @@ class Span:
         instruction: the name of the instruction in the HLO.
         cycles: the compiler's estimate of the instruction's cycles; 0 if there is no estimate.
         bytes: for a transfer to other devices, the bytes that one device sends per execution; for other instructions,
-            the bytes moved to and from the device's memory per execution.
+            the bytes moved to and from the device's memory or host memory per execution.
         exposed: for a collective, the seconds per execution in which the device waits for it; 0 in all other
             categories.
     """
@@ -89,8 +90,8 @@ class Machine:
         now: the time in seconds since the beginning of the timeline.
         in_flight: a mapping from numbers to the transfers in flight.
         spans: the bars recorded so far.
-        sums: totals over all iterations of all loops. The keys `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and
-            `"launch"` have seconds, and `"flops"` has FLOPs. The keys `(category, rows, "count")`,
+        sums: totals over all iterations of all loops. The keys `"compute"`, `"hidden"`, `"exposed"`, `"memory"`,
+            `"host"` and `"launch"` have seconds, and `"flops"` has FLOPs. The keys `(category, rows, "count")`,
             `(category, rows, "seconds")` and `(category, rows, "exposed")` have the executions, the seconds and the
             exposed seconds of the bars.
         started: number of transfers started so far.
@@ -153,11 +154,12 @@ class Machine:
     def wait(self, number: int | None) -> None:
         """Wait until a transfer is finished.
 
-        The time of waiting for a copy counts as computation that main memory limits.
+        The time of waiting for a copy counts as computation that main memory limits, or the link to the host.
         """
         while number is not None and (transfer := self.in_flight.get(number)):
             passed = self._advance(float("inf"), transfer)
-            self.sums["memory"] += passed if transfer.is_copy else 0.0
+            if transfer.is_copy:
+                self.sums["host" if transfer.span.rows == (HOST_MEMORY,) else "memory"] += passed
 
     def drain(self) -> None:
         """Wait until all transfers in flight are finished."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.audit.arguments import file_path
-from gspmd.audit.simulation.machine import OF_DEVICE, Span
+from gspmd.audit.simulation.machine import NO_AXES, Span
 from gspmd.audit.simulation.timeline import Timeline, checked_timeline
 from gspmd.writing import replace_file
 
@@ -57,7 +57,7 @@ def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
 
 
 def _title(row: str, lane: int) -> str:
-    title = row if row in OF_DEVICE else f"mesh axis {row}"
+    title = row if row in NO_AXES else f"mesh axis {row}"
     return f"{title} ({lane + 1})" if lane else title
 
 

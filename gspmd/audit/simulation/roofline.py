@@ -21,7 +21,12 @@ FREE = (
 """Opcodes of instructions that take no time, because they only name a value, allocate a buffer or wait."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
-_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # On-chip memory: space 0 is main memory, 5 the host's.
+HOST = "S(5)"
+"""Host memory, as memory layouts write it.
+
+Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
+"""
+_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # On-chip memory: space 0 is main memory, and 5 is host memory.
 _PARTS = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
 SCATTER_EFFICIENCY = 0.11
@@ -156,10 +161,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
     Arrays in on-chip memory, whose layouts contain `S(1)` or the like, are not counted. If an array is sliced, only the
     slice is counted. If an array is updated in place or scattered into, only the update is counted. An array in host
-    memory (`S(5)`) is counted as if it were in main memory. The resulting time is then a lower bound, because the link
+    memory (`HOST`) is counted as if it were in main memory. The resulting time is then a lower bound, because the link
     to the host is slower.
-
-    Source: the numbers of memory spaces in openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
     """
     inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
     read = 0

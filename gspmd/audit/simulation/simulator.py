@@ -51,9 +51,9 @@ def timeline(
       a collective is the speed on its most contended link. Bandwidth that this leaves free on other links is not used.
       Hops take time, but no bandwidth.
     - **Copies** between memories (`copy-start`, asynchronous slices) take the time of their bytes at the bandwidth of
-      main memory. Several copies share this bandwidth. Copies to the memory of the host take the time of their bytes
-      at the bandwidth of the link to the host, and so do copies from there, at the same time. The time of waiting for
-      a copy counts as computing.
+      main memory. Several copies share this bandwidth. Copies to and from host memory take the time of their bytes at
+      the bandwidth of the link to the host, each direction by itself. The time of waiting for a copy counts as
+      computing.
     - **Loops** are simulated until an iteration ends with the same transfers in flight as when it began. This iteration
       then stands for all remaining iterations. It is the first iteration, unless a transfer is in flight from one
       iteration to the next.
@@ -125,6 +125,7 @@ def timeline(
         tuple(dict.fromkeys([*modelled, *interpreter.notes])),
         (*_copied_in_loops(interpreter), *_cut_in_loops(interpreter)),
         sums["launch"],
+        sums["host"],
     )
 
 

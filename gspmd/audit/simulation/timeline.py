@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, article
-from gspmd.audit.simulation.machine import OF_DEVICE, Span
+from gspmd.audit.simulation.machine import COPIES, NO_AXES, Span
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
@@ -30,8 +30,8 @@ class CategoryTotal:
 
     Attributes:
         category: the kind of a collective, `einsum`, `other` or `copy`.
-        axes: the mesh axes of a collective; `host memory` for copies to and from the memory of the host; empty for
-            the other categories.
+        axes: the mesh axes of a collective; `("host memory",)` for copies to and from host memory; empty for all other
+            copies and categories.
         count: number of executions.
         seconds: total time of all executions.
         exposed: for a collective, the part of `seconds` in which the device waits for it; 0 in all other categories.
@@ -51,19 +51,20 @@ class Timeline(Printed):
     All seconds are totals in which every iteration of every loop is counted.
 
     Attributes:
-        compute_seconds: seconds in which the device computes, waits for its own memory, or waits for launches.
+        compute_seconds: seconds in which the device computes, waits for its own memory or for host memory, or waits
+            for launches.
         hidden_seconds: the part of `compute_seconds` in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
         memory_seconds: the part of `compute_seconds` that main memory limits. In this time, the device waits for
-            copies, or runs instructions for which moving the bytes at full bandwidth takes longer than computing the
-            matrix products at peak FLOP/s. Instructions that access main memory but compute no products always belong
-            to this part, with the seconds that the compiler estimates.
+            copies between its own memories, or runs instructions for which moving the bytes at full bandwidth takes
+            longer than computing the matrix products at peak FLOP/s. Instructions that access main memory but compute
+            no products always belong to this part, with the seconds that the compiler estimates.
         flops: FLOPs of the matrix products, where a multiplication and its addition count as two.
         model_flops: the FLOPs from which `mfu` is computed. These are the model's FLOPs given to
             `gspmd.audit.timeline`, or `flops` if none were given.
         spans: the bars to draw. Only one iteration of a loop is drawn, and the bar of the loop states the number of
             iterations.
-        parts: the sums over all bars with the same category and mesh axes, longest first.
+        parts: the sums over all bars with the same category and rows, longest first.
         chip: the simulated hardware.
         mesh: sizes of the mesh axes.
         name: the name of the program.
@@ -71,6 +72,7 @@ class Timeline(Printed):
         warnings: descriptions of avoidable costs, each with a remedy. These are loops in which every iteration copies
             an array that the loop does not change, or a large part of such an array.
         launch_seconds: the part of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
+        host_seconds: the part of `compute_seconds` in which the device waits for copies to or from host memory.
     """
 
     compute_seconds: float
@@ -87,6 +89,7 @@ class Timeline(Printed):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     launch_seconds: float = 0.0
+    host_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -108,8 +111,8 @@ class Timeline(Printed):
         """The rows of a drawing: computation, the mesh axes of more than one device, other links, and memories."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
         used = dict.fromkeys(row for span in self.spans for row in span.rows)
-        others = [row for row in used if row not in (*OF_DEVICE, *axes)]
-        return ("compute", *axes, *others, *(row for row in OF_DEVICE[1:] if row in used))
+        others = [row for row in used if row not in (*NO_AXES, *axes)]
+        return ("compute", *axes, *others, *(row for row in COPIES if row in used))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
         """Return the bars on a row, sorted by start, each with the number of the first lane that is free at its start.
@@ -135,6 +138,8 @@ class Timeline(Printed):
             sheet.add(f"[{TERMINAL.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
         if self.launch_seconds:
             sheet.add("waiting for the host to launch", "", "", "", amount(self.launch_seconds), "")
+        if self.host_seconds:
+            sheet.add("waiting for host memory", "", "", "", amount(self.host_seconds), "")
         sheet.add("step", "", "", "", *_amounts(self.step_seconds, self.exposed_seconds), total=True)
         return sheet
 
@@ -144,17 +149,22 @@ class Timeline(Printed):
         step, compute, exposed, hidden = _amounts(
             self.step_seconds, self.compute_seconds, self.exposed_seconds, self.hidden_seconds
         )
-        launches = f", {self.launch_seconds / self.compute_seconds:.0%} by launches" if self.launch_seconds else ""
+        bounds = [f"{self.memory_share:.0%} bound by memory"]
+        if self.launch_seconds:
+            bounds.append(f"{self.launch_seconds / self.compute_seconds:.0%} by launches")
+        if self.host_seconds:
+            bounds.append(f"{self.host_seconds / self.compute_seconds:.0%} waiting for host memory")
         return (
-            f"{step} = {compute} computing ({self.memory_share:.0%} bound by memory{launches}) + {exposed} waiting for "
-            f"collectives; {hidden} of collectives hidden; MFU {self.mfu:.1%}"
+            f"{step} = {compute} computing ({', '.join(bounds)}) + {exposed} waiting for collectives; "
+            f"{hidden} of collectives hidden; MFU {self.mfu:.1%}"
         )
 
     def figure(self) -> "Figure":
         """Draw the work of the device over time, as SVG; `gspmd.audit.gantt` makes a larger drawing with all names.
 
         Returns:
-            A figure with a row for computation, a row for each mesh axis, and a row for copies between memories.
+            A figure with a row for computation, a row for each mesh axis, and rows for copies between memories and to
+            host memory.
         """
         from gspmd.audit.simulation.figure import timeline_figure
 

@@ -38,4 +38,4 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
     if not file.model.stacked:
         yield f"[model] stacked is off, and only stacked blocks have a price{remedy}"
     if file.model.offload and trains:
-        yield f"[model] offload is set, and transfers to the host have no price{remedy}"
+        yield f"[model] offload is set, and copies of activations to host memory have no price{remedy}"

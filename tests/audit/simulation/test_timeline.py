@@ -482,6 +482,8 @@ def test_copies_to_the_host_take_the_time_of_its_link():
     pushed, pulled = (run(*HELD, start, step("m", 4), end) for start, end in ((PUSH, PUSHED), (PULL, PULLED)))
     for found in (pushed, pulled):
         assert times(found) == (10, 10, 0, 0)
+        assert micro(found.host_seconds, found.memory_seconds) == (6, 4)  # m only touches bytes
+        assert "60% waiting for host memory" in found.summary
         assert found.rows == ("compute", "x", "y", "host memory")
         assert [(part.axes, micro(part.seconds)) for part in found.parts if part.category == "copy"] == [
             (("host memory",), (10,))
@@ -520,11 +522,17 @@ def test_every_kind_of_copy_uses_the_link_to_the_host(line, end):
     assert times(found) == (10, 10, 0, 0)
 
 
+def test_what_computes_on_host_memory_is_noted():
+    held = f"%w = {BLOCKS} dynamic-update-slice(%stack, %block, %zero, %zero)"
+    assert "w reads or writes host memory itself" in run(*HELD, held).notes[0]
+    assert not run(*HELD, PUSH, PUSHED).notes
+
+
 def test_a_host_whose_link_is_unknown_is_noted():
     alone = replace(CHIPS["tpu-v4"], host_bandwidth=0.0)
     found = run(*HELD, PUSH, PUSHED, chip=alone)
     assert micro(found.step_seconds) == (0.125,)
-    assert "the bandwidth between a tpu-v4 and its host is not known" in found.notes[0]
+    assert "the bandwidth between tpu-v4 and its host is not known" in found.notes[0]
 
 
 def test_without_an_estimate_the_roofline():
