@@ -95,12 +95,10 @@ RUNS = {
     ),
     "llama-3.1-405b-v5p": Run(
         "--config llama-3.1-405b --topology tpu-v5p:8x8x8 --layout zero-3 --lowering blocking --model.offload",
-        512, 2, 8192, 0.685, 124.6, causal=True,
-        options=("xla_tpu_scoped_vmem_limit_kib=98304", *ASYNCHRONOUS),
+        512, 2, 8192, 0.685, 124.6, causal=True, options=ASYNCHRONOUS,
     ),
     "mixtral-8x7b-v6e": Run(
-        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking "
-        "--model.remat dots-except-hidden --model.offload",
+        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2",
         256, 12, 4096, 0.3523, 3899,
         options=("xla_tpu_scoped_vmem_limit_kib=81920", *ASYNCHRONOUS, *OVERLAPPED),
     ),
@@ -122,14 +120,13 @@ RUNS = {
         64, 13, 2048, 0.567, options=("xla_enable_async_all_gather=true",),
     ),
     "llama-3.1-8b-v6e": Run(
-        "--config llama-3.1-8b --topology tpu-v6e:2x4 --layout zero-3 --lowering blocking "
-        "--model.remat dots-except-hidden --model.offload",
-        8, 3, 8192, tokens=7139, options=("xla_tpu_scoped_vmem_limit_kib=98304",),
+        "--config llama-3.1-8b --topology tpu-v6e:2x4 --layout zero-3 --lowering blocking --microbatches 3",
+        8, 3, 8192, tokens=7139, compiles=False,
     ),
     "llama-3.1-70b-v6e": Run(
         "--config llama-3.1-70b --topology tpu-v6e:4x8 --layout zero-3 --lowering blocking --moments int8 "
-        "--model.remat dots-except-hidden --model.offload",
-        32, 2, 8192, tokens=921, options=("xla_tpu_scoped_vmem_limit_kib=98304",),
+        "--microbatches 2",
+        32, 2, 8192, tokens=921, compiles=False,
     ),
     "llama-3.1-70b-7x": Run(
         "--config llama-3.1-70b --topology tpu7x:4x4x4 --layout zero-3 --lowering blocking",
@@ -139,7 +136,7 @@ RUNS = {
 """Figures are from MaxText's docs/reference/models/tiering.md, for its dense models from configs/v4, v5e and v5p, and
 for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s) and for Llama 3.1 8B and 70B from tpu-recipes. Options are from
 MaxText's configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py, and from the recipes'
-training/v5p/Llama3.1-405B-MaxText without its HOST_OFFLOAD_FLAGS, since nothing is offloaded here.
+training/v5p/Llama3.1-405B-MaxText, whose options are not used (docs/mfu.md says why).
 """
 
 

@@ -111,13 +111,14 @@ def test_adapters_add_partial_gradients_over_microbatches(config, make_mesh, tok
     adapters_train(config, make_mesh, tokens.repeat(2, 0), "zero-2", "blocking", 10, ("attention.w_o",), microbatches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "lowering", "more", "changes"),
     [
         ("megatron-1d", "blocking", ("attention.w_o",), {}),
-        pytest.param("weight-stationary-2d", "xla", ("attention.w_o",), {}, marks=pytest.mark.slow),
-        pytest.param("zero-3", "looped", ("attention.w_o",), {}, marks=pytest.mark.slow),
-        pytest.param("gshard", "blocking", OF_FFN, {"layers": 3, "moe": FIRST_DENSE}, marks=pytest.mark.slow),
+        ("weight-stationary-2d", "xla", ("attention.w_o",), {}),
+        ("zero-3", "looped", ("attention.w_o",), {}),
+        ("gshard", "blocking", OF_FFN, {"layers": 3, "moe": FIRST_DENSE}),
     ],
 )
 def test_adapters_of_latents_train_alone_as_on_one_device(config, make_mesh, tokens, preset, lowering, more, changes):
