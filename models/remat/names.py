@@ -43,11 +43,9 @@ OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
 """Names that `selective` keeps in addition: operands of products, norms and attention, if a gradient reads them."""
-
-
 INPUT = "block.input"
-"""Name of the input of a block, which every choice keeps. It is needed only to move the input to the host: a
-rematerialized function keeps its arguments without a name."""
+"""Name of the input of a block, which every choice keeps. Only moving the input to the host needs the name: otherwise a
+recomputed function keeps its arguments without one."""
 
 
 def recomputed(body: Callable, remat: str, offload: bool = False) -> Callable:
@@ -56,8 +54,8 @@ def recomputed(body: Callable, remat: str, offload: bool = False) -> Callable:
     Args:
         body: a function whose first argument is the input of the block.
         remat: one of `REMATS`.
-        offload: whether to keep them in host memory. It has no effect if `remat` is `none`, under which they have no
-            names.
+        offload: whether the activations that are not recomputed are kept in host memory. It has no effect if `remat` is
+            `none`, under which they have no names.
 
     Example:
         >>> import jax.numpy as jnp
