@@ -1,7 +1,7 @@
 """Compare planned with compiled seconds over all presets, and the layout that `gspmd search` finds without compiling.
 
     python benchmarks/ranks.py --folder ranked --write docs/accuracy.md \\
-        --errors gspmd/search/answers/errors.toml                          # about 20 minutes
+        --errors gspmd/search/answers/errors.toml                          # about 45 minutes
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
