@@ -94,7 +94,7 @@ def test_what_a_step_keeps_on_the_host_is_what_is_predicted():
     assert reports[True].host_bytes == inputs
     assert reports[False].host_bytes == 0
     assert json.loads(reports[True].to_json())["host_bytes"] == inputs
-    assert re.search(r"^host memory +2\.1 MB per device *$", str(reports[True]), re.MULTILINE)
+    assert re.search(r"^host memory +1\.05 MB per device *$", str(reports[True]), re.MULTILINE)
     moved = [part for part in reports[True].timeline.parts if part.axes == ("host memory",)]
     assert sum(part.count for part in moved) == 2 * 4
     link = reports[True].topology.chip.host_bandwidth
