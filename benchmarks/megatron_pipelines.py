@@ -10,7 +10,7 @@ from page import Kept
 
 import gspmd
 from gspmd.audit import compile_offline, topology
-from gspmd.audit.simulation.machine import COPIES, NO_AXES
+from gspmd.audit.simulation.machine import COPY_ROWS, LOCAL_ROWS
 from gspmd.audit.simulation.timeline import Timeline
 from gspmd.commands import compile as command
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
@@ -117,7 +117,7 @@ def within(line: Timeline, loop: Any) -> float:
     """Return the seconds of a loop: the sum over the spans drawn inside it, times their repetitions."""
     end = loop.start + loop.seconds
     inside = (span for span in line.spans if span.category != "loop" and loop.start <= span.start < end)
-    waits = lambda span: span.rows[0] not in NO_AXES  # noqa: E731
+    waits = lambda span: span.rows[0] not in LOCAL_ROWS  # noqa: E731
     return sum(
-        (span.exposed if waits(span) else span.seconds) * span.times for span in inside if span.rows[0] not in COPIES
+        (span.exposed if waits(span) else span.seconds) * span.times for span in inside if span.rows[0] not in COPY_ROWS
     )

@@ -135,8 +135,8 @@ RUNS = {
 }  # fmt: skip
 """Figures are from MaxText's docs/reference/models/tiering.md, for its dense models from configs/v4, v5e and v5p, and
 for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s) and for Llama 3.1 8B and 70B from tpu-recipes. Options are from
-MaxText's configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py, and from the recipes'
-training/v5p/Llama3.1-405B-MaxText, whose options are not used (docs/mfu.md says why).
+MaxText's configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py. Of the options of the recipe
+training/v5p/Llama3.1-405B-MaxText, only those for gathers are used (docs/mfu.md says why).
 """
 
 

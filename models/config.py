@@ -551,7 +551,10 @@ def _faults(config: ModelConfig):
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
     if config.offload and config.remat == "none":
-        yield "offload is set, but under remat none kept arrays have no names to move them by; set remat, such as full"
+        yield (
+            "offload moves activations by their names, and under remat none they have no names; set remat, for example "
+            "to full, or leave offload out"
+        )
     for name in ("context_length", "sliding_window", "attention_chunk"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"

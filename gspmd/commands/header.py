@@ -62,7 +62,7 @@ def _facts(settings: Any) -> dict[str, str]:
     return {
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {source}{training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
-        f"remat {model.remat}{', kept in host memory' if model.offload else ''}",
+        f"remat {model.remat}{', activations in host memory' if model.offload else ''}",
     }
 
 

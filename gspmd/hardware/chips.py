@@ -47,7 +47,7 @@ class Chip(Printed):
     node_devices: int = 0  #: number of devices in a node; 0 if all devices are one node
     network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, one way, in bytes/s
     network_seconds: float = 0.0  #: latency of one step over the network between nodes in seconds
-    host_bandwidth: float = 0.0  #: bandwidth to the memory of the host, in one direction, in bytes/s; 0 if unknown
+    host_bandwidth: float = 0.0  #: bandwidth from and to host memory, in one direction, in bytes/s; 0 if unknown
     tf32_flops: float = 0.0  #: FLOP/s of float32 matrix products in TF32; 0 if the chip lacks TF32
     multiplies_in_tf32: bool = False  #: whether XLA multiplies float32 in TF32 by default
     stream_efficiency: float = 1.0  #: fraction of `hbm_bandwidth` that a kernel with little computation reaches

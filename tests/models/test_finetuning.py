@@ -315,7 +315,12 @@ def curves(config, make_mesh, tokens, preset, lowering, steps, optimizer, option
     settings = config(**{"layers": 1, "remat": "none"} | changes)
     losses, state, _ = train(*start(settings, preset, make_mesh), tokens, lowering, steps, optimizer, **options)
     program, first, batch, key = prepare(
-        *start(settings, "replicated", make_mesh, 1), tokens, lowering, steps, optimizer, **options
+        *start(replace(settings, offload=False), "replicated", make_mesh, 1),
+        tokens,
+        lowering,
+        steps,
+        optimizer,
+        **options,
     )
     beginnings = [first]  # copied for each run, since a step donates its state
     beginnings += [to_neighbours(np.random.default_rng(seed), beginnings[0]) for seed in range(4)]

@@ -187,6 +187,19 @@ def test_what_blocks_keep_is_that_of_one_microbatch(changed, kept):
     assert answer["all"] == {"bytes": total, "said_bytes": amount_of_bytes(total)}
 
 
+def test_a_model_whose_activations_are_in_host_memory_is_shown_under_every_remat(tmp_path):
+    """Under remat none, activations have no names and stay on the device."""
+    table = (CONFIGS / "llama-3.1-8b.toml").read_text()
+    assert "[model]\n" in table
+    (tmp_path / "moved.toml").write_text(table.replace("[model]\n", "[model]\noffload = true\n"))
+    kept = {}
+    for remat in ("full", "none"):
+        status, answer = Tasks(tmp_path).run("kept", ASKED | {"config": "moved", "remat": remat})
+        assert status == 200
+        kept[remat] = answer["kept"]["bytes"]
+    assert kept["full"] == 0 < kept["none"]
+
+
 @pytest.mark.parametrize("config", ["tiny", "llama-3.1-8b"])
 @pytest.mark.parametrize("spare", [0, -1000])
 def test_memory_beyond_that_of_the_chip_is_said(config, spare, monkeypatch):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from gspmd.audit.simulation.machine import NO_AXES, Span
+from gspmd.audit.simulation.machine import LOCAL_ROWS, Span
 from gspmd.display.theme import KINDS, LIGHT, WORK
 from gspmd.display.units import axes_text
 
@@ -62,7 +62,7 @@ def draw_row(
             bottom = middle - whole / 2 + lane * height
             _bar(axes, span, bottom, height, scale, inch)
             if height * ROW >= LANE * 0.95:
-                beside = free if len(group) == 1 and not _on_chip(span) else 0.0
+                beside = free if len(group) == 1 and not _is_local(span) else 0.0
                 _label(axes, span, beside, bottom + height / 2, scale, inch)
 
 
@@ -91,14 +91,14 @@ def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch
 def _shades(span: Span) -> list[tuple[float, float, str]]:
     """Return the hidden part and the exposed part of a bar, each as (start, seconds, color)."""
     color = PALETTE.get(span.category, FAINT)
-    exposed = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
+    exposed = span.seconds if _is_local(span) else min(span.exposed, span.seconds)
     hidden = span.seconds - exposed
     parts = [(span.start, hidden, pale_of(color)), (span.start + hidden, exposed, color)]
     return [part for part in parts if part[1] > 0] or parts[1:]
 
 
-def _on_chip(span: Span) -> bool:
-    return span.rows[0] in NO_AXES
+def _is_local(span: Span) -> bool:
+    return span.rows[0] in LOCAL_ROWS
 
 
 def pale_of(color: str) -> str:
@@ -143,7 +143,7 @@ def _names(span: Span) -> list[str]:
 
     If a collective is of a different kind than the planned step, its longest label also names the planned kind.
     """
-    if _on_chip(span):
+    if _is_local(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"
     planned = span.name.split(".")[1] if "." in span.name else span.category

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gspmd.audit.simulation.machine import NO_AXES, Span
+from gspmd.audit.simulation.machine import LOCAL_ROWS, Span
 from gspmd.display.runs import Run
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.figures.canvas import Canvas, number, width_in
@@ -51,7 +51,8 @@ def timeline_figure(timeline: Timeline) -> Figure:
     shown = [(part, f"{part.category} {axes_text(part.axes)}".strip()) for part in timeline.parts[:_MOST]]
     amounts = 16 + max((width_in("", named) for _, named in shown), default=0.0) + _APART
     for part, named in shown:
-        exposed = f", {amount_of_seconds(part.exposed)} of it exposed" if part.axes else ""
+        waits = part.axes and part.category != "copy"  # Waiting for a copy counts as computing.
+        exposed = f", {amount_of_seconds(part.exposed)} of it exposed" if waits else ""
         canvas.rect(0, y - 8, 10, 10, part.category, rx=2)
         canvas.text(16, y + 1, named, "ink")
         canvas.text(amounts, y + 1, f"{amount_of_seconds(part.seconds)}{exposed}", "soft")
@@ -75,8 +76,8 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
-        on_chip = span.rows[0] in NO_AXES
-        waits = span.seconds if on_chip else min(span.exposed, span.seconds)
+        local = span.rows[0] in LOCAL_ROWS
+        waits = span.seconds if local else min(span.exposed, span.seconds)
         middle = span.start + span.seconds - waits  # The device waits last.
         for start, stop, hidden in ((span.start, middle, True), (middle, span.start + span.seconds, False)):
             if stop > start:

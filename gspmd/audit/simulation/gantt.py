@@ -19,7 +19,7 @@ from gspmd.audit.simulation.bars import (
     pale_of,
     width_of,
 )
-from gspmd.audit.simulation.machine import COPIES, NO_AXES, Span
+from gspmd.audit.simulation.machine import COPY_ROWS, LOCAL_ROWS, Span
 from gspmd.audit.simulation.timeline import Timeline, amount, checked_timeline
 from gspmd.display import images
 
@@ -96,7 +96,7 @@ def _rows(timeline: Timeline) -> tuple[str, ...]:
     def seen(row: str) -> bool:
         return any(span.seconds > _end(timeline) / 1000 for span, _ in timeline.lanes(row))
 
-    return tuple(row for row in timeline.rows if row not in COPIES or seen(row))
+    return tuple(row for row in timeline.rows if row not in COPY_ROWS or seen(row))
 
 
 def _places(timeline: Timeline, rows: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -183,7 +183,7 @@ def _frame(
     """Set the limits and ticks of the axes, the names of the rows, and the title."""
     axes.set_xlim(0, _end(timeline) * scale)
     axes.set_ylim(_bottom(places), _height(max(marks.values())) - 0.48 if marks else -0.5)
-    named = [row if row in NO_AXES else f"axis {row}" for row in places]
+    named = [row if row in LOCAL_ROWS else f"axis {row}" for row in places]
     axes.set_yticks([middle for middle, _ in places.values()], named)
     axes.set_xlabel(f"{unit}, each loop drawn once" if marks else unit, color=INK, fontsize=9)
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)

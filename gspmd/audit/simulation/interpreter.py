@@ -117,8 +117,8 @@ class Interpreter:
         took = cost(self.module, computation, instruction, self.chip)
         if took.bytes and touches_host(computation, instruction):
             self.notes.append(
-                f"{instruction.name} reads or writes host memory itself, at the bandwidth of main memory in this "
-                "simulation; its seconds are a lower bound"
+                f"{instruction.name} reads or writes host memory itself, which the simulation does not price; its "
+                "seconds are a lower bound"
             )
         if instruction.name in self._launches(computation):
             self.machine.launch(self.chip.launch_seconds)

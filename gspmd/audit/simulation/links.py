@@ -18,8 +18,8 @@ for the link of every chip in this direction."""
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
 MEMORY: Link = ("memory", 0)
-TO_HOST: Link = ("host", 1)
-FROM_HOST: Link = ("host", -1)
+TO_HOST: Link = ("to host", 0)
+FROM_HOST: Link = ("from host", 0)
 
 
 @dataclass(frozen=True)

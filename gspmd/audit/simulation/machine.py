@@ -11,10 +11,10 @@ _ROUNDING = 1e-12
 
 HOST_MEMORY = "host memory"
 """The row of a timeline with copies to and from host memory."""
-COPIES = ("memory", HOST_MEMORY)
+COPY_ROWS = ("memory", HOST_MEMORY)
 """The rows of copies: between memories of the device, and to and from host memory."""
-NO_AXES = ("compute", *COPIES)
-"""The rows of a timeline that are not mesh axes."""
+LOCAL_ROWS = ("compute", *COPY_ROWS)
+"""The rows of a timeline for work in which no other device takes part."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Span:
     Attributes:
         name: the scope name of a planned step, such as `step2.reduce-scatter.x`; if the instruction belongs to no step,
             the name in JAX or in HLO.
-        rows: the rows on which the bar is drawn: one of `NO_AXES`, or every mesh axis that the transfer uses.
+        rows: the rows on which the bar is drawn: one of `LOCAL_ROWS`, or every mesh axis that the transfer uses.
         start: seconds from the beginning of the timeline. Only the simulated iterations of a loop take time in the
             timeline.
         seconds: seconds of one execution.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.audit.arguments import file_path
-from gspmd.audit.simulation.machine import NO_AXES, Span
+from gspmd.audit.simulation.machine import LOCAL_ROWS, Span
 from gspmd.audit.simulation.timeline import Timeline, checked_timeline
 from gspmd.writing import replace_file
 
@@ -57,7 +57,7 @@ def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
 
 
 def _title(row: str, lane: int) -> str:
-    title = row if row in NO_AXES else f"mesh axis {row}"
+    title = row if row in LOCAL_ROWS else f"mesh axis {row}"
     return f"{title} ({lane + 1})" if lane else title
 
 
@@ -89,7 +89,16 @@ def _arguments(span: Span) -> Iterator[tuple[str, Any]]:
 
 
 def _totals(timeline: Timeline) -> dict[str, Any]:
-    names = ("step_seconds", "compute_seconds", "hidden_seconds", "exposed_seconds", "memory_seconds", "flops", "mfu")
+    names = (
+        "step_seconds",
+        "compute_seconds",
+        "hidden_seconds",
+        "exposed_seconds",
+        "memory_seconds",
+        "host_seconds",
+        "flops",
+        "mfu",
+    )
     mesh = " ".join(f"{axis}={size}" for axis, size in timeline.mesh.items())
     return {"chip": timeline.chip.name, "mesh": mesh, **{name: getattr(timeline, name) for name in names}}
 

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, article
-from gspmd.audit.simulation.machine import COPIES, NO_AXES, Span
+from gspmd.audit.simulation.machine import COPY_ROWS, LOCAL_ROWS, Span
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
@@ -30,8 +30,8 @@ class CategoryTotal:
 
     Attributes:
         category: the kind of a collective, `einsum`, `other` or `copy`.
-        axes: the mesh axes of a collective; `("host memory",)` for copies to and from host memory; empty for all other
-            copies and categories.
+        axes: the mesh axes of a collective; `("host memory",)`, which is no mesh axis, for copies to and from host
+            memory; empty for all other copies and categories. The category says whether this is a collective.
         count: number of executions.
         seconds: total time of all executions.
         exposed: for a collective, the part of `seconds` in which the device waits for it; 0 in all other categories.
@@ -111,8 +111,8 @@ class Timeline(Printed):
         """The rows of a drawing: computation, the mesh axes of more than one device, other links, and memories."""
         axes = [axis for axis, size in self.mesh.items() if size > 1]
         used = dict.fromkeys(row for span in self.spans for row in span.rows)
-        others = [row for row in used if row not in (*NO_AXES, *axes)]
-        return ("compute", *axes, *others, *(row for row in COPIES if row in used))
+        others = [row for row in used if row not in (*LOCAL_ROWS, *axes)]
+        return ("compute", *axes, *others, *(row for row in COPY_ROWS if row in used))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
         """Return the bars on a row, sorted by start, each with the number of the first lane that is free at its start.

@@ -3,6 +3,7 @@
 TPU v4: 1050 cycles are 1 µs; a link takes 45 000 bytes per µs one way, main memory 1 200 000; a hop is 1 µs.
 """
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -11,7 +12,7 @@ import pytest
 
 import gspmd
 from gspmd.annotate.errors import PlanError
-from gspmd.audit import hlo, timeline
+from gspmd.audit import gantt, hlo, perfetto, timeline
 from gspmd.audit.simulation.machine import Machine
 from gspmd.hardware.chips import CHIPS
 from gspmd.hardware.links import collective_seconds
@@ -488,6 +489,27 @@ def test_copies_to_the_host_take_the_time_of_its_link():
         assert [(part.axes, micro(part.seconds)) for part in found.parts if part.category == "copy"] == [
             (("host memory",), (10,))
         ]
+
+
+def test_pictures_and_traces_have_a_row_for_the_host(tmp_path):
+    found = run(*HELD, PUSH, step("m", 4), PUSHED)
+    drawn = found.figure()._repr_html_()
+    assert "copy host memory" in drawn
+    assert "of it exposed" not in drawn  # Waiting for a copy counts as computing.
+    perfetto.write(found, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert "host memory" in {event["args"].get("name") for event in trace["traceEvents"]}
+    assert trace["otherData"]["host_seconds"] == pytest.approx(6e-6)
+    gantt.draw(found, tmp_path / "gantt.svg")
+    assert "<!-- host memory -->" in (tmp_path / "gantt.svg").read_text()
+
+
+def test_a_mesh_axis_may_be_called_host():
+    """Its links are not the link to the host."""
+    gather = "%a = u8[360000]{0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}"
+    alone, beside = (run(*lines, mesh={"host": 4}) for lines in ((gather,), (*HELD, PUSH, gather, PUSHED)))
+    gathered = micro(alone.exposed_seconds)[0]
+    assert times(beside) == (10, 10 - gathered, 0, gathered)
 
 
 def test_copies_to_the_host_and_from_it_do_not_share_the_link():
