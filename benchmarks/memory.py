@@ -127,7 +127,9 @@ def planned(settings: command.CompileSettings) -> dict[str, Any]:
     sizes = {axis: mesh.get(axis, 1) for axis in layout.axes}
     layout = layout.resolved(candidate.sizes, sizes).check(candidate.sizes, sizes)
     answer = picks_of(candidate, candidate.unlimited_search, layout)
-    return {"planned": answer.bytes, "largest planned": largest(candidate.phase.question, answer)}
+    question = candidate.phase.question
+    peak = question.peak_bytes(answer.picks)
+    return {"planned": answer.bytes, "peak": peak, "largest planned": largest(question, answer)}
 
 
 def largest(question: MeshProblem, answer: Answer) -> list[tuple[float, str]]:

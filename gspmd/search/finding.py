@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
-from math import inf, prod
+from math import fsum, inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits
-from gspmd.search.held import Held, HeldArray, ProgramWork
+from gspmd.search.held import Held, HeldArray, ProgramWork, most_held
 from gspmd.search.lines import Lines, choices_of
 from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
@@ -366,6 +366,26 @@ class MeshProblem:
     def others(self) -> Mapping[HeldArray, int]:
         """The arrays, except arguments, that are held at the moment of peak memory, counted as in `stored`."""
         return self._held.others
+
+    def peak_bytes(self, picks: Mapping[str, int]) -> float:
+        """Return the most bytes that a device holds at any moment in one layout.
+
+        The search counts the memory of all layouts at one moment, `Held.moment`, so that it adds up over choices. A
+        layout may hold more at a different moment, such as one that leaves large weights unsharded.
+
+        Args:
+            picks: the option of each choice.
+        """
+        chosen = [picks[option.name] for option in self.prices.choices]
+
+        @cache
+        def size(array: HeldArray) -> float:
+            of, table = self.prices.shared(array.unknowns, array.size, array.move)
+            return float(table[tuple(chosen[number] for number in of)])
+
+        found = most_held(self.program.jaxpr, size)
+        every = [*found.arguments.items(), *found.others.items()]
+        return fsum(count * size(array) for array, count in every)
 
     # -- the problem ---------------------------------------------------------------------------------------------------
 

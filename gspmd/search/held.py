@@ -8,7 +8,7 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from typing import Any
@@ -406,11 +406,25 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
         moment: the moment to use, which was found in a program that differs only in sizes; by default the
             moment of peak memory.
     """
+    return _held(jaxpr, lambda array: array.size / (devices if array.unknowns else 1), moment)
+
+
+def most_held(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float]) -> Held:
+    """Return the arrays at a program's moment of peak memory in one layout, if every argument is donated.
+
+    Args:
+        jaxpr: the program.
+        size_of: a function that returns the bytes of an array on one device in this layout.
+    """
+    return _held(jaxpr, size_of, None)
+
+
+def _held(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | None) -> Held:
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
         array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
     )
-    inside, _, found = _most(jaxpr, devices, moment)
+    inside, _, found = _most(jaxpr, size_of, moment)
     # Sorted, since sets of arrays are collected on the way.
     others = sorted((inside + (results - arguments)).items(), key=lambda pair: _rank(pair[0]))
     return Held(arguments, dict(others), found)
@@ -475,15 +489,10 @@ def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
     return HeldArray(prod(move.shape) * move.itemsize, tuple(sorted(unknowns)), move)
 
 
-def _nominal(arrays: Counter, devices: int) -> float:
-    # Exact, since arrays that were collected in sets come in any order, and the largest of several sums is taken.
-    return fsum(count * array.size / (devices if array.unknowns else 1) for array, count in arrays.items())
-
-
-def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
+def _most(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | None) -> tuple[Counter, float, Moment]:
     """Return the arrays held at a moment, their bytes, and the moment; by default, it is the moment of peak memory.
 
-    Operands and results of the program are left out. The bytes of an array with an unknown are divided by `devices`.
+    Operands and results of the program are left out. `size_of` returns the bytes of an array on one device.
     """
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
@@ -506,7 +515,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
         asked = moment is not None and moment[:1] == (number,)
         deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
         looked_into = each.inner if moment is None or asked else ()  # Only the loop with the given moment.
-        inner = [(*_most(one, devices, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
+        inner = [(*_most(one, size_of, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
         step = _within(each, later) if program_of(each.equation) is not None else Counter()
         within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (step, 0.0, (), -1)
         done = {*ended.get(number, ())} - elsewhere
@@ -518,7 +527,8 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
         over |= _overwriting(each, made - over, done)
         alive.update(held(made - over))
         now = alive + within
-        size = _nominal(now, devices)
+        # Exact, since arrays that were collected in sets come in any order, and the largest of several sums is taken.
+        size = fsum(count * size_of(array) for array, count in now.items())
         if asked or (moment is None and (size > most or not when)):
             best, most, when = now, size, (number, which, *beyond)
         if asked:

@@ -176,6 +176,22 @@ def test_a_layout_that_was_found_has_no_lines_of_tensors_that_the_model_lacks(ru
     assert not {*Layout.load(found).table} & {"attention.latent", "attention.latent_query", "attention.relative"}
 
 
+def test_a_layout_that_holds_more_at_another_moment_has_a_warning(run, tmp_path, monkeypatch):
+    flags = ["--phase", "decode", "--mesh", "x=4", "--out", str(tmp_path / "found.toml")]
+    written = tmp_path / "found.json"
+    code, out, _ = run(*flags, "--json", str(written))
+    assert code == 0
+    assert "warning" not in out
+    figures = json.loads(written.read_text())
+    assert figures["bytes"] <= figures["peak_bytes"] <= figures["limit"]
+    monkeypatch.setattr("gspmd.search.finding.MeshProblem.peak_bytes", lambda self, picks: 1.25 * figures["limit"])
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert "at its largest moment" in (said := " ".join(out.split()))
+    assert said.count("warning") == 1
+    assert "or search with --memory 0.72" in said
+
+
 def test_planned_seconds_have_the_error_to_expect_where_it_was_measured(run, tmp_path, monkeypatch):
     found = tmp_path / "found.toml"
     measured = {"decode": {"tpu-v5p": 0.123}}

@@ -69,6 +69,27 @@ def test_memory_is_linear_in_tokens_where_they_are_as_many_as_a_weight_has_rows(
         assert same.bytes_of(picks) == (fewer.bytes_of(picks) + more.bytes_of(picks)) / 2
 
 
+@pytest.mark.parametrize(("mesh", "microbatches"), [({"x": 2}, 1), ({"x": 2, "y": 2}, 2)])
+def test_a_layout_holds_most_at_its_own_moment(mesh, microbatches):
+    """That is at least what it holds at the moment that is searched, and as much if all arrays are spread alike."""
+    config = replace(TINY, tied=False, layers=4)
+    case = problem_of(Workload(config, CHIPS["tpu-v5p"], 16, 32, microbatches=microbatches), mesh)
+    problem, question, rng = case.problem(), case.question, random.Random(str(mesh))
+    more = 0
+    for _ in range(12):
+        picks = drawn(problem, rng)
+        peak, counted = question.peak_bytes(picks), problem.bytes_of(picks)
+        assert peak >= counted * (1 - 1e-12)
+        more += peak > 1.01 * counted
+        # An independent count: the searched memory at every moment of the program, of which the largest is the peak.
+        moments = [question.program.held(devices, question.like) for devices in (1, 2, 4, 1024)]
+        chosen = [picks[option.name] for option in question.prices.choices]
+        for held in moments:
+            tables = [*question.spread(held.arguments), *question.spread(held.others)]
+            assert sum(float(table[tuple(chosen[n] for n in of)]) for of, table in tables) <= peak * (1 + 1e-12)
+    assert more  # otherwise, no such layout was drawn
+
+
 LATER = """
 [mesh]
 axes = ["x"]

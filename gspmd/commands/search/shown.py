@@ -200,6 +200,19 @@ def warnings(shortlist: Sequence[Listed]) -> list[str]:
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 
 
+def memory_warning(finding: SearchResult, settings: SearchSettings) -> str:
+    """Return a warning if the answer holds more than the limit at a moment that the search did not count, or ""."""
+    peak, limit = finding.peak_bytes, finding.best.limit
+    if peak <= limit:
+        return ""
+    less = int(100 * settings.memory * limit / peak) / 100
+    return (
+        f"warning: this layout holds {amount_of_bytes(peak)} on each device at its largest moment, and may hold "
+        f"{amount_of_bytes(limit)}. The search counts the memory of all layouts at one moment. The compiler may refuse "
+        f"the layout, or compute arrays again to make it fit: ask it with --compile 1, or search with --memory {less}"
+    )
+
+
 def answer_line(finding: SearchResult, settings: SearchSettings) -> str:
     """Return the answer as one line of output, which also says whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"

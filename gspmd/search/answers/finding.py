@@ -81,6 +81,11 @@ class SearchResult(Printed):
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
     interrupt: type[KeyboardInterrupt] | None = None
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes that a device holds at any moment; `answer.bytes` are those at the moment that is searched."""
+        return self.best.phase.question.peak_bytes(self.answer.picks)
+
     def table(self) -> Sheet:
         """Return a table of the meshes that were tried, with the best one first."""
         sheet = Sheet("the cheapest layout on every mesh", _COLUMNS)
