@@ -51,6 +51,18 @@ def test_planned_memory_is_within_5_percent_of_the_compiler_s(name):
     assert memory.planned(settings)["planned"] == pytest.approx(ASSIGNED[name], rel=0.05)
 
 
+@pytest.mark.slow
+def test_a_layout_that_holds_most_in_the_backward_pass_is_within_5_percent_at_its_own_moment():
+    """At the moment that is searched, the logits' gradient, it is planned at 0.89 of the compiler's 23.3 GB."""
+    pytest.importorskip("libtpu")
+    import memory
+
+    settings = command.parse(shlex.split(f"{memory.STEPS['palm-stationary-1d']} --phase train"))
+    found = memory.planned(settings)
+    assert found["planned"] < 0.95 * 23.3e9
+    assert found["peak"] == pytest.approx(23.3e9, rel=0.05)
+
+
 FIXED = (("attention.residual", "BLE"), ("ffn.w_in", "EF"), ("ffn.w_out", "FE"), ("ffn.in_via", "BLE, EF"))
 
 
