@@ -61,8 +61,8 @@ def search(
     shows, for each planned step, the lines on which the step depends, how often it runs, and whether it is recomputed
     or merged. The planner's tables give the seconds of each step for every placement, and the cheapest combination of
     placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the
-    size of arguments, results and intermediate arrays at the moment when the program holds the most bytes. The types of
-    the arrays give their sizes.
+    size of arguments, results and intermediate arrays at one moment, which is the same for all layouts; a layout may
+    hold more at a different moment (`MeshProblem.peak_bytes`). The types of the arrays give their sizes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.
@@ -381,7 +381,8 @@ class MeshProblem:
         @cache
         def size(array: HeldArray) -> float:
             of, table = self.prices.shared(array.unknowns, array.size, array.move)
-            return float(table[tuple(chosen[number] for number in of)])
+            shape = tuple(len(self.prices.choices[number].rows) for number in of)
+            return float(np.broadcast_to(table, shape)[tuple(chosen[number] for number in of)])
 
         found = most_held(self.program.jaxpr, size)
         every = [*found.arguments.items(), *found.others.items()]

@@ -52,6 +52,7 @@ _VALUES = {
 #: What goes before a flag that some other setting has to allow.
 _WITH = {
     "model.norm_bias": ["--model.norm", "layer"],
+    "model.offload": ["--model.remat", "full"],
     "model.parallel_norms": ["--model.block", "parallel"],
     "model.local_rope_base": ["--model.sliding-window", "8"],
     "model.query_growth": ["--model.layer-kinds", "unrotated"],

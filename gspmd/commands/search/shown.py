@@ -205,11 +205,12 @@ def memory_warning(finding: SearchResult, settings: SearchSettings) -> str:
     peak, limit = finding.peak_bytes, finding.best.limit
     if peak <= limit:
         return ""
-    less = int(100 * settings.memory * limit / peak) / 100
+    less = 0.995 * settings.memory * limit / peak  # A little less, so that rounding does not exceed the ratio.
     return (
-        f"warning: this layout holds {amount_of_bytes(peak)} on each device at its largest moment, and may hold "
-        f"{amount_of_bytes(limit)}. The search counts the memory of all layouts at one moment. The compiler may refuse "
-        f"the layout, or compute arrays again to make it fit: ask it with --compile 1, or search with --memory {less}"
+        f"warning: at one moment this layout holds {amount_of_bytes(peak)} on each device, more than the "
+        f"{amount_of_bytes(limit)} that may be used. The search counts the memory of all layouts at a different "
+        "moment. The compiler may refuse the layout, or recompute arrays to make it fit: compile it with --compile 1, "
+        f"or try --memory {less:.3g}"
     )
 
 

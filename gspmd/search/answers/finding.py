@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -81,7 +82,7 @@ class SearchResult(Printed):
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
     interrupt: type[KeyboardInterrupt] | None = None
 
-    @property
+    @cached_property
     def peak_bytes(self) -> float:
         """The most bytes that a device holds at any moment; `answer.bytes` are those at the moment that is searched."""
         return self.best.phase.question.peak_bytes(self.answer.picks)
