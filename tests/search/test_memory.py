@@ -54,7 +54,7 @@ def test_planned_memory_is_within_5_percent_of_the_compiler_s(name):
 
 @pytest.mark.slow
 def test_a_layout_that_holds_most_in_the_backward_pass_is_within_5_percent_at_its_own_moment():
-    """At the moment that is searched, the logits' gradient, it is planned at 0.89 of the compiler's 23.3 GB."""
+    """The plan at the moment that is searched, the logits' gradient, is 0.89 of the compiler's 23.3 GB."""
     pytest.importorskip("libtpu")
     import memory
 
@@ -83,7 +83,7 @@ def test_memory_is_linear_in_tokens_where_they_are_as_many_as_a_weight_has_rows(
 
 
 def moments(jaxpr):
-    """Every moment of a program, those inside its loops included."""
+    """Yield every moment of a program, including the moments inside its loops."""
     for number, each in enumerate(Straight.of(jaxpr).operations):
         if not each.inner:
             yield number, -1
@@ -93,7 +93,7 @@ def moments(jaxpr):
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"x": 2}, 1), ({"x": 2, "y": 2}, 2)])
 def test_a_layout_holds_most_at_its_own_moment(mesh, microbatches):
-    """That is the largest of the sums at all moments, so at least what it holds at the moment that is searched."""
+    """The peak is the largest sum over all moments, and at least the bytes at the moment that is searched."""
     config = replace(TINY, tied=False, layers=4)
     case = problem_of(Workload(config, CHIPS["tpu-v5p"], 16, 32, microbatches=microbatches), mesh)
     problem, question, rng = case.problem(), case.question, random.Random(str(mesh))

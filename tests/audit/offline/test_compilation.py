@@ -225,6 +225,19 @@ def test_what_the_host_holds_takes_no_memory_of_the_device(slice64):
     assert [buffer.name for buffer in memory.arguments((x, kept, 3.0), MESH)] == ["0"]
 
 
+def test_values_that_a_program_keeps_on_the_host_take_no_memory_of_the_device(slice64):
+    mesh = slice64.mesh(MESH)
+
+    def kept(x):
+        return jax.device_put(x + 1, jax.memory.Space.Host), x * 2
+
+    with jax.set_mesh(mesh):
+        x = gspmd.annotate(jax.ShapeDtypeStruct((512, 1, 1024), "bfloat16"), "BLE_xyz")
+        program = jax.make_jaxpr(kept)(x).jaxpr
+    # The sum is on the device before it is moved; what is moved is not.
+    assert [each.array.shape for each in memory.values(program)] == [(512, 1, 16)] * 2
+
+
 def test_amounts_are_read_from_either_of_the_compilers_sentences():
     early = "total memory required for HLO temporaries (67.71G) exceeds available HBM (30.75G)."
     late = "Ran out of memory in memory space hbm. Used 37.25G of 30.75G hbm. Exceeded hbm capacity by 6.50G."

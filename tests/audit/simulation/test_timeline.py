@@ -460,7 +460,7 @@ def test_copies_between_memories_run_beside_and_waiting_for_them_is_computing():
 
 
 BLOCKS = "u8[8,150000]{1,0:S(5)}"
-"""A stack of eight blocks in the memory of the host, whose link takes 15 000 bytes per µs in each direction."""
+"""A stack of eight blocks in host memory, whose link takes 15 000 bytes per µs in each direction."""
 PUSH = (
     f"%u = (({BLOCKS}, u8[1,150000]{{1,0}}, s32[], s32[]), {BLOCKS}, u32[]) "
     "dynamic-update-slice-start(%stack, %block, %zero, %zero)"
