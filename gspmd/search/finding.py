@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property, partial
 from itertools import combinations
-from math import fsum, inf, prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits
-from gspmd.search.held import Held, HeldArray, ProgramWork, most_held
+from gspmd.search.held import Held, HeldArray, Moment, ProgramWork
 from gspmd.search.lines import Lines, choices_of
+from gspmd.search.peak import PeakSearch, Shares
 from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.program import Build, TracedProgram, Use, on_mesh, read
-from gspmd.search.solver import Search
 from gspmd.search.writing import document
 from gspmd.tracing.trace import trace
 
@@ -61,8 +61,8 @@ def search(
     shows, for each planned step, the lines on which the step depends, how often it runs, and whether it is recomputed
     or merged. The planner's tables give the seconds of each step for every placement, and the cheapest combination of
     placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the
-    size of arguments, results and intermediate arrays at one moment, which is the same for all layouts; a layout may
-    hold more at a different moment (`MeshProblem.peak_bytes`). The types of the arrays give their sizes.
+    size of arguments, results and intermediate arrays at the moment at which a layout holds the most. The types of the
+    arrays give their sizes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.
@@ -259,8 +259,7 @@ class MeshProblem:
         chip: the chip for which seconds are predicted.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs from `program` only in sizes. Memory is counted at the moment when `like` holds the
-            most bytes or, if `like` is None, when `program` does.
+        like: a program that differs from `program` only in sizes, from which `moment` is read; None for `program`.
         whole: the sizes of all mesh axes, in order, if some axes are not searched (`Lines.around`); None if all axes
             are searched.
     """
@@ -349,8 +348,20 @@ class MeshProblem:
             yield array, self.prices.shared(array.unknowns, flops / rate)
 
     @cached_property
+    def moment(self) -> Moment:
+        """The moment at which bytes are counted first.
+
+        It would be the moment of peak memory if every array that a layout can shard were sharded over all devices.
+        """
+        devices = prod(self.mesh.values())
+        like = self.like or self.program
+        every = like.moments.arrays
+        moment, _ = like.moments.largest([each.size / (devices if each.unknowns else 1) for each in every])
+        return moment
+
+    @cached_property
     def _held(self) -> Held:
-        return self.program.held(prod(self.mesh.values()), self.like)
+        return self.program.moments.at(self.moment)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
         """Return tables of the bytes of arrays on one device; `arrays` has the count of each array, as in `stored`."""
@@ -364,29 +375,25 @@ class MeshProblem:
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The arrays, except arguments, that are held at the moment of peak memory, counted as in `stored`."""
+        """The arrays, except arguments, that are held at `moment`, counted as in `stored`."""
         return self._held.others
 
-    def peak_bytes(self, picks: Mapping[str, int]) -> float:
-        """Return the most bytes that a device holds at any moment in one layout.
-
-        The search counts the memory of all layouts at one moment, `Held.moment`, so that it adds up over choices. A
-        layout may hold more at a different moment, such as one that leaves large weights unsharded.
+    def peak(self, picks: Mapping[str, int]) -> tuple[Moment, float]:
+        """Return the moment at which a device holds the most bytes in one layout, and these bytes.
 
         Args:
             picks: the option of each choice.
         """
-        chosen = [picks[option.name] for option in self.prices.choices]
+        at = [picks[option.name] for option in self.prices.choices]
+        sizes = [float(table[tuple([at[number] for number in of])]) for of, table in self._sizes]
+        return self.program.moments.largest(sizes)
 
-        @cache
-        def size(array: HeldArray) -> float:
-            of, table = self.prices.shared(array.unknowns, array.size, array.move)
-            shape = tuple(len(self.prices.choices[number].rows) for number in of)
-            return float(np.broadcast_to(table, shape)[tuple(chosen[number] for number in of)])
-
-        found = most_held(self.program.jaxpr, size)
-        every = [*found.arguments.items(), *found.others.items()]
-        return fsum(count * size(array) for array, count in every)
+    @cached_property
+    def _sizes(self) -> list[Table]:
+        """The table of the bytes of each array on one device, in the order of `Moments.arrays`."""
+        options = [len(choice.rows) for choice in self.prices.choices]
+        shared = (self.prices.shared(each.unknowns, each.size, each.move) for each in self.program.moments.arrays)
+        return [(of, np.broadcast_to(table, [options[number] for number in of])) for of, table in shared]
 
     # -- the problem ---------------------------------------------------------------------------------------------------
 
@@ -396,6 +403,22 @@ class MeshProblem:
         held = [*self.spread(self.stored), *self.spread(self.others)]
         terms = self.terms([*self.planned, *self.beside], held)
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
+
+    def counted(self, base: Problem, shares: Shares) -> Problem:
+        """Return a problem with the choices and the seconds of `base`, and with bytes averaged over moments.
+
+        The bytes of `base` itself are those at `moment`.
+        """
+        if [*shares] == [self.moment]:
+            return base
+        names = [choice.name for choice in base.choices]
+        terms = [replace(term, bytes=None) for term in base.terms]
+        for of, table in added_up(self.spread(self.program.moments.average(shares))).items():
+            axes = of or (0,)  # The first choice gets the bytes of arrays that no choice shards.
+            zeros = np.zeros([len(base.choices[axis].options) for axis in axes])
+            name = f"memory of {' and '.join(names[axis] for axis in of) or 'all layouts'}"
+            terms.append(Term(name, tuple(names[axis] for axis in axes), zeros, bytes=table))
+        return Problem(base.choices, terms)
 
     def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
         """Return a problem with the same choices, and with the given tables of seconds and bytes as its terms."""
@@ -471,8 +494,8 @@ class MeshProblem:
 
     def answer(self, limit: float | None, stop: Callable[[], bool]) -> Found:
         """Return the cheapest layout that holds at most `limit` bytes."""
-        problem = self.problem(limit)
-        answer = Search(problem, stop).best()
+        problem = self.problem()
+        answer = PeakSearch(partial(self.counted, problem), self.peak, self.moment, limit, stop).best()
         picks = [answer.picks[option.name] for option in self.prices.choices]
         known = self.prices.known(picks)
         written = self.lines.written(known, settled=self.microbatches > 1)

@@ -8,11 +8,12 @@ mesh axes, the bytes of the array on one device are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from gspmd.annotate.spec import Spec
@@ -373,61 +374,80 @@ def _marks_in(operation: Operation) -> list[Unknown]:
 
 
 Moment = tuple[int, ...]
-"""A point of a program: the index of an operation, then the index of a program inside that operation (-1 if there is
-none), and then a point of that program.
+"""A point of a program: the index of an operation. For a point inside a loop or a conditional, the index of the program
+inside that operation and a point of this program follow.
 """
 
 
 @dataclass(frozen=True)
 class Held:
-    """The arrays of a program at the moment when it holds the most bytes.
+    """The arrays of a program at one moment.
 
     Attributes:
         arguments: the arguments of the program, each with the number of equal arrays.
         others: all other arrays, each with the number of equal arrays. They are intermediate arrays, including those
             inside a planned operation, and results that do not fit into the memory of an argument.
-        moment: the moment when the program holds the most bytes.
     """
 
     arguments: Mapping[HeldArray, int]
     others: Mapping[HeldArray, int]
-    moment: Moment
 
 
-def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
-    """Return the arrays at a program's moment of peak memory, if every argument is donated.
+@dataclass(frozen=True)
+class Moments:
+    """The arrays that a program holds at each of its moments, if every argument is donated.
 
     A result then takes the memory of an argument of the same size and sharding, if there is one.
 
-    Args:
-        jaxpr: the program.
-        devices: the number of parts into which every array with an unknown is assumed to be divided. It only serves to
-            find the moment of peak memory.
-        moment: the moment to use, which was found in a program that differs only in sizes; by default the
-            moment of peak memory.
+    Attributes:
+        arrays: the different arrays of the program, sorted.
+        counts: [moments, arrays], how many arrays of each kind the program holds at each moment, with its arguments.
+        every: the moments, in the order of the program.
+        arguments: the arguments of the program, each with the number of equal arrays.
     """
-    return _held(jaxpr, lambda array: array.size / (devices if array.unknowns else 1), moment)
 
+    arrays: tuple[HeldArray, ...]
+    counts: np.ndarray
+    every: tuple[Moment, ...]
+    arguments: Mapping[HeldArray, int]
 
-def most_held(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float]) -> Held:
-    """Return the arrays at a program's moment of peak memory in one layout, if every argument is donated.
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> Moments:
+        """Return the moments of a program."""
+        arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
+        outputs = (var for var in jaxpr.outvars if not isinstance(var, Literal))
+        results = Counter(array for var in outputs if (array := HeldArray.of(var.aval)) is not None)
+        always = arguments + (results - arguments)
+        found = [(moment, always + inside) for moment, inside in _moments(jaxpr)]
+        # Sorted, since sets of arrays are collected on the way.
+        arrays = sorted(set[HeldArray]().union(*(held for _, held in found)), key=_rank)
+        column = {array: number for number, array in enumerate(arrays)}
+        counts = np.zeros((len(found), len(arrays)), np.int64)
+        for row, (_, held) in zip(counts, found):
+            row[[column[array] for array in held]] = [*held.values()]
+        return cls(tuple(arrays), counts, tuple(moment for moment, _ in found), arguments)
 
-    Args:
-        jaxpr: the program.
-        size_of: a function that returns the bytes of an array on one device in this layout.
-    """
-    return _held(jaxpr, size_of, None)
+    def largest(self, sizes: Sequence[float]) -> tuple[Moment, float]:
+        """Return the moment of peak memory, the first one if there are several, and the bytes held then.
 
+        Args:
+            sizes: the bytes of each of `arrays` on one device.
+        """
+        sums = self.counts @ np.array(sizes)
+        # Sums of equal bytes may differ in rounding.
+        row = int(np.argmax(sums >= sums.max() * (1 - 1e-12)))
+        return self.every[row], fsum(count * size for count, size in zip(self.counts[row].tolist(), sizes) if count)
 
-def _held(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | None) -> Held:
-    arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
-    results = Counter(
-        array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
-    )
-    inside, _, found = _most(jaxpr, size_of, moment)
-    # Sorted, since sets of arrays are collected on the way.
-    others = sorted((inside + (results - arguments)).items(), key=lambda pair: _rank(pair[0]))
-    return Held(arguments, dict(others), found)
+    def at(self, moment: Moment) -> Held:
+        """Return the arrays at a moment of this program, or of a program that differs from it only in sizes."""
+        counts = zip(self.arrays, self.counts[self.every.index(moment)].tolist())
+        others = {array: more for array, count in counts if (more := count - self.arguments.get(array, 0))}
+        return Held(self.arguments, others)
+
+    def average(self, shares: Mapping[Moment, float]) -> dict[HeldArray, float]:
+        """Return how many arrays of each kind the program holds on average, if each moment has its share."""
+        rows = sum(share * self.counts[self.every.index(moment)] for moment, share in shares.items())
+        return {array: count for array, count in zip(self.arrays, np.asarray(rows).tolist()) if count}
 
 
 def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[HeldArray]:
@@ -489,11 +509,8 @@ def _placed(move: UnknownMove, spec: Spec) -> HeldArray:
     return HeldArray(prod(move.shape) * move.itemsize, tuple(sorted(unknowns)), move)
 
 
-def _most(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | None) -> tuple[Counter, float, Moment]:
-    """Return the arrays held at a moment, their bytes, and the moment; by default, it is the moment of peak memory.
-
-    Operands and results of the program are left out. `size_of` returns the bytes of an array on one device.
-    """
+def _moments(jaxpr: Jaxpr) -> Iterator[tuple[Moment, Counter[HeldArray]]]:
+    """Yield every moment of a program, with the arrays that it holds then besides its operands and results."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -503,21 +520,14 @@ def _most(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | 
     ended: dict[int, list[HeldValue]] = {}
     for value, number in last.items():
         ended.setdefault(number, []).append(value)
-    alive: Counter = Counter()
-    best: Counter[HeldArray] = Counter()
-    most: float = 0.0
-    when: Moment = ()
+    alive: Counter[HeldArray] = Counter()
 
     def held(values: Iterable[HeldValue]) -> Iterator[HeldArray]:
         return (array for value in values if (array := moved.get(value, value.array)) is not None)
 
+    if not straight.operations:
+        yield (), alive
     for number, each in enumerate(straight.operations):
-        asked = moment is not None and moment[:1] == (number,)
-        deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
-        looked_into = each.inner if moment is None or asked else ()  # Only the loop with the given moment.
-        inner = [(*_most(one, size_of, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
-        step = _within(each, later) if program_of(each.equation) is not None else Counter()
-        within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (step, 0.0, (), -1)
         done = {*ended.get(number, ())} - elsewhere
         made = {value for value in _memory(each.outputs) if value in {*each.outputs} and value in last} - elsewhere
         made = {value for value in made if later.get(value, number) == number}
@@ -526,17 +536,16 @@ def _most(jaxpr: Jaxpr, size_of: Callable[[HeldArray], float], moment: Moment | 
         over = {after for before, after in each.carried if before.memory in done} & made
         over |= _overwriting(each, made - over, done)
         alive.update(held(made - over))
-        now = alive + within
-        # Exact, since arrays that were collected in sets come in any order, and the largest of several sums is taken.
-        size = fsum(count * size_of(array) for array, count in now.items())
-        if asked or (moment is None and (size > most or not when)):
-            best, most, when = now, size, (number, which, *beyond)
-        if asked:
-            break
+        if program_of(each.equation) is not None:
+            yield (number,), alive + _within(each, later)
+        elif each.inner:
+            for which, inner in enumerate(each.inner):
+                yield from (((number, which, *moment), alive + within) for moment, within in _moments(inner))
+        else:
+            yield (number,), +alive
         alive.update(held(over))
         alive.subtract(held(done))
         alive = +alive
-    return best, most, when
 
 
 def _postponed(straight: Straight, last: dict[HeldValue, int]) -> dict[HeldValue, int]:

@@ -6,7 +6,7 @@ The code that finds and explains answers (`gspmd.search.answers`) knows no model
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from gspmd.layouts.rules.keys import ALWAYS, dims_of, is_override
 from gspmd.search import Problem, Term
 from gspmd.search.finding import MeshProblem
 from gspmd.search.lines import Lines
+from gspmd.search.peak import PeakSearch, Shares
 from gspmd.search.program import Build, TracedProgram, read
 
 
@@ -84,6 +85,7 @@ class PhaseProblem(ABC):
 
     def __init__(self, case: Case):
         self.case = case
+        self._averages: dict[frozenset, Problem] = {}
 
     @property
     @abstractmethod
@@ -124,8 +126,25 @@ class PhaseProblem(ABC):
         return self.question.overestimate
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Return the problem with a limit on the bytes that a device may hold."""
+        """Return the problem with a limit on the bytes that a device may hold at `MeshProblem.moment`."""
         return Problem(self._problem.choices, self._problem.terms, limit)
+
+    def search(
+        self,
+        limit: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        start: Callable[[], None] = lambda: None,
+        tolerance: float = 0.0,
+    ) -> PeakSearch:
+        """Return a search with a limit that holds at every moment; the arguments are those of `PeakSearch`."""
+        return PeakSearch(self._counted, self.question.peak, self.question.moment, limit, stop, start, tolerance)
+
+    def _counted(self, shares: Shares) -> Problem:
+        """Return the problem whose bytes are an average over moments; it is kept, since many limits share it."""
+        key = frozenset(shares.items())
+        if key not in self._averages:
+            self._averages[key] = self.question.counted(self._problem, shares)
+        return self._averages[key]
 
     def texts(self, name: str) -> Iterator[dict[tuple[str, str], str]]:
         """Yield, for each option of a choice, its lines as (section, key) -> text."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple, TypeGuard
@@ -32,7 +32,7 @@ from gspmd.planner.unknown import (
     UnknownSteps,
     unknowns_in,
 )
-from gspmd.search.held import Held, HeldArray, ProgramWork, held, unknowns_by_dimension, work
+from gspmd.search.held import HeldArray, Moments, ProgramWork, unknowns_by_dimension, work
 from gspmd.search.lines import Lines, unknown_layout
 from gspmd.tracing.compilers import OTHER
 from gspmd.tracing.dataflow import Path
@@ -91,7 +91,6 @@ class TracedProgram:
     arguments: tuple[HeldArray, ...]
     sizes: Mapping[str, frozenset[int]]
     apart: frozenset[tuple[str, str]]
-    _held: dict[tuple[int, Any], Held] = field(default_factory=dict, compare=False)
 
     @property
     def owed(self) -> set[str]:
@@ -115,18 +114,10 @@ class TracedProgram:
         """Passes over memory and FLOPs outside the steps; they are the same for all placements of tensors."""
         return work(self.jaxpr)
 
-    def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return the arrays at the moment of peak memory; see `gspmd.search.held.held`.
-
-        Args:
-            devices: number of devices of the mesh.
-            like: a program that differs only in sizes; memory is counted at the moment when `like` holds the most
-                bytes.
-        """
-        moment = like.held(devices).moment if like else None
-        if (devices, moment) not in self._held:
-            self._held[devices, moment] = held(self.jaxpr, devices, moment)
-        return self._held[devices, moment]
+    @cached_property
+    def moments(self) -> Moments:
+        """The arrays that a device holds at every moment."""
+        return Moments.of(self.jaxpr)
 
     @property
     def unknowns(self) -> set[str]:

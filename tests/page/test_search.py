@@ -16,7 +16,6 @@ from gspmd.commands.search.settings import parse
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout
 from gspmd.page.tasks import Tasks
-from gspmd.search import Search
 from gspmd.search.answers import Space, find
 from gspmd.search.answers.document import remarks
 from gspmd.search.answers.frontier import frontier
@@ -88,7 +87,7 @@ def test_the_parts_are_those_of_the_search(searched, finding):
 def test_the_shown_layout_is_priced_in_the_same_space(searched, finding):
     layout = Layout.load("megatron-1d").override({"ffn.hidden": "B_yLF"})
     mesh = {"x": 1, "y": 2, "z": 1}
-    placed = picks_of(finding.best, Search(finding.best.unlimited), layout.resolved(finding.best.sizes, mesh))
+    placed = picks_of(finding.best, finding.best.unlimited_search, layout.resolved(finding.best.sizes, mesh))
     priced = searched[0]["found"]["shown"]
     assert (priced["seconds"], priced["bytes"]) == (placed.seconds, placed.bytes)
     assert priced["lines"]["ffn.hidden"] == "B_yLF"

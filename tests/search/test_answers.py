@@ -27,6 +27,7 @@ from gspmd.search.answers.nearby import KINDS, improved, in_ends, nearby, with_p
 from gspmd.search.answers.presets import picks_of, placed_presets
 from gspmd.search.answers.why import why
 from gspmd.search.finding import NORM
+from gspmd.search.peak import PeakSearch
 from gspmd.training import OptimizerConfig, jit_step
 from gspmd_models import step
 from gspmd_models.search.phases import problem_of
@@ -58,9 +59,9 @@ def loaded(text, folder):
 
 def some_answers(of, count, seed=0):
     """Answers for random options of random choices, the others as is best beside them."""
-    draw, search = random.Random(seed), Search(of.unlimited)
+    draw, search = random.Random(seed), of.unlimited_search
     while count:
-        chosen = draw.sample([choice for choice in of.problem.choices if choice.name != NORM], 2)
+        chosen = draw.sample([choice for choice in of.unlimited.choices if choice.name != NORM], 2)
         try:
             yield search.best(fixed={choice.name: draw.randrange(len(choice.options)) for choice in chosen})
             count -= 1
@@ -128,7 +129,9 @@ def random_phase(draw, axes):
         for a, b, c in itertools.product(range(4), repeat=3)
     ]
     case = SimpleNamespace(mesh=dict.fromkeys(axes, 2), microbatches=1)
-    return SimpleNamespace(case=case, overestimate=0.0, problem=lambda limit: Problem(choices, terms, limit)), every
+    problem = Problem(choices, terms)
+    search = partial(PeakSearch, lambda shares: problem, lambda picks: ((0,), problem.bytes_of(picks)), (0,))
+    return SimpleNamespace(case=case, overestimate=0.0, problem=lambda limit: problem, search=search), every
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -183,13 +186,13 @@ def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
 def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
     held = candidate()
     limit = 0.4 * held.free.bytes
-    best = Search(held.within(limit)).best()
+    best = held.phase.search(limit).best()
 
-    def interrupted(search, **_):
+    def interrupted(search, *asked):
         if search.problem.limit is not None:
             search.so_far = best
             raise KeyboardInterrupt
-        return original(search, **_)
+        return original(search, *asked)
 
     original = Search.best
     monkeypatch.setattr(Search, "best", interrupted)
@@ -204,7 +207,7 @@ def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch, block, phase):
     monkeypatch.setattr("gspmd.search.question.FEW", 1)
     held = candidate(replace(GATED, block=block), phase=phase)
     limit = (held.least.bytes + held.free.bytes) / 2
-    cheapest, left = Search(held.within(limit)).best().seconds, 0
+    cheapest, left = held.phase.search(limit).best().seconds, 0
 
     def interrupted(budget):
         nonlocal left
@@ -290,14 +293,14 @@ def test_shared_experts_lie_as_the_width_of_one_divides():
 
 def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would():
     held = candidate()
-    answer, problem = held.solve(), held.problem
+    answer, problem = held.solve(), held.unlimited
     terms, said = problem.seconds_of(answer.picks), dict(remarks(held, answer))
     assert list(said) == [choice.name for choice in problem.choices if choice.name != NORM]
     for name, remark in said.items():
         own = [term.name for term in problem.terms if name in term.of]
         assert remark.seconds == pytest.approx(sum(terms[each] for each in own))
         alike = held.options.alike(name, answer.picks[name])
-        other = Search(problem).best(without={name: alike})
+        other = held.phase.search(held.limit).best(without={name: alike})
         assert remark.more == pytest.approx(other.seconds / answer.seconds - 1)
         assert remark.other.picks[name] not in alike
 
@@ -308,7 +311,7 @@ def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(shar
     held = candidate(mesh=(("x", 2), ("y", 2)), phase="prefill")
     limit = held.least.bytes + share * (held.free.bytes - held.least.bytes)
     held = Candidate(held.phase, limit)
-    most, exact = 1e6 * held.solve().seconds, Search(held.problem)
+    most, exact = 1e6 * held.solve().seconds, held.phase.search(held.limit)
     found, wanted = [*nearby(held, most)], set()
     for name, options in held.options.texts.items():
         costs = []
@@ -347,7 +350,7 @@ def test_a_layout_is_improved_by_one_line_at_a_time(config, phase):
                 fixed = {other: {*range(len(held.phase.choices[other]))} - {picks[other]} for other in written - {name}}
                 fixed[name] = {*range(len(held.phase.choices[name]))} - {option}
                 with suppress(NothingFits):
-                    every.append(Search(held.problem).best(without=fixed).seconds)
+                    every.append(held.phase.search(held.limit).best(without=fixed).seconds)
             gains = min(every) < with_picks(held, picks).seconds * (1 - NEAR)
             assert gains == (name in found)
             if gains:
@@ -381,7 +384,7 @@ def test_how_much_dearer_is_written_without_exponents(more, text):
 )  # fmt: skip
 def test_what_an_option_writes_is_what_a_layout_with_it_has(config, phase):
     held = candidate(config, (("x", 2), ("y", 2)), phase=phase)
-    first, search = dict.fromkeys(held.phase.choices, 0), Search(held.unlimited)
+    first, search = dict.fromkeys(held.phase.choices, 0), held.unlimited_search
     assert list(held.options.texts) == list(first)
     for name, options in held.options.texts.items():
         assert len(options) == len(held.phase.choices[name])
@@ -426,7 +429,7 @@ def test_options_that_differ_in_the_names_of_axes_alone_are_alike():
 def test_a_found_layout_trains_as_one_device_does(config, share, steps, tmp_path):
     config = replace(config, remat="full")
     held = candidate(config)
-    answer = Search(held.within(share * held.free.bytes)).best()
+    answer = held.phase.search(share * held.free.bytes).best()
     layout = loaded(written(held, answer), tmp_path)
     found, wanted = (losses(config, each, mesh, steps) for each, mesh in (
         (layout, held.phase.case.mesh), (Layout.load("replicated"), {"x": 1, "y": 1, "z": 1})))  # fmt: skip
@@ -462,7 +465,7 @@ def losses(config, layout, sizes, steps):
 )
 def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
     held = candidate(config, phase=phase)
-    search = Search(held.unlimited)
+    search = held.unlimited_search
     for answer in some_answers(held, 12, seed=1):
         again = picks_of(held, search, loaded(written(held, answer), tmp_path))
         assert again.seconds == pytest.approx(answer.seconds, rel=1e-12)
@@ -517,7 +520,7 @@ def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():
             layout.check(GATED.sizes(BATCH, LENGTH), own)
         except LayoutError:
             continue
-        costs.append(picks_of(held, Search(held.unlimited), layout, dict(zip(names, held.phase.case.mesh))).seconds)
+        costs.append(picks_of(held, held.unlimited_search, layout, dict(zip(names, held.phase.case.mesh))).seconds)
     assert placed.answer.seconds == min(costs) < max(costs)
 
 
@@ -531,17 +534,17 @@ def test_on_several_nodes_a_preset_shows_its_axes_in_the_order_of_its_price():
     for name, placed in shown.items():
         axes = [axis for axis, size in placed.mesh.items() if size > 1]
         layout = Layout.load(name).resolved(GATED.sizes(BATCH, LENGTH), placed.mesh)
-        again = picks_of(held, Search(held.unlimited), layout, dict(zip(axes, held.phase.case.mesh)))
+        again = picks_of(held, held.unlimited_search, layout, dict(zip(axes, held.phase.case.mesh)))
         assert again.seconds == placed.answer.seconds
 
 
 def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
     held = candidate()
     with pytest.raises(LayoutError, match=r"pipeline\.layers = 'N_p' is not in the space"):
-        picks_of(held, Search(held.unlimited), Layout.load("pipeline"), {"p": "x", "x": "y"})
+        picks_of(held, held.unlimited_search, Layout.load("pipeline"), {"p": "x", "x": "y"})
     odd = Layout.load("zero-3").override({"attention.w_q": "EHD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
     with pytest.raises(LayoutError, match=r"attention\.w_q = 'EHD_x' is not in the space"):
-        picks_of(held, Search(held.unlimited), odd, {"x": "x", "y": "y"})
+        picks_of(held, held.unlimited_search, odd, {"x": "x", "y": "y"})
 
 
 # -- why not -----------------------------------------------------------------------------------------------------------
@@ -573,7 +576,7 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text, config
         there = texts.get((section, name), texts.get(("", name)))
         if there and tuple(map(Spec.parse, there.split(", "))) == wanted:
             try:
-                alone = Search(held.problem).best(fixed={choice: number})
+                alone = held.phase.search(held.limit).best(fixed={choice: number})
             except NothingFits:
                 continue
             assert alone.seconds >= asked.answer.seconds * (1 - 1e-12)
@@ -608,7 +611,7 @@ def test_what_is_no_option_is_one_message(key, text, said):
 def test_what_does_not_fit_is_priced_without_the_limit():
     held = candidate(limit=0.3 * candidate().free.bytes)
     asked = why(held, "ffn.w_in", "EF")
-    smallest = Search(held.within(-1.0))
+    smallest = held.phase.search(-1.0)
     with pytest.raises(NothingFits) as none:
         smallest.best(without={"ffn.w_in": [n for n, each in enumerate(held.options.texts["ffn.w_in"])
                                             if each["", "ffn.w_in"] != "EF"]})  # fmt: skip
@@ -630,7 +633,7 @@ def test_the_front_falls_and_nothing_is_below_it():
         assert before.answer.seconds > after.answer.seconds
     for point in points[:-1]:
         for limit in (point.answer.bytes, point.limit):
-            exact = Search(held.within(limit)).best().seconds  # the front tells apart what differs by the tolerance
+            exact = held.phase.search(limit).best().seconds  # the front tells apart what differs by the tolerance
             assert point.answer.seconds * (1 - TOLERANCE) <= exact <= point.answer.seconds * (1 + 1e-9)
     for answer in some_answers(held, 10, seed=2):
         fits = [point for point in points if point.answer.bytes <= answer.bytes <= point.limit]

@@ -131,7 +131,7 @@ def test_a_found_layout_trains_as_one_device_does(share, tmp_path):
     config = replace(SMALL, remat="dots")
     held = candidate(config, MESH)
     try:
-        answer = Search(held.within(share * held.free.bytes)).best()
+        answer = held.phase.search(share * held.free.bytes).best()
     except NothingFits:
         answer = held.least
     layout, sizes = loaded(written(held, answer), tmp_path), held.phase.case.mesh
@@ -147,7 +147,7 @@ def test_random_layouts_of_the_space_train_as_one_device_does(seed, tmp_path):
     config = replace(SMALL, remat=("none", "full", "dots", "selective", "dots-except-hidden", "full")[seed])
     held = candidate(config, (("x", 2), ("y", 2), ("z", 2)) if seed % 2 else (("x", 4), ("y", 2)))
     picks = drawn(held.unlimited, random.Random(seed))
-    answer = Search(held.unlimited).best(fixed=picks)
+    answer = held.unlimited_search.best(fixed=picks)
     found = losses(config, loaded(written(held, answer), tmp_path), held.phase.case.mesh, 5)
     wanted = losses(config, Layout.load("replicated"), {"x": 1, "y": 1, "z": 1}, 5)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)

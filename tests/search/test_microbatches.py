@@ -202,7 +202,7 @@ def alone(limit):
 def cheapest_of(candidate):
     """Return the seconds of the cheapest layout, infinite if none fits."""
     try:
-        return Search(candidate.problem).best().seconds
+        return candidate.phase.search(candidate.limit).best().seconds
     except NothingFits:
         return inf
 

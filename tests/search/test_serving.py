@@ -13,7 +13,6 @@ from gspmd.hardware.chips import CHIPS
 from gspmd.hardware.matmul import EFFICIENCIES
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd.search import Search
 from gspmd.search.answers import Candidate
 from gspmd.search.answers.presets import picks_of
 from gspmd.search.finding import planned_seconds
@@ -131,7 +130,7 @@ def test_reading_weights_and_cache_decides_what_a_step_of_decoding_costs():
 def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, config):
     of = Candidate(problem_of(config, phase, MESH), CHIP.hbm_bytes)
     question, layout = of.phase.question, Layout.load(name).phase(phase).lowered("blocking")
-    found = picks_of(of, Search(of.unlimited), layout.resolved(of.sizes, MESH))
+    found = picks_of(of, of.unlimited_search, layout.resolved(of.sizes, MESH))
     at = [found.picks[option.name] for option in question.prices.choices]
     assert added(question.planned, at) == pytest.approx(planned_seconds(question.build, layout, MESH, CHIP), rel=1e-6)
 

@@ -15,7 +15,7 @@ from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd.page.equation import inline
 from gspmd.page.layout import LayoutAnswer, LayoutRequest, Shelf
 from gspmd.page.requests import Texts
-from gspmd.search import Answer, Search
+from gspmd.search import Answer
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, document, find
 from gspmd.search.answers.document import DERIVED, LineCost, changed, ordered, remarks
 from gspmd.search.answers.frontier import frontier
@@ -175,7 +175,7 @@ def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
     candidate = min(own, key=lambda each: ((each.remat, each.microbatches) != alike, each.free.seconds))
     try:
         layout = shown.written.resolved(candidate.sizes, shown.mesh)
-        answer = picks_of(candidate, Search(candidate.unlimited), layout)
+        answer = picks_of(candidate, candidate.unlimited_search, layout)
     except LayoutError as error:
         reason = error.faults[0].fact if error.faults else str(error).splitlines()[0]
         return Placed("shown", candidate, shown.mesh, reason=reason)

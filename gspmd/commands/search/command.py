@@ -330,9 +330,6 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         for line in shown.warnings(found.shortlist):
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    compiled = any(each.report and each.answer is finding.answer for each in found.shortlist)
-    if not compiled and (warning := shown.memory_warning(finding, settings)):
-        console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(shown.answer_line(finding, settings), markup=False, highlight=False, soft_wrap=True)
     if settings.frontier and found.front:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))

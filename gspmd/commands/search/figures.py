@@ -44,7 +44,6 @@ def to_json(
         "bound": finding.bound if finding.complete else None,
         "expected_error": error_to_expect(settings),
         **_answer(best, finding.answer),
-        "peak_bytes": finding.peak_bytes,
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [
             {"mesh": dict(each.phase.case.mesh), "remat": each.remat, "microbatches": each.microbatches,

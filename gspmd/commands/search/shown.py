@@ -200,20 +200,6 @@ def warnings(shortlist: Sequence[Listed]) -> list[str]:
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 
 
-def memory_warning(finding: SearchResult, settings: SearchSettings) -> str:
-    """Return a warning if the answer holds more than the limit at a moment that the search did not count, or ""."""
-    peak, limit = finding.peak_bytes, finding.best.limit
-    if peak <= limit:
-        return ""
-    less = 0.995 * settings.memory * limit / peak  # A little less, so that rounding does not exceed the ratio.
-    return (
-        f"warning: at one moment this layout holds {amount_of_bytes(peak)} on each device, more than the "
-        f"{amount_of_bytes(limit)} that may be used. The search counts the memory of all layouts at a different "
-        "moment. The compiler may refuse the layout, or recompute arrays to make it fit: compile it with --compile 1, "
-        f"or try --memory {less:.3g}"
-    )
-
-
 def answer_line(finding: SearchResult, settings: SearchSettings) -> str:
     """Return the answer as one line of output, which also says whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"

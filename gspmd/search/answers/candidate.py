@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 
 from gspmd.display.units import mesh_text
-from gspmd.search import Answer, NothingFits, Problem, Search
+from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.options import Options
+from gspmd.search.peak import PeakSearch
 from gspmd.search.phase import PhaseProblem
 
 NEAR = 5e-4
@@ -31,10 +32,19 @@ the same answer.
 
 
 class StepBudget:
-    """A stop condition that becomes true after `MOST` calls."""
+    """A stop condition that becomes true after some number of calls, which is `MOST` at first.
+
+    Attributes:
+        most: the number of calls after each `start`.
+        left: the number of calls that are left.
+    """
 
     def __init__(self) -> None:
-        self.left = MOST
+        self.most = self.left = MOST
+
+    def start(self) -> None:
+        """Begin to count anew."""
+        self.left = self.most
 
     def __call__(self) -> bool:
         """Return whether to stop."""
@@ -80,7 +90,7 @@ class Candidate:
     Attributes:
         free: the answer without a limit on memory; its seconds are a lower bound on the seconds with a limit.
         unlimited, unlimited_search: the problem and the search without a limit.
-        problem, search: the problem and the search with the limit.
+        search: the search with the limit.
         answer: the answer found; None if there is none, for the reason in `outcome`.
         outcome: how the search on this mesh ended.
     """
@@ -88,17 +98,16 @@ class Candidate:
     def __init__(self, phase: PhaseProblem, limit: float):
         self.phase, self.limit = phase, limit
         self.unlimited = phase.problem(None)
-        self.problem = self.within(limit)
         self.budget = StepBudget()
-        self.search = Search(self.problem, self.budget, TOLERANCE)
-        self.unlimited_search = Search(self.unlimited)
+        self.search = self.within(limit)
+        self.unlimited_search = phase.search()
         self.free = self.unlimited_search.best()
         self.answer: Answer | None = None
         self.outcome: Outcome = "not solved"
 
-    def within(self, limit: float) -> Problem:
-        """Return the same problem with this limit on the bytes of a device."""
-        return Problem(self.unlimited.choices, self.unlimited.terms, limit)
+    def within(self, limit: float) -> PeakSearch:
+        """Return a search of the same problem with this limit on the bytes of a device at any moment."""
+        return self.phase.search(limit, self.budget, self.budget.start, TOLERANCE)
 
     def solve(self) -> Answer:
         """Find a layout within the limit that is at most `NEAR` slower than the cheapest, and that holds few bytes.
@@ -107,7 +116,7 @@ class Candidate:
             NothingFits: no layout fits within the limit.
         """
         if self.answer is None:
-            self.budget.left = MOST
+            self.budget.most = MOST
             try:
                 cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
             except NothingFits:
@@ -127,8 +136,8 @@ class Candidate:
             middle = (found.bytes + least) / 2
             dear = dear or self._above(most)
             try:
-                self.budget.left = LESS
-                other = Search(self.within(middle), self.budget, TOLERANCE).best(without=dear)
+                self.budget.most = LESS
+                other = self.within(middle).best(without=dear)
             except NothingFits:
                 least = middle
                 continue
@@ -146,7 +155,12 @@ class Candidate:
     @property
     def so_far(self) -> Answer | None:
         """The best answer that is known to fit, also after an interrupt."""
-        return self.answer or (self.free if self.free.bytes <= self.limit else self.search.so_far)
+        if self.answer or self.free.bytes <= self.limit:
+            return self.answer or self.free
+        if self.search.so_far or not self.search.is_asked:
+            return self.search.so_far
+        # What the interrupted search has found exceeds the limit at some moment that it had not yet counted.
+        return self.least if self.least.bytes <= self.limit else None
 
     @property
     def fits(self) -> bool:
@@ -171,7 +185,7 @@ class Candidate:
         Raises:
             NothingFits: no layout that avoids these options fits.
         """
-        self.budget.left = MOST
+        self.budget.most = MOST
         return self.search.best(without=without)
 
     def soon(
@@ -182,7 +196,7 @@ class Candidate:
         Raises:
             NothingFits: nothing was found.
         """
-        self.budget.left = LESS
+        self.budget.most = LESS
         return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
@@ -190,16 +204,13 @@ class Candidate:
 
         If that takes long, the result is the best layout found so far, and is not `complete`.
         """
-        self.budget.left = LESS
+        self.budget.most = LESS
         return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
 
     @cached_property
     def least(self) -> Answer:
-        """The layout that holds the fewest bytes."""
-        try:
-            return Search(self.within(-1.0)).best()
-        except NothingFits as fault:
-            return fault.nearest or self.free
+        """The layout that holds the fewest bytes, as far as `PeakSearch.least` finds it."""
+        return self.unlimited_search.least()
 
     @property
     def named(self) -> str:

@@ -58,11 +58,11 @@ class LineCost:
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
     """Yield the name of each choice that has lines, and the comment on it; each comment takes one search."""
-    seconds = candidate.problem.seconds_of(answer.picks)
-    for choice in candidate.problem.choices:
+    seconds = candidate.unlimited.seconds_of(answer.picks)
+    for choice in candidate.unlimited.choices:
         if not any(candidate.options.texts[choice.name]):
             continue
-        own = sum(seconds[term.name] for term in candidate.problem.terms if choice.name in term.of)
+        own = sum(seconds[term.name] for term in candidate.unlimited.terms if choice.name in term.of)
         other = candidate.next_best(answer, choice.name)
         if other is None:
             alike = candidate.options.alike(choice.name, answer.picks[choice.name])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -81,11 +80,6 @@ class SearchResult(Printed):
     complete: bool = True
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
     interrupt: type[KeyboardInterrupt] | None = None
-
-    @cached_property
-    def peak_bytes(self) -> float:
-        """The most bytes that a device holds at any moment; `answer.bytes` are those at the moment that is searched."""
-        return self.best.phase.question.peak_bytes(self.answer.picks)
 
     def table(self) -> Sheet:
         """Return a table of the meshes that were tried, with the best one first."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, log, sqrt
 
-from gspmd.search import Answer, Search
-from gspmd.search.answers.candidate import TIE, TOLERANCE, Candidate, StepBudget
+from gspmd.search import Answer
+from gspmd.search.answers.candidate import TIE, Candidate
 
 SEARCHES = 12
 _NARROW = 1e-3
@@ -64,7 +64,7 @@ def frontier(
 
 
 def _within(candidate: Candidate, limit: float) -> Point:
-    return Point(Search(candidate.within(limit), StepBudget(), TOLERANCE).best(), limit)
+    return Point(candidate.within(limit).best(), limit)
 
 
 def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:

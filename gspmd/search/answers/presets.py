@@ -14,10 +14,11 @@ import numpy as np
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout, presets
 from gspmd.layouts.rules.keys import KEYS
-from gspmd.search import Answer, NothingFits, Search
+from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import Candidate, to_beat
 from gspmd.search.answers.microbatches import Range
 from gspmd.search.answers.options import Options
+from gspmd.search.peak import PeakSearch
 
 Where = tuple[str, str]
 """The section and the key of a line; the section is empty for a line in a part of the model."""
@@ -196,7 +197,9 @@ def _short(error: LayoutError) -> str:
     return error.faults[0].fact if error.faults else str(error).splitlines()[0]
 
 
-def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
+def picks_of(
+    candidate: Candidate, search: PeakSearch, layout: Layout, renamed: Mapping[str, str] | None = None
+) -> Answer:
     """Find the cheapest answer with the lines of a layout; lines that the layout lacks are chosen freely.
 
     Scales of norms, biases and token ids are not compared: they are small, and sharded like the activations.
@@ -216,7 +219,7 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
     return _best(search, _without(candidate, layout, names))
 
 
-def _best(search: Search, without: Mapping[str, np.ndarray]) -> Answer:
+def _best(search: PeakSearch, without: Mapping[str, np.ndarray]) -> Answer:
     try:
         return search.best(without=without)
     except NothingFits:

@@ -42,7 +42,7 @@ class Why:
     @property
     def terms(self) -> list[tuple[str, float, float]]:
         """The terms that differ, as (name, seconds in `best`, seconds in `answer`), with the greatest change first."""
-        problem = self.candidate.problem
+        problem = self.candidate.unlimited
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
         return sorted(changed, key=lambda row: -abs(row[2] - row[1]))
