@@ -26,10 +26,12 @@ from gspmd.search.held import Moment
 from gspmd.search.problem import Problem
 from gspmd.search.solver import Search
 
-ROUNDS = 8
-"""The maximum number of relaxations that are solved for one question, and again with lower limits. In training steps of
-public models one or two were enough, and three near the limit.
+AVERAGES = 5
+"""The maximum number of relaxations that are solved for one question. In training steps of public models one or two are
+usual, and more near the limit, where the peaks of two neighboring operations compete.
 """
+LOWERED = 8
+"""The maximum number of lower limits that are then tried. Each lowers the limit twice as much as the one before."""
 
 Shares = Mapping[Moment, float]
 """The weight of each moment in an average of bytes. The weights add up to one."""
@@ -74,9 +76,9 @@ class PeakSearch:
     ):
         self._counted, self._peak, self._stop, self._start = counted, peak, stop, start
         self.limit, self._most, self._tolerance = limit, inf if limit is None else limit, tolerance
-        self._first: Shares = {first: 1.0}
+        self._first = {first: 1.0}
         # The average that led to the cheapest picks of all: questions with fewer options begin with it.
-        self._shares = self._first
+        self._shares: Shares = self._first
         self._searches: dict[tuple, Search] = {}
 
     def best(
@@ -89,11 +91,11 @@ class PeakSearch:
         """
         if not (fixed or without):
             self._shares = self._first
-        answer, shares = self._ask(lambda search: search.best(fixed, without))
+        answer, bound, shares = self._ask(lambda search: search.best(fixed, without))
         if not (fixed or without):
             self._shares = shares
         if answer is None:
-            answer = self.least(fixed, without)
+            answer = replace(self.least(fixed, without), bound=bound)
             if answer.bytes > self._most:
                 raise NothingFits(answer, self.limit)
         return answer
@@ -105,7 +107,7 @@ class PeakSearch:
 
         The result is None if no such picks that fit are found.
         """
-        other, _ = self._ask(lambda search: search.next_best(answer, name, without=without))
+        other, *_ = self._ask(lambda search: search.next_best(answer, name, without=without))
         return other
 
     def least(
@@ -117,7 +119,7 @@ class PeakSearch:
             NothingFits: no such picks are allowed.
         """
         shares, found = self._first, None
-        for number in range(ROUNDS):
+        for number in range(AVERAGES):
             try:  # No picks hold less than nothing, and the error has those that hold the fewest bytes.
                 near = self._search(shares, -1.0).best(fixed, without)
             except NothingFits as fault:
@@ -149,16 +151,18 @@ class PeakSearch:
         fitting = [replace(each, bytes=held) for each in known if (held := self._peak(each.picks)[1]) <= self._most]
         return min(fitting, key=lambda each: each.seconds, default=None)
 
-    def _ask(self, ask: Callable[[Search], Answer | None]) -> tuple[Answer | None, Shares]:
-        """Ask a question of one relaxation after the other until an answer fits.
+    def _ask(self, ask: Callable[[Search], Answer | None]) -> tuple[Answer | None, float, Shares]:
+        """Ask a question of one relaxation after the other until an answer fits, and then with lower limits.
 
         Returns:
-            The answer, which is None if no answer that fits was found, and the average of the last relaxation.
+            The answer, which is None if no answer that fits was found; the bound that the relaxations prove; and the
+            average of the last relaxation.
         """
-        shares, bound, limit, peak = self._shares, -inf, self.limit, inf
-        for number in range(2 * ROUNDS):
-            if number >= ROUNDS and limit is not None:
-                limit *= self._most / peak
+        shares, bound, limit, over = self._shares, -inf, self.limit, 0.0
+        for number in range(AVERAGES + LOWERED):
+            lowered = number - AVERAGES
+            if lowered >= 0 and limit is not None:
+                limit -= 2**lowered * over
             self._start()
             try:
                 answer = ask(self._search(shares, limit))
@@ -168,15 +172,16 @@ class PeakSearch:
                 answer = None
             if answer is None:
                 break
-            lowered = number >= ROUNDS
-            bound = bound if lowered else max(bound, answer.bound)
+            if lowered < 0:
+                bound = max(bound, answer.bound)
             moment, peak = self._peak(answer.picks)
             if peak <= self._most:
-                whole = answer.complete and not lowered
-                return replace(answer, bytes=peak, bound=min(bound, answer.seconds), complete=whole), shares
-            if not lowered:
+                bound, whole = min(bound, answer.seconds), answer.complete and lowered < 0
+                return replace(answer, bytes=peak, bound=bound, complete=whole), bound, shares
+            if lowered < 0:
                 shares = _toward(shares, moment, number)
-        return None, shares
+            over = peak - self._most
+        return None, bound, shares
 
     def _search(self, shares: Shares, limit: float | None) -> Search:
         key = frozenset(shares.items()), limit
