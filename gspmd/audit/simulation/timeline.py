@@ -70,7 +70,8 @@ class Timeline(Printed):
         name: the name of the program.
         notes: descriptions of the parts of the program whose time is modelled or could not be counted.
         warnings: descriptions of avoidable costs, each with a remedy. These are loops in which every iteration copies
-            an array that the loop does not change, or a large part of such an array.
+            an array that the loop does not change, or a large part of such an array; and products that the compiler
+            computes again to save memory.
         launch_seconds: the part of `compute_seconds` in which a GPU waits for the host to launch the next kernel.
         host_seconds: the part of `compute_seconds` in which the device waits for copies to or from host memory.
     """

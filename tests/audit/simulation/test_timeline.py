@@ -557,6 +557,25 @@ def test_a_host_whose_link_is_unknown_is_noted():
     assert "the bandwidth between tpu-v4 and its host is not known" in found.notes[0]
 
 
+def test_products_that_the_compiler_computes_again_are_named_with_a_remedy():
+    """A copy that takes the place of its original costs nothing more, and neither do other instructions."""
+
+    def product(name, microseconds):
+        return (
+            f"%{name} = bf16[8,256]{{1,0}} dot(%l, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+            f"{lasting(microseconds)}"
+        )
+
+    given = ("%l = bf16[8,512]{1,0} parameter(1)", "%r = bf16[512,256]{1,0} parameter(2)")
+    every = (product("d.1", 10), product("d.1.remat", 10), product("d.1.remat.2.remat3", 10), product("e.remat2", 7))
+    (said,) = run(*given, *every, step("a.remat", 3), step("a.remat2", 3)).warnings
+    assert "20 µs of 43 µs, most of it for d.1." in said
+    assert "--compiler-options xla_tpu_rematerialization_min_size_in_bytes=1000000000000" in said
+    assert "xla_tpu" not in run(*given, *every, chip="h100").warnings[0]
+    assert run(*given, *every[:1], *every[3:]).warnings == ()
+    assert run(*given, *every, step("a", 1000)).warnings == ()  # too short for a word
+
+
 def test_without_an_estimate_the_roofline():
     signature = "(p: u8[90000], a: bf16[1024,2048], b: bf16[2048,1024], c: f32[12,100000]) -> bf16[1024,1024]"
     lines = (
