@@ -24,7 +24,7 @@ from page import write_between
 from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.moe import MoEConfig
-from gspmd.search import NothingFits, Search
+from gspmd.search import NothingFits
 from gspmd.search.answers.candidate import TOLERANCE, StepBudget
 from gspmd.search.phase import PhaseProblem
 from gspmd_models import ModelConfig
@@ -158,9 +158,9 @@ def priced(config: ModelConfig, plan: Plan) -> Price | None:
 
 
 def _priced(config: ModelConfig, plan: Plan) -> Price | None:
-    asked = problem(config, plan)
+    asked, budget = problem(config, plan), StepBudget()
     try:
-        answer = Search(asked.problem(0.9 * V100.hbm_bytes), StepBudget(), TOLERANCE).best()
+        answer = asked.search(0.9 * V100.hbm_bytes, budget, budget.start, TOLERANCE).best()
     except NothingFits:
         return None
     if not isinstance(asked, StageProblem):

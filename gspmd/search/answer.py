@@ -29,14 +29,16 @@ class NothingFits(ValueError):
     """All allowed picks hold more bytes than the limit, or no picks are allowed at all.
 
     Attributes:
-        nearest: the allowed picks that hold the fewest bytes; None if no picks are allowed.
+        nearest: the allowed picks that hold the fewest bytes, as far as they are known; None if no picks are allowed.
         limit: the limit in bytes; None if there was none.
         over: the bytes by which `nearest` exceeds the limit; None if there is no `nearest` or no limit.
+        proved: whether it is proved that nothing fits. Otherwise no picks that fit were found.
     """
 
-    def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
+    def __init__(self, nearest: Answer | None, limit: float | None, message: str = "", proved: bool = True):
         """Set the message to `message`, or by default to a text about choices and options."""
         self.nearest = nearest
+        self.proved = proved
         self.limit = limit
         self.over = None if nearest is None or limit is None else nearest.bytes - limit
         if message:
@@ -48,8 +50,9 @@ class NothingFits(ValueError):
             )
         else:
             held, over, most = map(amount_of_bytes, (nearest.bytes, nearest.bytes - limit, limit))
+            fact, known = ("nothing fits", "") if proved else ("nothing was found that fits", "found ")
             message = (
-                f"nothing fits: the smallest combination holds {held}, {over} more than the limit of {most}.\n"
+                f"{fact}: the smallest combination {known}holds {held}, {over} more than the limit of {most}.\n"
                 "  Raise the limit, exclude fewer options, or give the choices options that hold less."
             )
         super().__init__(message)

@@ -80,7 +80,8 @@ def search(
         The layout found, with its cost.
 
     Raises:
-        NothingFits: every layout holds more bytes than `memory`.
+        NothingFits: every layout holds more bytes than `memory` or, if its `proved` is false, none was found that does
+            not.
         LayoutError, PlanError, SpecError: the program cannot be built or searched, or no mesh is given.
 
     Example:
@@ -137,7 +138,8 @@ def search(
         if refused:
             raise refused[0]
         raise PlanError(f"no mesh to search: {shown(mesh)}.\n  Give sizes of mesh axes, such as {{'x': 4}}.")
-    unknown = left or any(not isinstance(error, NothingFits) for error in refused)  # Other meshes may have an answer.
+    # Other meshes may have an answer.
+    unknown = left or any(not isinstance(error, NothingFits) or not error.proved for error in refused)
     bound = 0.0 if unknown else bound
     return replace(best, bound=bound, complete=best.complete and bound >= best.bound)
 
@@ -151,11 +153,12 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
         )
     else:
         held, over, limit = map(amount_of_bytes, (error.nearest.bytes, error.over, error.limit))
+        fact, known = ("no layout fits", "") if error.proved else ("no layout was found that fits", "found ")
         message = (
-            f"no layout fits on mesh {mesh_text(mesh)}: the smallest holds {held} on each device, {over} more than the "
+            f"{fact} on mesh {mesh_text(mesh)}: the smallest {known}holds {held} on each device, {over} more than the "
             f"{limit} that it may hold.\n  Use more devices, or a chip with more memory."
         )
-    return NothingFits(error.nearest, error.limit, message)
+    return NothingFits(error.nearest, error.limit, message, error.proved)
 
 
 def _meshes(mesh: Any) -> list[Mapping[str, int]]:

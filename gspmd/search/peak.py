@@ -6,8 +6,8 @@ limit at this moment. If the answer of one relaxation stays within the limit at 
 of all. If it does not, its bound still holds, and the next relaxation counts the moment at which it holds the most.
 
 Bytes of several moments are counted as a weighted average. No average is above the largest of its terms, so this is a
-relaxation, too. If no average leads to an answer that fits, the limit of the averages is lowered; then the answer fits,
-but is not proved to be the cheapest.
+relaxation, too. If no average leads to an answer that fits, the limit of the last average is lowered. An answer that
+fits is then not proved to be the cheapest.
 
 Source: F. Glover, Surrogate constraint duality in mathematical programming, Operations Research 23 (1975), for the
 averages of constraints.
@@ -30,8 +30,12 @@ AVERAGES = 5
 """The maximum number of relaxations that are solved for one question. In training steps of public models one or two are
 usual, and more near the limit, where the peaks of two neighboring operations compete.
 """
-LOWERED = 8
-"""The maximum number of lower limits that are then tried. Each lowers the limit twice as much as the one before."""
+LOWERED = 6
+"""The maximum number of lower limits that are then tried."""
+HALVINGS = 6
+"""The maximum number of limits that are tried to find picks with a small peak."""
+NEAR = 1e-3
+"""A peak that is above its lower bound by less than this fraction is small enough."""
 
 Shares = Mapping[Moment, float]
 """The weight of each moment in an average of bytes. The weights add up to one."""
@@ -47,19 +51,20 @@ class PeakSearch:
         peak: a function from picks to the moment at which they hold the most bytes, and these bytes.
         first: the moment that is counted first.
         limit: the bytes that picks may hold; None for no limit.
-        stop: a function that is called often, as in `Search`. It ends the search for one relaxation.
-        start: a function that is called before each relaxation is solved.
+        stop: a function that is called often, as in `Search`. If it returns true, the relaxation that is being solved
+            ends with the best picks so far. If it still does after `start`, the whole search ends.
+        start: a function that is called before each relaxation is solved. It may reset `stop`.
         tolerance: as in `Search`.
 
     Example:
         >>> from gspmd.search import Choice, Term
         >>> choice = Choice("weights", ("whole", "sharded over x", "sharded over x and y"))
-        >>> held = {(0,): [[4.0, 4.0, 4.0]], (1,): [[9.0, 6.0, 3.0]]}
+        >>> held = {(0,): [4.0, 4.0, 4.0], (1,): [9.0, 6.0, 3.0]}
         >>> def counted(shares):
-        ...     size = sum(share * np.array(held[moment][0]) for moment, share in shares.items())
+        ...     size = sum(share * np.array(held[moment]) for moment, share in shares.items())
         ...     return Problem([choice], [Term("time", ("weights",), np.array([1.0, 2.0, 3.0]), size)])
         >>> def peak(picks):
-        ...     return max(((at, size[0][picks["weights"]]) for at, size in held.items()), key=lambda each: each[1])
+        ...     return max(((at, sizes[picks["weights"]]) for at, sizes in held.items()), key=lambda each: each[1])
         >>> PeakSearch(counted, peak, (0,), limit=6.0).best()
         Answer(picks={'weights': 1}, seconds=2.0, bytes=6.0, bound=2.0, complete=True)
     """
@@ -74,12 +79,18 @@ class PeakSearch:
         start: Callable[[], None] = lambda: None,
         tolerance: float = 0.0,
     ):
-        self._counted, self._peak, self._stop, self._start = counted, peak, stop, start
-        self.limit, self._most, self._tolerance = limit, inf if limit is None else limit, tolerance
+        self.limit = limit
+        self._counted, self._peak, self._stop, self._start, self._tolerance = counted, peak, stop, start, tolerance
         self._first = {first: 1.0}
-        # The average that led to the cheapest picks of all: questions with fewer options begin with it.
-        self._shares: Shares = self._first
+        # The average that led to the cheapest picks of all.
+        self._led: Shares = self._first
         self._searches: dict[tuple, Search] = {}
+        # Of the last question: the search that is under way, whether its limit is lowered, the best picks that fit, and
+        # the bound proved so far.
+        self._current: Search | None = None
+        self._is_lowered = False
+        self._fitting: Answer | None = None
+        self._bound = -inf
 
     def best(
         self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
@@ -87,17 +98,27 @@ class PeakSearch:
         """Find the cheapest picks that fit; the arguments are those of `Search.best`.
 
         Raises:
-            NothingFits: no such picks are known to fit. If its `nearest` is None, no such picks are allowed.
+            NothingFits: no such picks fit or, if its `proved` is false, none were found. Without any allowed picks its
+                `nearest` is None.
         """
-        if not (fixed or without):
-            self._shares = self._first
-        answer, bound, shares = self._ask(lambda search: search.best(fixed, without))
-        if not (fixed or without):
-            self._shares = shares
-        if answer is None:
-            answer = replace(self.least(fixed, without), bound=bound)
-            if answer.bytes > self._most:
-                raise NothingFits(answer, self.limit)
+        try:
+            return self.find(fixed, without) or self._small(fixed, without)
+        except NothingFits as fault:
+            if fault.nearest is None or not fault.proved:
+                raise
+            raise NothingFits(self.least(fixed, without), self.limit) from None
+
+    def find(
+        self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
+    ) -> Answer | None:
+        """Find picks as `best` does, or return None if neither relaxations nor lower limits led to picks that fit.
+
+        Raises:
+            NothingFits: no such picks fit.
+        """
+        answer, shares = self._ask(lambda search: search.best(fixed, without), self._first)
+        if answer and not (fixed or without):
+            self._led = shares
         return answer
 
     def next_best(
@@ -105,95 +126,202 @@ class PeakSearch:
     ) -> Answer | None:
         """Find the cheapest picks in which one choice has a different option, as `Search.next_best` does.
 
-        The result is None if no such picks that fit are found.
+        The result is None if no such picks that fit are found. The search begins with the average that led to the last
+        answer of `best` without restrictions.
         """
-        other, *_ = self._ask(lambda search: search.next_best(answer, name, without=without))
-        return other
+
+        def ask(search: Search) -> Answer:
+            other = search.next_best(answer, name, without=without)
+            if other is None:
+                raise NothingFits(answer, self.limit)
+            return other
+
+        excluded = dict(without or {})
+        excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
+        try:
+            other, _ = self._ask(ask, self._led)
+            return other or self._small(None, excluded)
+        except NothingFits:
+            return None
 
     def least(
         self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
     ) -> Answer:
-        """Find picks whose peak is as small as the averages of a few rounds show; `bound` is not proved.
+        """Find picks with a small peak; the arguments are those of `Search.best`, and `bound` is not proved.
+
+        Averages over moments are minimized first. Then picks are searched within lower and lower limits, which are
+        bisected between the greatest minimum of an average, which no peak is below, and the smallest peak so far.
 
         Raises:
             NothingFits: no such picks are allowed.
         """
-        shares, found = self._first, None
+        shares, found, floor = self._first, None, -inf
         for number in range(AVERAGES):
-            try:  # No picks hold less than nothing, and the error has those that hold the fewest bytes.
-                near = self._search(shares, -1.0).best(fixed, without)
-            except NothingFits as fault:
-                if fault.nearest is None:
-                    raise
-                near = fault.nearest
+            near = self._fewest(shares, fixed, without)
+            floor = max(floor, near.bytes)
             moment, peak = self._peak(near.picks)
             if found is None or peak < found.bytes:
                 found = replace(near, bytes=peak, bound=-inf, complete=False)
-            if peak <= near.bytes * (1 + 1e-12):  # Then no picks have a smaller peak.
-                break
+            if found.bytes <= floor * (1 + NEAR):
+                return found
             shares = _toward(shares, moment, number)
         assert found is not None
+        (first,) = self._first
+        for _ in range(HALVINGS):
+            self._start()
+            if found.bytes <= floor * (1 + NEAR) or self._stop():
+                break
+            middle = (found.bytes + floor) / 2
+            # Any picks within the limit will do, however slow.
+            within = PeakSearch(self._counted, self._peak, first, middle, self._stop, self._start, tolerance=inf)
+            try:
+                other = within.find(fixed, without)
+            except NothingFits:
+                other = None
+            if other is None:
+                floor = middle
+            else:
+                found = replace(other, bound=-inf, complete=False)
         return found
+
+    def floor(self) -> float:
+        """Return a lower bound on the bytes of all allowed picks: the fewest that any hold at the first moment.
+
+        Raises:
+            NothingFits: no picks are allowed.
+        """
+        return self._fewest(self._first, None, None).bytes
 
     def bounds(self) -> dict[str, np.ndarray]:
         """Return lower bounds on seconds for every option, as `Search.bounds` does."""
-        return self._search(self._shares, self.limit).bounds()
+        return self._search(self._led, self.limit).bounds()
 
     @property
     def is_asked(self) -> bool:
         """Whether a question was asked, even if it was interrupted."""
-        return bool(self._searches)
+        return self._current is not None
 
     @property
     def so_far(self) -> Answer | None:
-        """The best picks that fit among those that the searches found for their last questions."""
-        known = [search.so_far for search in self._searches.values() if search.so_far]
-        fitting = [replace(each, bytes=held) for each in known if (held := self._peak(each.picks)[1]) <= self._most]
-        return min(fitting, key=lambda each: each.seconds, default=None)
+        """The best picks that fit and are known for the last question, also after an interrupt."""
+        found, under_way, bound = self._fitting, self._current and self._current.so_far, self._bound
+        if under_way and not self._is_lowered:
+            bound = max(bound, under_way.bound)
+        if under_way and (found is None or under_way.seconds < found.seconds):
+            _, peak = self._peak(under_way.picks)
+            found = replace(under_way, bytes=peak) if self._fits(peak) else found
+        return found and replace(found, bound=min(bound, found.seconds), complete=False)
 
-    def _ask(self, ask: Callable[[Search], Answer | None]) -> tuple[Answer | None, float, Shares]:
-        """Ask a question of one relaxation after the other until an answer fits, and then with lower limits.
+    # -- one question --------------------------------------------------------------------------------------------------
+
+    def _ask(self, ask: Callable[[Search], Answer], shares: Shares) -> tuple[Answer | None, Shares]:
+        """Ask one relaxation after the other until an answer fits, and then with lower limits.
+
+        Args:
+            ask: a function that asks a search the question.
+            shares: the average of the first relaxation.
 
         Returns:
-            The answer, which is None if no answer that fits was found; the bound that the relaxations prove; and the
-            average of the last relaxation.
+            The answer, which is None if no answer that fits was found, and the average of the last relaxation.
+
+        Raises:
+            NothingFits: no such picks fit, which a relaxation has proved.
         """
-        shares, bound, limit, over = self._shares, -inf, self.limit, 0.0
-        for number in range(AVERAGES + LOWERED):
-            lowered = number - AVERAGES
-            if lowered >= 0 and limit is not None:
-                limit -= 2**lowered * over
+        self._current, self._is_lowered, self._fitting, self._bound = None, False, None, -inf
+        step, over = int(shares is not self._first), 0.0
+        for number in range(AVERAGES):
             self._start()
-            try:
-                answer = ask(self._search(shares, limit))
-            except NothingFits as fault:
-                if fault.nearest is None:
-                    raise
-                answer = None
-            if answer is None:
-                break
-            if lowered < 0:
-                bound = max(bound, answer.bound)
+            if number and self._stop():
+                return None, shares
+            self._current = self._search(shares, self.limit)
+            answer = ask(self._current)
+            self._bound = max(self._bound, answer.bound)
             moment, peak = self._peak(answer.picks)
-            if peak <= self._most:
-                bound, whole = min(bound, answer.seconds), answer.complete and lowered < 0
-                return replace(answer, bytes=peak, bound=bound, complete=whole), bound, shares
-            if lowered < 0:
-                shares = _toward(shares, moment, number)
+            if self._fits(peak):
+                self._fitting = replace(answer, bytes=peak, bound=min(self._bound, answer.seconds))
+                return self._fitting, shares
             over = peak - self._most
-        return None, bound, shares
+            if number < AVERAGES - 1:
+                shares = _toward(shares, moment, step + number)
+        self._lower(ask, shares, over)
+        return self._fitting, shares
+
+    def _lower(self, ask: Callable[[Search], Answer], shares: Shares, over: float) -> None:
+        """Search with lower limits, and keep the cheapest answer that fits in `_fitting`.
+
+        Limits are lowered by twice as much each time, until an answer fits or the limit is too low for any. Then they
+        are bisected, since a higher limit allows cheaper answers.
+
+        Args:
+            ask, shares: as in `_ask`; the average is that of the last relaxation.
+            over: the bytes by which its answer exceeds the limit.
+        """
+        self._is_lowered, high, low = True, self._most, -inf
+        for _ in range(LOWERED):
+            self._start()
+            if self._stop():
+                break
+            limit = (low + high) / 2 if low > -inf else high - over
+            over *= 2
+            self._current = self._search(shares, limit)
+            try:
+                answer = ask(self._current)
+            except NothingFits:
+                low = limit
+                continue
+            _, peak = self._peak(answer.picks)
+            if not self._fits(peak):
+                high = limit
+                continue
+            low = limit
+            if self._fitting is None or answer.seconds < self._fitting.seconds:
+                bound = min(self._bound, answer.seconds)
+                self._fitting = replace(answer, bytes=peak, bound=bound, complete=False)
+
+    def _small(self, fixed: Mapping[str, int] | None, without: Mapping[str, Collection[int]] | None) -> Answer:
+        """Return picks with a small peak as the answer of a question for which no others were found.
+
+        Raises:
+            NothingFits: they do not fit either.
+        """
+        least = self.least(fixed, without)
+        least = replace(least, bound=min(self._bound, least.seconds))
+        if not self._fits(least.bytes):
+            raise NothingFits(least, self.limit, proved=False)
+        self._fitting = least
+        return least
+
+    def _fewest(
+        self, shares: Shares, fixed: Mapping[str, int] | None, without: Mapping[str, Collection[int]] | None
+    ) -> Answer:
+        """Return the picks with the smallest average over moments."""
+        try:  # No picks hold less than nothing, and the error has those that hold the fewest bytes.
+            return self._search(shares, -1.0).best(fixed, without)
+        except NothingFits as fault:
+            if fault.nearest is None:
+                raise
+            return fault.nearest
+
+    @property
+    def _most(self) -> float:
+        return inf if self.limit is None else self.limit
+
+    def _fits(self, held: float) -> bool:
+        return held <= self._most
 
     def _search(self, shares: Shares, limit: float | None) -> Search:
         key = frozenset(shares.items()), limit
-        if key not in self._searches:
-            counted = self._counted(shares)
-            limited = Problem(counted.choices, counted.terms, limit)
-            self._searches[key] = Search(limited, self._stop, self._tolerance)
-        return self._searches[key]
+        if key in self._searches:
+            return self._searches[key]
+        counted = self._counted(shares)
+        search = Search(Problem(counted.choices, counted.terms, limit), self._stop, self._tolerance)
+        if limit in (self.limit, -1.0):  # A lower limit depends on the question, and hardly occurs again.
+            self._searches[key] = search
+        return search
 
 
 def _toward(shares: Shares, moment: Moment, number: int) -> Shares:
-    """Return an average with more weight on one moment: all of it in round 0, and in each round half as much more."""
+    """Return an average with more weight on one moment: all of it in step 0, then half of it, a quarter and so on."""
     step = 0.5**number
     moved = {each: (1 - step) * share for each, share in shares.items() if step < 1}
     return moved | {moment: moved.get(moment, 0.0) + step}

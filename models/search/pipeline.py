@@ -192,7 +192,9 @@ class StageProblem(PhaseProblem):
         for array, table in question.of_work(done):
             seconds[self._place(array.unknowns)] += total([table])
         held = {"ends": 0.0, "layers": 0.0}
-        for arrays in (question.stored, question.others):
+        moment, _ = question.peak(picks)
+        peak = question.program.moments.at(moment)
+        for arrays in (peak.arguments, peak.others):
             for array, count in arrays.items():
                 place = "layers" if self._place(array.unknowns) == "layers" else "ends"
                 held[place] += total(question.spread({array: count}))

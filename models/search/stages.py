@@ -25,7 +25,7 @@ import numpy as np
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
-from gspmd.search import Answer, NothingFits, Search
+from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import TOLERANCE, StepBudget
 from gspmd.search.answers.meshes import factorings, meshes
 from gspmd.search.phase import LayoutLine
@@ -179,8 +179,9 @@ def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator
 
 def _solved(along: int, problem: StageProblem, limit: float) -> PipelineRow | None:
     stages, count = problem.stages, problem.case.microbatches
+    budget = StepBudget()
     try:
-        answer = Search(problem.problem(limit), StepBudget(), TOLERANCE).best()
+        answer = problem.search(limit, budget, budget.start, TOLERANCE).best()
     except NothingFits as fault:
         if fault.nearest is None:
             return None

@@ -28,12 +28,15 @@ ASSIGNED = {
     "llama-stationary-1d": 14_810_918_400,
     "palm-zero-3": 20_982_784_512,
     "palm-gathered-x": 23_534_694_912,
+    "palm-stationary-1d": 23_300_000_000,
     "short-zero-3-none": 12_952_830_976,
     "short-megatron-selective": 19_822_925_824,
     "short-context": 11_142_964_544,
     "llama-2-zero-3": 5_313_182_560,
     "llama-2-megatron-dots": 20_890_461_568,
     "mixtral-experts": 12_726_178_304,
+    "short-gathered-xy": 7_500_000_000,
+    "gpt-megatron": 39_700_000_000,
 }
 """Bytes of arguments, results and temporaries of steps in benchmarks/memory.py, from the compiler's dumps."""
 FAST = ("llama-zero-3", "short-megatron", "short-stationary-2d")

@@ -7,7 +7,7 @@ from gspmd.audit.arguments import mesh_sizes, operations
 from gspmd.audit.hlo.module import Module
 from gspmd.audit.simulation.interpreter import Interpreter
 from gspmd.audit.simulation.links import Torus
-from gspmd.audit.simulation.machine import Machine, Span
+from gspmd.audit.simulation.machine import Machine
 from gspmd.audit.simulation.timeline import CategoryTotal, Timeline
 from gspmd.display.units import amount_of_seconds
 from gspmd.hardware.chips import Chip
@@ -179,28 +179,25 @@ def _computed_again(interpreter: Interpreter) -> list[str]:
     The list is empty unless this takes more than the fraction `NOTABLE` of the step's time.
     """
     elapsed = interpreter.machine.elapsed
-    runs: dict[str, list[Span]] = {}
+    took: dict[str, dict[str, float]] = {}  # An instruction of a loop may have several spans.
     for span in interpreter.machine.spans:
         if span.category == "einsum":
-            runs.setdefault(span.instruction.partition(".remat")[0], []).append(span)
-    again: dict[str, float] = {}
-    for name, spans in runs.items():
-        took = [span.seconds * span.times for span in spans]
-        again[name] = sum(took) - max(took)
+            copies = took.setdefault(span.instruction.partition(".remat")[0], {})
+            copies[span.instruction] = copies.get(span.instruction, 0.0) + span.seconds * span.times
+    again = {name: sum(copies.values()) - max(copies.values()) for name, copies in took.items()}
     together = sum(again.values())
     if together <= NOTABLE * elapsed:
         return []
-    remedy = "Use more microbatches, recompute more with --model.remat, or use a layout that holds less"
+    remedy = "use more microbatches, recompute more with --model.remat, or use a layout that holds less"
     if not interpreter.chip.is_switch:
         remedy = (
-            "If the program takes less memory than a chip has, try "
-            f"--compiler-options {NO_REMATERIALIZATION}; otherwise use more microbatches, recompute more with "
-            "--model.remat, or use a layout that holds less"
+            f"if the program takes less memory than a chip has, try --compiler-options {NO_REMATERIALIZATION}; "
+            f"otherwise {remedy}"
         )
     return [
-        f"the compiler computes products again, because it expects that their results do not fit in memory: "
+        "the compiler computes products again, because it expects that their results do not fit in memory: "
         f"{amount_of_seconds(together)} of {amount_of_seconds(elapsed)}, most of it for "
-        f"{max(again, key=lambda name: again[name])}. {remedy}"
+        f"{max(again, key=lambda name: again[name])}. To avoid it, {remedy}"
     ]
 
 

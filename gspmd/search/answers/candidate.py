@@ -32,15 +32,15 @@ the same answer.
 
 
 class StepBudget:
-    """A stop condition that becomes true after some number of calls, which is `MOST` at first.
+    """A stop condition that becomes true after some number of calls.
 
     Attributes:
         most: the number of calls after each `start`.
         left: the number of calls that are left.
     """
 
-    def __init__(self) -> None:
-        self.most = self.left = MOST
+    def __init__(self, most: int = MOST):
+        self.most = self.left = most
 
     def start(self) -> None:
         """Begin to count anew."""
@@ -88,7 +88,8 @@ class Candidate:
         limit: bytes that a device may hold.
 
     Attributes:
-        free: the answer without a limit on memory; its seconds are a lower bound on the seconds with a limit.
+        free: the answer without a limit on memory.
+        bound: a lower bound on the seconds of layouts within the limit, if there is no answer.
         unlimited, unlimited_search: the problem and the search without a limit.
         search: the search with the limit.
         answer: the answer found; None if there is none, for the reason in `outcome`.
@@ -99,28 +100,33 @@ class Candidate:
         self.phase, self.limit = phase, limit
         self.unlimited = phase.problem(None)
         self.budget = StepBudget()
-        self.search = self.within(limit)
+        self.search = phase.search(limit, self.budget, self.budget.start, TOLERANCE)
         self.unlimited_search = phase.search()
         self.free = self.unlimited_search.best()
+        self.bound = self.free.seconds
         self.answer: Answer | None = None
         self.outcome: Outcome = "not solved"
 
-    def within(self, limit: float) -> PeakSearch:
-        """Return a search of the same problem with this limit on the bytes of a device at any moment."""
-        return self.phase.search(limit, self.budget, self.budget.start, TOLERANCE)
+    def within(self, limit: float, most: int = MOST) -> PeakSearch:
+        """Return a search with this limit on the bytes of a device at any moment, and with a budget of its own."""
+        budget = StepBudget(most)
+        return self.phase.search(limit, budget, budget.start, TOLERANCE)
 
     def solve(self) -> Answer:
         """Find a layout within the limit that is at most `NEAR` slower than the cheapest, and that holds few bytes.
 
         Raises:
-            NothingFits: no layout fits within the limit.
+            NothingFits: no layout fits within the limit, or none was found.
         """
         if self.answer is None:
             self.budget.most = MOST
             try:
                 cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
-            except NothingFits:
-                self.outcome = "nothing fits"
+            except NothingFits as fault:
+                if fault.proved:
+                    self.outcome = "nothing fits"
+                elif fault.nearest:
+                    self.bound = max(self.bound, fault.nearest.bound)
                 raise
             self.answer = self._holding_less(cheapest)
             self.outcome = "solved"
@@ -128,7 +134,7 @@ class Candidate:
 
     def _holding_less(self, cheapest: Answer) -> Answer:
         """Find by bisection the lowest memory limit at which some layout is almost as cheap; return this layout."""
-        found, least = cheapest, self.least.bytes
+        found, least = cheapest, self.search.floor()
         most, dear = cheapest.seconds * (1 + NEAR), dict[str, list[int]]()
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
@@ -136,12 +142,10 @@ class Candidate:
             middle = (found.bytes + least) / 2
             dear = dear or self._above(most)
             try:
-                self.budget.most = LESS
-                other = self.within(middle).best(without=dear)
+                other = self.within(middle, LESS).find(without=dear)
             except NothingFits:
-                least = middle
-                continue
-            if other.seconds <= most:
+                other = None
+            if other and other.seconds <= most:
                 found = replace(other, bound=cheapest.bound)
             else:
                 least = middle

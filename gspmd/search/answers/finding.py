@@ -169,19 +169,19 @@ class NoneFits(ValueError):
 
     Attributes:
         candidate: the mesh with the smallest layout of all; None if no layout is possible at all.
-        nearest: the picks of that layout, which hold the fewest bytes.
+        nearest: the picks of that layout, which hold the fewest bytes, as far as they are known.
         over: the bytes by which these picks exceed the limit.
+        proved: whether it is proved that no layout fits. Otherwise none was found that does.
     """
 
-    def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):
-        self.candidate, self.nearest, self.over = candidate, nearest, over
+    def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None, proved: bool = True):
+        self.candidate, self.nearest, self.over, self.proved = candidate, nearest, over, proved
         if candidate is None:
             fact = "no layout is possible on any mesh of the slice: the sizes, or the fixed lines, exclude all."
             super().__init__(f"{fact}\n  Give fewer fixed lines, or use a different slice or batch.")
         else:
-            super().__init__(
-                "no layout fits on any mesh of the slice.\n  Use a larger slice, or a smaller model or batch."
-            )
+            fact = "no layout fits" if proved else "no layout was found that fits"
+            super().__init__(f"{fact} on any mesh of the slice.\n  Use a larger slice, or a smaller model or batch.")
 
 
 Tell = Callable[[str], None]
@@ -321,7 +321,8 @@ class BestFirstSearch:
             nearest = smallest(self.candidates, self.ranges)
             if nearest is None:
                 raise NoneFits(None, None, None)
-            raise NoneFits(nearest, nearest.least, nearest.least.bytes - self.limit)
+            proved = all(each.outcome != "not solved" for each in self.candidates)
+            raise NoneFits(nearest, nearest.least, nearest.least.bytes - self.limit, proved)
         answer, every = best.solve(), sorted(self.candidates, key=_rank)
         bounds = [(bound, each.microbatches > 1) for each in every if (bound := _proved(each, answer)) < inf]
         several = min((bound for bound, more in bounds if more), default=inf)
@@ -352,6 +353,8 @@ def _proved(candidate: Candidate, answer: Answer) -> float:
     """
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
+    if candidate.outcome == "not solved":  # no layout was found that fits
+        return candidate.bound - candidate.phase.overestimate
     # The mesh was left out because of its lower bound, or because nothing fits.
     left = candidate.phase.overestimate and candidate.free.seconds >= answer.seconds * (1 - TIE)
     return candidate.free.seconds - candidate.phase.overestimate if left else inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, log, sqrt
 
@@ -57,7 +57,9 @@ def frontier(
         tell(f"seconds against bytes: {number + 1} of at most {searches} limits")
         found = _within(candidate, sqrt(points[at].limit * points[at + 1].answer.bytes))
         if found.answer.seconds >= points[at].answer.seconds * (1 - TIE):
-            points[at] = Point(points[at].answer, found.limit)
+            known = points[at].answer
+            bound, complete = min(known.bound, found.answer.bound), known.complete and found.answer.complete
+            points[at] = Point(replace(known, bound=bound, complete=complete), found.limit)
         else:
             points.insert(at + 1, found)
     return points

@@ -74,9 +74,9 @@ def read_beside(
         if others:
             without[name] = others
     try:
-        found = candidate.search.best(without=without)
+        found = candidate.best(without)
     except NothingFits as fault:
-        raise NoneFits(candidate, fault.nearest, fault.over) from None
+        raise NoneFits(candidate, fault.nearest, fault.over, fault.proved) from None
     tied = frozenset(line.key for line in phase.lines(found.picks) if not line.section and not line.choice)
     return Reading(candidate, found, activations(phase, found), tied)
 

@@ -29,7 +29,8 @@ class Why:
         candidate: the mesh.
         best: the best layout of all.
         answer: the best layout with this line. If `over` is not 0, it is the best one without a limit on memory.
-        over: the bytes by which every layout with this line exceeds the limit; 0 if some layout fits.
+        over: the bytes by which the smallest known layout with this line exceeds the limit; 0 if one was found that
+            fits.
     """
 
     key: str
