@@ -102,7 +102,7 @@ class PeakSearch:
                 `nearest` is None.
         """
         try:
-            return self.find(fixed, without) or self._small(fixed, without)
+            return self.find(fixed, without) or self.small(fixed, without)
         except NothingFits as fault:
             if fault.nearest is None or not fault.proved:
                 raise
@@ -120,6 +120,21 @@ class PeakSearch:
         if answer and not (fixed or without):
             self._led = shares
         return answer
+
+    def small(
+        self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
+    ) -> Answer:
+        """Return picks with a small peak as the answer of the last question, for which `find` found no picks.
+
+        Raises:
+            NothingFits: they do not fit either; `proved` is false.
+        """
+        least = self.least(fixed, without)
+        least = replace(least, bound=min(self._bound, least.seconds))
+        if not self._fits(least.bytes):
+            raise NothingFits(least, self.limit, proved=False)
+        self._fitting = least
+        return least
 
     def next_best(
         self, answer: Answer, name: str, without: Mapping[str, Collection[int]] | None = None
@@ -140,7 +155,7 @@ class PeakSearch:
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
         try:
             other, _ = self._ask(ask, self._led)
-            return other or self._small(None, excluded)
+            return other or self.small(None, excluded)
         except NothingFits:
             return None
 
@@ -277,19 +292,6 @@ class PeakSearch:
             if self._fitting is None or answer.seconds < self._fitting.seconds:
                 bound = min(self._bound, answer.seconds)
                 self._fitting = replace(answer, bytes=peak, bound=bound, complete=False)
-
-    def _small(self, fixed: Mapping[str, int] | None, without: Mapping[str, Collection[int]] | None) -> Answer:
-        """Return picks with a small peak as the answer of a question for which no others were found.
-
-        Raises:
-            NothingFits: they do not fit either.
-        """
-        least = self.least(fixed, without)
-        least = replace(least, bound=min(self._bound, least.seconds))
-        if not self._fits(least.bytes):
-            raise NothingFits(least, self.limit, proved=False)
-        self._fitting = least
-        return least
 
     def _fewest(
         self, shares: Shares, fixed: Mapping[str, int] | None, without: Mapping[str, Collection[int]] | None

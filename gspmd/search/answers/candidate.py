@@ -121,7 +121,9 @@ class Candidate:
         if self.answer is None:
             self.budget.most = MOST
             try:
-                cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
+                # Not `best`, which finds the smallest picks for its error, and that takes long.
+                known = self.free if self.free.bytes <= self.limit else self.search.find()
+                cheapest = known or self.search.small()
             except NothingFits as fault:
                 if fault.proved:
                     self.outcome = "nothing fits"
