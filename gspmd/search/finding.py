@@ -153,7 +153,8 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
         )
     else:
         held, over, limit = map(amount_of_bytes, (error.nearest.bytes, error.over, error.limit))
-        fact, known = ("no layout fits", "") if error.proved else ("no layout was found that fits", "found ")
+        fact = "no layout fits" if error.proved else "no layout was found that fits"
+        known = "" if error.nearest.complete else "found "
         message = (
             f"{fact} on mesh {mesh_text(mesh)}: the smallest {known}holds {held} on each device, {over} more than the "
             f"{limit} that it may hold.\n  Use more devices, or a chip with more memory."

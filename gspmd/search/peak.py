@@ -30,7 +30,7 @@ AVERAGES = 5
 """The maximum number of relaxations that are solved for one question. In training steps of public models one or two are
 usual, and more near the limit, where the peaks of two neighboring operations compete.
 """
-LOWERED = 6
+LOWERED = 9
 """The maximum number of lower limits that are then tried."""
 HALVINGS = 6
 """The maximum number of limits that are tried to find picks with a small peak."""
@@ -129,10 +129,10 @@ class PeakSearch:
         Raises:
             NothingFits: they do not fit either; `proved` is false.
         """
-        least = self.least(fixed, without)
-        least = replace(least, bound=min(self._bound, least.seconds))
+        smallest = self.least(fixed, without)
+        least = replace(smallest, bound=min(self._bound, smallest.seconds), complete=False)
         if not self._fits(least.bytes):
-            raise NothingFits(least, self.limit, proved=False)
+            raise NothingFits(smallest, self.limit, proved=False)
         self._fitting = least
         return least
 
@@ -162,7 +162,9 @@ class PeakSearch:
     def least(
         self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
     ) -> Answer:
-        """Find picks with a small peak; the arguments are those of `Search.best`, and `bound` is not proved.
+        """Find picks with a small peak; the arguments are those of `Search.best`.
+
+        The answer is `complete` if it is proved that no picks have a smaller peak. Its `bound` is not proved.
 
         Averages over moments are minimized first. Then picks are searched within lower and lower limits, which are
         bisected between the greatest minimum of an average, which no peak is below, and the smallest peak so far.
@@ -178,9 +180,10 @@ class PeakSearch:
             if found is None or peak < found.bytes:
                 found = replace(near, bytes=peak, bound=-inf, complete=False)
             if found.bytes <= floor * (1 + NEAR):
-                return found
+                break
             shares = _toward(shares, moment, number)
         assert found is not None
+        proved = floor
         (first,) = self._first
         for _ in range(HALVINGS):
             self._start()
@@ -197,7 +200,7 @@ class PeakSearch:
                 floor = middle
             else:
                 found = replace(other, bound=-inf, complete=False)
-        return found
+        return replace(found, complete=found.bytes <= proved)
 
     def floor(self) -> float:
         """Return a lower bound on the bytes of all allowed picks: the fewest that any hold at the first moment.
@@ -264,14 +267,15 @@ class PeakSearch:
     def _lower(self, ask: Callable[[Search], Answer], shares: Shares, over: float) -> None:
         """Search with lower limits, and keep the cheapest answer that fits in `_fitting`.
 
-        Limits are lowered by twice as much each time, until an answer fits or the limit is too low for any. Then they
-        are bisected, since a higher limit allows cheaper answers.
+        Limits are lowered by twice as much each time, beginning with 1/256, until an answer fits or the limit is too
+        low for any. Then they are bisected, since a higher limit allows cheaper answers.
 
         Args:
             ask, shares: as in `_ask`; the average is that of the last relaxation.
             over: the bytes by which its answer exceeds the limit.
         """
         self._is_lowered, high, low = True, self._most, -inf
+        over = max(over, self._most / 256)
         for _ in range(LOWERED):
             self._start()
             if self._stop():

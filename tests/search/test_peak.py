@@ -66,7 +66,7 @@ def check(case, answer, want, ok=lambda picks: True):
 @pytest.mark.parametrize(("moments", "proved", "found"), [(1, 1.0, 1.0), (2, 0.8, 0.97), (5, 0.5, 0.9)])
 def test_answers_fit_at_every_moment_and_are_the_cheapest_if_they_say_so(moments, proved, found):
     """With a single moment, everything is proved. Tables of several moments have nothing in common here."""
-    solved, more = [], []
+    solved, more, slower = [], [], []
     for seed in range(50):
         case = Case(seed, moments)
         search, want = case.search(case.limit), case.cheapest(case.limit)
@@ -81,6 +81,7 @@ def test_answers_fit_at_every_moment_and_are_the_cheapest_if_they_say_so(moments
             solved.append(None)
             continue
         check(case, answer, want)
+        slower.append(answer.seconds / want)
         assert search.best() == answer
         assert search.so_far.seconds == answer.seconds
         assert search.so_far.bound <= want * (1 + 1e-9)
@@ -97,6 +98,7 @@ def test_answers_fit_at_every_moment_and_are_the_cheapest_if_they_say_so(moments
     assert len(solved) > 35
     assert sum(each is not None and each.complete for each in solved) >= proved * len(solved)
     assert sum(each is not None for each in solved) >= found * len(solved)
+    assert sum(slower) / len(slower) <= 1 + 0.01 * moments
     assert sum(each is not None for each in more) >= (found - 0.1 * (moments > 1)) * len(more)
 
 

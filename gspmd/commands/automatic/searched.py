@@ -377,5 +377,7 @@ def _nothing_fits(fault: NoneFits, question: LayoutQuestion) -> str:
         tried = "the mesh" if len(question.meshes) == 1 else "any mesh of the devices"
         return f"the sizes of model and batch have no layout on {tried}."
     held, over, limit = map(amount_of_bytes, (fault.nearest.bytes, fault.over, question.limit))
-    fact = f"the smallest, on mesh {fault.candidate.named}, holds {held} on each device, {over} more than the {limit}"
+    known = "" if fault.nearest.complete else " found"
+    where = f"on mesh {fault.candidate.named}"
+    fact = f"the smallest{known}, {where}, holds {held} on each device, {over} more than the {limit}"
     return f"{fact} that may be used of a {question.chip.name}."

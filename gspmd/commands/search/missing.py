@@ -45,7 +45,7 @@ def nothing_fits(
     where = f"{fault.candidate.named} {fault.candidate.in_microbatches}".strip()
     none = "No layout fits" if fault.proved else "No layout was found that fits"
     fact = (
-        f"{none} {target.name}: the smallest, on mesh {where}, holds "
+        f"{none} {target.name}: the smallest{'' if fault.nearest.complete else ' found'}, on mesh {where}, holds "
         f"{amount_of_bytes(fault.nearest.bytes)} on each device, {amount_of_bytes(fault.over)} more than the "
         f"{amount_of_bytes(limit)} that may be used, {100 * settings.memory:.3g}% of "
         f"{amount_of_bytes(target.chip.hbm_bytes)}."

@@ -83,7 +83,7 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 
     made = Figure(figsize=(9.6, 5.4), dpi=150, layout="constrained")
     axes, frame = made.subplots(), _frame(finding, front, presets)
-    _staircase(axes, frame, front)
+    _staircase(axes, frame, front, finding.best.search.floor())
     if frame.steep:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)))
@@ -125,14 +125,17 @@ def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
     return _Frame(left, right, max(low - 0.1 * (top - low), 0.5 * low), top)
 
 
-def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
+def _staircase(axes: Any, frame: _Frame, front: Sequence[Point], floor: float) -> None:
+    """Draw the points, the steps between them, and the shade; `floor` is a lower bound on the bytes of all layouts."""
     x, y = [frame.x(each.answer.bytes) for each in front], [frame.y(each.answer.seconds) for each in front]
     top, right = frame.y(frame.top), frame.x(frame.right)
     # The shade of a point ends at the limit up to which it is the cheapest: beyond that nothing is known.
     ends = [frame.x(each.limit) for each in front]
     shade = {"step": "post", "color": _FRONT, "alpha": 0.08, "linewidth": 0}
     bounds = [max(frame.y(each.answer.bound), frame.y(frame.bottom)) for each in front]
-    axes.fill_between([frame.x(frame.left), x[0], *ends], [top, *bounds, bounds[-1]], frame.y(frame.bottom), **shade)
+    # Nothing holds less than the floor. Above it there may be layouts that no search has found, slower than the bound.
+    begin = frame.x(max(frame.left, min(floor, front[0].answer.bytes)))
+    axes.fill_between([frame.x(frame.left), begin, *ends], [top, *bounds, bounds[-1]], frame.y(frame.bottom), **shade)
     axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", color=_FRONT, linewidth=1.8, zorder=3)
     axes.plot(x, y, "o", color=_FRONT, markersize=4.5, zorder=4)
     unsure = [n for n, each in enumerate(front) if not each.answer.complete]

@@ -62,7 +62,19 @@ def frontier(
             points[at] = Point(replace(known, bound=bound, complete=complete), found.limit)
         else:
             points.insert(at + 1, found)
-    return points
+    return _rising(points)
+
+
+def _rising(points: list[Point]) -> list[Point]:
+    """Return the points that are faster than all points with fewer bytes."""
+    kept = points[:1]
+    for each in points[1:]:
+        if each.answer.seconds < kept[-1].answer.seconds * (1 - TIE):
+            kept.append(each)
+        else:
+            bound = min(kept[-1].answer.bound, each.answer.bound)
+            kept[-1] = Point(replace(kept[-1].answer, bound=bound), each.limit)
+    return kept
 
 
 def _within(candidate: Candidate, limit: float) -> Point:
