@@ -127,14 +127,17 @@ class PeakSearch:
         """Return picks with a small peak as the answer of the last question, for which `find` found no picks.
 
         Raises:
-            NothingFits: they do not fit either; `proved` is false.
+            NothingFits: they do not fit either; `proved` is false, and `nearest.bound` is a lower bound on the seconds
+                of picks that fit.
         """
+        bound = self._bound
         smallest = self.least(fixed, without)
-        least = replace(smallest, bound=min(self._bound, smallest.seconds), complete=False)
-        if not self._fits(least.bytes):
-            raise NothingFits(smallest, self.limit, proved=False)
-        self._fitting = least
-        return least
+        smallest = replace(smallest, bound=min(bound, smallest.seconds))
+        if not self._fits(smallest.bytes):
+            # The picks do not fit and may be faster than any that do, so the bound is not cut to their seconds.
+            raise NothingFits(replace(smallest, bound=bound), self.limit, proved=False)
+        self._fitting = replace(smallest, complete=False)
+        return self._fitting
 
     def next_best(
         self, answer: Answer, name: str, without: Mapping[str, Collection[int]] | None = None
